@@ -1,0 +1,18 @@
+"""Where the model that ships inside the package lies. Knows nothing of what is in it."""
+
+from pathlib import Path
+
+from quire.contracts.errors import ModelNotFound
+
+NAME = "quire-tiny"
+
+
+def bundled_model() -> Path:
+    """Folder of the bundled model, the default when no model is named.
+
+    Raises `ModelNotFound` when the installation lacks it (packages trimmed by hand).
+    """
+    folder = Path(__file__).parent.parent / "bundled" / NAME
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"the bundled model is not at {folder}: reinstall quire, or name a model.")
+    return folder

@@ -1,0 +1,35 @@
+"""What every test may use: shared data outside the repository, and the switch for the long products."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+settings.register_profile("quire", deadline=None, print_blob=True)  # machines differ; a slow one is no bug
+settings.load_profile("quire")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real configurations, templates and trained models: ../shared or $QUIRE_TEST_SHARED; skips without them."""
+    folder = Path(os.environ.get("QUIRE_TEST_SHARED") or ROOT.parent / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"no shared test data at {folder}; set QUIRE_TEST_SHARED")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def full() -> bool:
+    """Whether the long products run (QUIRE_FULL=1): pairwise covers become full ones."""
+    return os.environ.get("QUIRE_FULL") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("QUIRE_FULL") == "1":
+        return
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="long; runs with scripts/test --full"))

@@ -1,0 +1,81 @@
+"""The package keeps its rules. There is no exception list: a rule that must give way changes for everyone."""
+
+import subprocess
+import sys
+
+import pytest
+
+import rules
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[rules.Source]:
+    return rules.package_sources()
+
+
+@pytest.mark.parametrize("rule", rules.FILE_RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps_the_rule(rule: rules.Rule, sources: list[rules.Source]) -> None:
+    complaints = [complaint for source in sources for complaint in rule(source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_rooms_have_no_cycles(sources: list[rules.Source]) -> None:
+    assert rules.room_cycles(sources) == []
+
+
+def test_the_brain_never_reaches_torch(sources: list[rules.Source]) -> None:
+    assert rules.brings_torch(sources, rules.TORCH_FREE_ROOMS) == []
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    folders = {path.parent for path in rules.PACKAGE.rglob("*.py")}
+    missing = [str(f.relative_to(rules.ROOT)) for f in folders if not (f / "__init__.py").is_file()]
+    assert missing == [], "an installed wheel would lack these folders"
+
+
+def test_the_whole_stays_small(sources: list[rules.Source], capsys: pytest.CaptureFixture[str]) -> None:
+    count = sum(len(source.text.splitlines()) for source in sources)
+    with capsys.disabled():
+        print(f"\nquire: {count:,} of {rules.MAX_TOTAL:,} lines in {len(sources)} files")
+    assert count < rules.MAX_TOTAL
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=rules.ROOT / "src", timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loads_torch(modules: list[str]) -> str:
+    load = f"for name in {modules}: importlib.import_module(name)"
+    return run_python(f"import importlib, sys\n{load}\nprint('torch' in sys.modules)").strip()
+
+
+def test_importing_the_package_and_the_brain_leaves_torch_out(sources: list[rules.Source]) -> None:
+    names = ["quire"] + [s.module for s in sources if s.room in rules.TORCH_FREE_ROOMS]
+    assert loads_torch(names) == "False"
+
+
+def test_the_http_front_end_leaves_torch_out(sources: list[rules.Source]) -> None:
+    names = [s.module for s in sources if s.path.startswith("entry/http/")]
+    if not names:
+        pytest.skip("entry/http does not exist yet")
+    assert loads_torch(names) == "False"
+
+
+HELP = """
+import runpy, sys
+sys.argv = ["quire", "--help"]
+try:
+    runpy.run_module("quire", run_name="__main__", alter_sys=True)
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print("torch loaded:", "torch" in sys.modules)
+"""
+
+
+def test_the_help_text_leaves_torch_out() -> None:
+    if not (rules.PACKAGE / "entry" / "cli" / "main.py").is_file():
+        pytest.skip("entry/cli does not exist yet")
+    assert run_python(HELP).strip().endswith("torch loaded: False")

@@ -1,0 +1,126 @@
+"""Each rule turns red on a planted violation and stays quiet beside it."""
+
+import textwrap
+
+import pytest
+
+import rules
+from rules import Source
+
+LONG_BODY = "\n".join(f"    x{i} = {i}" for i in range(60))
+METHODS = "\n".join(f"    def m{i}(self):\n        pass" for i in range(16))
+FIELDS = "\n".join(f"    f{i}: int = 0" for i in range(16))
+
+
+def complaints(rule: rules.Rule, text: str, path: str = "worker/x.py") -> list[str]:
+    return list(rule(Source(path, textwrap.dedent(text))))
+
+
+RED = [
+    (rules.file_size, "x = 1\n" * 401, "worker/x.py"),
+    (rules.file_size, "x = 1\n" * 801, "kernels/x.py"),
+    (rules.line_length, "x = 1  # " + "a" * 120, "worker/x.py"),
+    (rules.function_size, f"def f():\n{LONG_BODY}", "worker/x.py"),
+    (rules.function_size, f"class A:\n  def f():\n{LONG_BODY}", "worker/x.py"),
+    (rules.public_methods, f"class A:\n{METHODS}", "worker/x.py"),
+    (rules.record_fields, f"class StepPlan(Struct):\n{FIELDS}", "worker/x.py"),
+    (rules.record_fields, f"@dataclass(frozen=True)\nclass Limits:\n{FIELDS}", "config/x.py"),
+    (rules.positional_parameters, "def f(a, b, c, d, e, f, g): pass", "worker/x.py"),
+    (rules.positional_parameters, "class A:\n  def f(self, a, b, c, d, e, f, g): pass", "worker/x.py"),
+    (rules.no_mixins, "class LoadMixin: pass", "worker/x.py"),
+    (rules.no_global, "def f():\n  global x\n  x = 1", "worker/x.py"),
+    (rules.no_bare_except, "try:\n  f()\nexcept:\n  pass", "worker/x.py"),
+    (rules.environment, "import os\nx = os.environ['A']", "config/x.py"),
+    (rules.environment, "import os\ndef f(): return os.getenv('A')", "worker/x.py"),
+    (rules.environment, "from os import environ", "worker/x.py"),
+    (rules.triton_home, "import triton\n@triton.jit\ndef f(): pass", "worker/x.py"),
+    (rules.triton_home, "def f():\n  from triton import jit", "worker/x.py"),
+    (rules.no_unfinished, "x = 1  # TODO later", "worker/x.py"),
+    (rules.module_names, "", "worker/utils.py"),
+    (rules.module_names, "", "common/x.py"),
+    (rules.module_state, "cache = {}", "worker/x.py"),
+    (rules.module_state, "if True:\n  seen: set[int] = set()", "worker/x.py"),
+    (rules.module_state, "import collections\nqueue = collections.deque()", "worker/x.py"),
+    (rules.module_state, "TABLE = {}\ndef f(): TABLE['a'] = 1", "worker/x.py"),
+    (rules.module_state, "TABLE = []\ndef f(): TABLE.append(1)", "worker/x.py"),
+    (rules.module_state, "from quire.models.registry import TABLE\nTABLE['a'] = 1", "worker/x.py"),
+    (rules.module_state, "from quire.models import registry\nregistry.TABLE['a'] = 1", "worker/x.py"),
+    (rules.module_state, "COUNT = 0\ndef f():\n  COUNT += 1", "worker/x.py"),
+    (rules.module_state, "class A:\n  items = []", "worker/x.py"),
+    (rules.module_state, "GRAPH_HANDLES = {}\ndef f(): GRAPH_HANDLES['a'] = 1", "worker/x.py"),
+    (rules.docstrings, "x = 1", "worker/x.py"),
+    (rules.docstrings, '"""Doc."""\ndef f(): pass', "worker/x.py"),
+    (rules.docstrings, '"""Doc."""\nclass A: pass', "worker/x.py"),
+    (rules.docstrings, '"""Doc."""\nclass A:\n  """Doc."""\n  def f(self): pass', "worker/x.py"),
+    (rules.import_directions, "from quire.kv.pool import BlockPool", "worker/x.py"),
+    (rules.import_directions, "def f():\n  import quire.engine.core", "worker/x.py"),
+    (rules.import_directions, "if TYPE_CHECKING:\n  from quire.entry.llm import LLM", "engine/x.py"),
+    (rules.import_directions, "import_module('quire.worker.runner')", "engine/x.py"),
+    (rules.import_directions, "from ..entry import llm", "engine/x.py"),
+    (rules.import_directions, "from quire import LLM", "entry/x.py"),
+    (rules.import_directions, "from quire import bench", "entry/llm.py"),
+    (rules.import_directions, "x = 1", "newroom/x.py"),
+]
+
+GREEN = [
+    (rules.file_size, "x = 1\n" * 400, "worker/x.py"),
+    (rules.file_size, "x = 1\n" * 800, "kernels/x.py"),
+    (rules.function_size, f"def f():\n{LONG_BODY}", "kernels/x.py"),
+    (rules.record_fields, f"@dataclass\nclass LlamaArgs:\n{FIELDS}", "config/x.py"),
+    (rules.positional_parameters, "class A:\n  def f(self, a, b, c, d, e, f, *, g): pass", "worker/x.py"),
+    (rules.positional_parameters, "def f(a, b, c, d, e, f, g): pass", "kernels/x.py"),
+    (rules.environment, "import os\nx = os.environ['A']", "config/env.py"),
+    (rules.triton_home, "import triton\n@triton.jit\ndef f(): pass", "kernels/norm/triton.py"),
+    (rules.module_state, "TABLE = {'a': 1}\ndef f():\n  seen = set()\n  seen.add(TABLE['a'])", "worker/x.py"),
+    (rules.module_state, "GRAPH_HANDLES = {}\ndef f(): GRAPH_HANDLES['a'] = 1", "kernels/x.py"),
+    (rules.module_state, "class A:\n  items: list[int] = field(default_factory=list)", "worker/x.py"),
+    (rules.docstrings, '"""Doc."""\ndef _f(): pass\nclass _A:\n  def f(self): pass', "worker/x.py"),
+    (rules.docstrings, '"""Doc."""\nclass A(Base):\n  """Doc."""\n  def f(self): pass', "worker/x.py"),
+    (rules.import_directions, "from quire.kernels.norm import rms_norm", "layers/x.py"),
+    (rules.import_directions, "from quire.bench.workload import load_workloads", "entry/cli/bench.py"),
+    (rules.import_directions, "from quire import __version__", "entry/x.py"),
+]
+
+
+def label(value: object) -> str:
+    return getattr(value, "__name__", None) or str(value).replace("\n", "; ")[:40]
+
+
+@pytest.mark.parametrize(("rule", "text", "path"), RED, ids=label)
+def test_planted_violation_is_seen(rule: rules.Rule, text: str, path: str) -> None:
+    assert complaints(rule, text, path)
+
+
+@pytest.mark.parametrize(("rule", "text", "path"), GREEN, ids=label)
+def test_what_is_allowed_stays_quiet(rule: rules.Rule, text: str, path: str) -> None:
+    assert complaints(rule, text, path) == []
+
+
+def test_every_rule_has_a_planted_violation() -> None:
+    assert {rule for rule, _, _ in RED} == set(rules.FILE_RULES)
+
+
+def test_two_rooms_of_one_level_may_not_import_each_other() -> None:
+    one_way = [Source("kv/a.py", "from quire.text import b")]
+    assert rules.room_cycles(one_way) == []
+    assert rules.room_cycles([*one_way, Source("text/b.py", "from quire.kv import a")])
+
+
+def test_torch_is_found_through_other_modules() -> None:
+    files = [
+        Source("engine/core.py", "from quire.config import load"),
+        Source("config/load.py", "def f():\n  import safetensors.torch"),
+        Source("worker/run.py", "import torch"),
+    ]
+    found = rules.brings_torch(files, rules.TORCH_FREE_ROOMS)
+    assert [complaint.split(":")[0] for complaint in found] == ["engine/core.py", "config/load.py"]
+
+
+@pytest.mark.parametrize("folder", ["work", "root", "home/me"])
+def test_machine_paths_are_found(folder: str) -> None:
+    assert list(rules.foreign_text("a.md", f"see /{folder}/x/y"))
+
+
+@pytest.mark.parametrize("line", ["https://a.org/work/x", "docs/work/x", "the work of a worker", "src/root/x"])
+def test_other_paths_are_not(line: str) -> None:
+    assert list(rules.foreign_text("a.md", line)) == []
