@@ -1,0 +1,145 @@
+"""The configuration of an engine: small frozen dataclasses, one per component. Flags are derived from them."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from quire.contracts.errors import ConfigError
+
+
+def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that becomes a command-line flag `--field-name`, with extra spellings and a help text."""
+    return field(default=default, metadata={"help": help, "flags": flags, "choices": choices})
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how its files are read."""
+
+    model: str = option("", "model folder or hub id (default: the bundled quire-tiny)")
+    tokenizer: str | None = option(None, "tokenizer folder or hub id (default: the model's own)")
+    skip_tokenizer_init: bool = option(False, "token ids in and out, no tokenizer")
+    trust_remote_code: bool = option(False, "accepted for compatibility; remote code is never run")
+    revision: str | None = option(None, "branch, tag or commit, used for every file")
+    dtype: str = option("auto", "type of weights and activations", choices=DTYPES)
+    max_model_len: int | None = option(None, "context length in tokens (default: what the model and memory allow)")
+    generation_config: str = option("auto", "auto: the model's generation_config.json sets sampling defaults; none")
+    seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
+    max_logprobs: int = option(20, "most alternatives a request may ask for; -1: the whole vocabulary")
+    chat_template: str | None = option(None, "chat template: a file, or the template itself")
+    served_model_name: str | None = option(None, "name the model answers to (default: as given)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """Where weights come from."""
+
+    load_format: str = option(
+        "auto", "auto = safetensors; dummy = random weights", choices=("auto", "safetensors", "dummy")
+    )
+    download_dir: str | None = option(None, "folder for downloaded models (default: the hub's cache)")
+    offline: bool = option(False, "make no network call; the model must be in the cache")
+    hf_token: str | None = option(None, "token for gated repositories")
+    use_tqdm_on_load: bool = option(True, "show a progress bar while loading")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: int | None = option(None, "tokens per block (default: what the attention kernel likes best)")
+    kv_cache_memory_bytes: int | None = option(None, "exact size of the KV cache in bytes")
+    num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",))
+    enable_prefix_caching: bool = option(True, "reuse the KV of shared prefixes across requests")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Batching."""
+
+    max_num_batched_tokens: int = option(2048, "token budget of one step")
+    max_num_seqs: int = option(256, "requests running at once")
+    max_waiting: int = option(100_000, "requests that may wait; more are refused")
+    scheduling_policy: str = option("fcfs", "order of requests", choices=("fcfs", "priority"))
+    watermark: float = option(0.01, "share of the KV blocks kept free when admitting beside running requests")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Where it runs."""
+
+    device: str = option("auto", "device", choices=("auto", "cpu"))
+    num_threads: int | None = option(None, "CPU threads (default: all cores)")
+    async_depth: int | None = option(None, "steps in flight (CPU: 1 by default, 2 plans one step ahead)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelConfig = ModelConfig()
+    load: LoadConfig = LoadConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: DeviceConfig = DeviceConfig()
+
+    @classmethod
+    def from_flat(cls, **values: Any) -> "EngineConfig":
+        """Build from flat names as users type them: `from_flat(model="m", max_model_len=4096)`."""
+        config, known = cls(), flat_names()
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            if name not in known:
+                raise ConfigError(unknown_option(name, tuple(known)))
+            parts.setdefault(known[name], {})[name] = value
+        config = replace(config, **{part: replace(getattr(config, part), **kw) for part, kw in parts.items()})
+        check_config(config)
+        return config
+
+
+def flat_names() -> dict[str, str]:
+    """Option name -> the component that holds it."""
+    default = EngineConfig()
+    return {f.name: part.name for part in fields(default) for f in fields(getattr(default, part.name))}
+
+
+def unknown_option(name: str, known: tuple[str, ...]) -> str:
+    """The message for a misspelt option, with the nearest known name."""
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else " `quire --help` lists what there is."
+    return f"Quire has no option {name!r}.{hint}"
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse values that can never work, naming the option and the range."""
+    for part in fields(EngineConfig):
+        component = getattr(config, part.name)
+        for f in fields(component):
+            choices, value = f.metadata["choices"], getattr(component, f.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}.")
+    s, c, m = config.scheduler, config.cache, config.model
+    for name, number in (
+        ("max_num_batched_tokens", s.max_num_batched_tokens),
+        ("max_num_seqs", s.max_num_seqs),
+        ("max_waiting", s.max_waiting),
+        ("block_size", c.block_size),
+        ("max_model_len", m.max_model_len),
+        ("kv_cache_memory_bytes", c.kv_cache_memory_bytes),
+        ("num_gpu_blocks_override", c.num_gpu_blocks_override),
+    ):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name}={number}: must be at least 1.")
+    if not 0.0 <= s.watermark < 1.0:
+        raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
+    if config.device.async_depth not in (None, 1, 2):
+        raise ConfigError(f"async_depth={config.device.async_depth}: must be 1 or 2.")
+    if s.max_num_batched_tokens < s.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={s.max_num_batched_tokens} is below max_num_seqs={s.max_num_seqs}: a step could "
+            f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens."
+        )

@@ -1,0 +1,49 @@
+"""Geometry of the paged KV cache, as numbers both brain (`kv/`) and muscle (`kvstore/`) agree on."""
+
+import msgspec
+
+NULL_BLOCK = 0  # reserved: padding reads and writes it, it is never allocated
+PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of this
+
+
+class KVComponent(msgspec.Struct, frozen=True):
+    """One tensor of one layer inside a page, laid out `[head][token][dim]`."""
+
+    name: str
+    num_heads: int
+    head_dim: int
+    dtype: str
+    item_bytes: int
+
+    def num_bytes(self, block_size: int) -> int:
+        """Bytes of this component in one page, padded to PAGE_ALIGN."""
+        exact = self.num_heads * block_size * self.head_dim * self.item_bytes
+        return -(-exact // PAGE_ALIGN) * PAGE_ALIGN
+
+
+class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of layers whose KV has the same lifetime; one block table per group.
+
+    window   None for full attention, else the number of tokens a row may look back
+    """
+
+    layers: tuple[int, ...]
+    components: tuple[KVComponent, ...]
+    window: int | None = None
+
+
+class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """The page: `block_size` tokens of every layer of a group."""
+
+    block_size: int
+    groups: tuple[KVGroup, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page; groups have equal pages (checked when the geometry is resolved)."""
+        group = self.groups[0]
+        return len(group.layers) * sum(c.num_bytes(self.block_size) for c in group.components)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,86 @@
+"""Every error a user can meet.
+
+QuireError
+├── UserError (ValueError)           the caller can fix it; the message says how
+│   ├── ConfigError                  a flag, an environment variable or an engine argument
+│   ├── ModelError                   a model that is not found, not supported or damaged
+│   │   ├── ModelNotFound
+│   │   ├── UnsupportedModel
+│   │   └── WeightsError
+│   └── RequestError                 one request; only that request fails
+│       ├── InvalidParameter
+│       ├── PromptTooLong
+│       ├── QueueFull
+│       └── RequestFailed            it was accepted and went wrong alone (NaN logits, deadline)
+└── EngineError (RuntimeError)       a fault of the device or of a process
+    ├── EngineClosed                 used after close()
+    └── EngineDead                   the engine stopped; every waiting request gets this
+"""
+
+
+class QuireError(Exception):
+    """Base of every error that Quire raises on purpose."""
+
+
+class UserError(QuireError, ValueError):
+    """Something the caller can fix; the message names the fix."""
+
+
+class ConfigError(UserError):
+    """A flag, environment variable or engine argument that cannot be met."""
+
+
+class ModelError(UserError):
+    """A model that cannot be served."""
+
+
+class ModelNotFound(ModelError):
+    """The path or hub id does not lead to a model."""
+
+
+class UnsupportedModel(ModelError):
+    """The architecture, or something its config asks for, is not implemented."""
+
+
+class WeightsError(ModelError):
+    """A weight file or tensor is missing, damaged or has the wrong shape."""
+
+
+class RequestError(UserError):
+    """One request cannot be served; no other is touched."""
+
+
+class InvalidParameter(RequestError):
+    """A request parameter is out of its range; `param` names it."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(RequestError):
+    """The prompt, or prompt and max_tokens together, exceed the context length."""
+
+
+class QueueFull(RequestError):
+    """The waiting queue is at its bound; try again later."""
+
+
+class RequestFailed(RequestError):
+    """An accepted request failed by itself; `code` is a short reason such as "nan_logits"."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class EngineError(QuireError, RuntimeError):
+    """A fault of the device or of a process."""
+
+
+class EngineClosed(EngineError):
+    """The engine was used after it was closed."""
+
+
+class EngineDead(EngineError):
+    """The engine stopped because of a fault; the message holds the cause."""

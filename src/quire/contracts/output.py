@@ -1,0 +1,114 @@
+"""What comes out: columns per step from the engine core, and the objects that users of `LLM` see."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.contracts.request import FinishReason
+from quire.contracts.step import I32, RowLogprobs
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one request. `stop_id` is the token that stopped it; `error` a code when the reason is ERROR."""
+
+    handle: int
+    reason: FinishReason
+    stop_id: int | None = None
+    error: str | None = None
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did, for metrics and logs."""
+
+    step: int = -1
+    num_running: int = 0
+    num_waiting: int = 0
+    num_tokens: int = 0
+    num_preempted: int = 0
+    num_free_blocks: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one step, in columns: request `handles[i]` got `tokens[i]`.
+
+    cached       handle -> prompt tokens found in the prefix cache, once, with the first admission
+    logprobs     handle -> rows of this step's token;  prompt_logprobs  handle -> rows of this step's chunk
+    """
+
+    handles: I32
+    tokens: I32
+    finished: tuple[Finish, ...] = ()
+    cached: dict[int, int] = msgspec.field(default_factory=dict)
+    logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
+    stats: StepStats = StepStats()
+
+
+NO_TOKENS: I32 = np.empty(0, np.int32)
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """One alternative: its log-probability, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsByToken = dict[int, Logprob]
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsByToken] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Whether this completion has ended."""
+        return self.finish_reason is not None
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """Times of one request, seconds on the monotonic clock."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """The state of one prompt: its completions so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[LogprobsByToken | None] | None = None
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
+
+
+class BeamSearchSequence(msgspec.Struct, kw_only=True):
+    """One hypothesis of a beam search: `tokens` includes the prompt."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class BeamSearchOutput(msgspec.Struct, kw_only=True):
+    """The best hypotheses, best first."""
+
+    sequences: list[BeamSearchSequence]

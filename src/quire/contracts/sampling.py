@@ -1,0 +1,224 @@
+"""What a caller may ask of sampling (`SamplingParams`) and what of it reaches the device (`SamplerSpec`)."""
+
+import math
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import InvalidParameter
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as users of the field expect
+COLDEST = 0.01  # temperatures between greedy and this are raised to it: logits / t would overflow
+MAX_N = 16_384
+MAX_LOGPROB_IDS = 128
+BIAS_LIMIT = 100.0
+
+
+class OutputKind(IntEnum):
+    """What each streamed output holds."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How one request is sampled. Out-of-range values raise `InvalidParameter` with the range.
+
+    n                     completions per prompt, 1..16384; must be 1 when greedy
+    temperature           0 = greedy; [0, 2]
+    top_p / top_k / min_p (0, 1] / -1 or 0 = off / [0, 1]
+    *_penalty             presence and frequency in [-2, 2]; repetition > 0
+    seed                  same logits and seed give the same token; None = drawn by the engine
+    stop / stop_token_ids strings (matched on the text) / ids (matched by the engine)
+    max_tokens            None = to the end of the context; 0 = only score the prompt
+    logprobs, prompt_logprobs   k alternatives per token; -1 = the whole vocabulary
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_reading_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def check(self) -> None:
+        """Raise `InvalidParameter` for the first value out of its range (fields can be assigned after creation)."""
+        _check_numbers(self)
+        _check_lengths(self)
+        _check_text(self)
+        _check_ids(self)
+
+    def clone(self, **changes: Any) -> "SamplingParams":
+        """A copy with some fields replaced."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def _refuse(param: str, value: object, allowed: str) -> None:
+    raise InvalidParameter(f"{param}={value!r} is out of range: {param} must be {allowed}.", param=param)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_numbers(p: SamplingParams) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(p, name)
+        if not _is_number(value) or not -2.0 <= value <= 2.0:
+            _refuse(name, value, "a number in [-2, 2]")
+    if not _is_number(p.repetition_penalty) or p.repetition_penalty <= 0:
+        _refuse("repetition_penalty", p.repetition_penalty, "a finite number above 0")
+    if not _is_number(p.temperature) or not 0.0 <= p.temperature <= 2.0:
+        _refuse("temperature", p.temperature, "a number in [0, 2]")
+    if not _is_number(p.top_p) or not 0.0 < p.top_p <= 1.0:
+        _refuse("top_p", p.top_p, "a number in (0, 1]")
+    if not _is_int(p.top_k) or p.top_k < -1:
+        _refuse("top_k", p.top_k, "an integer >= -1 (0 and -1 mean off)")
+    if not _is_number(p.min_p) or not 0.0 <= p.min_p <= 1.0:
+        _refuse("min_p", p.min_p, "a number in [0, 1]")
+    if p.seed is not None and (not _is_int(p.seed) or not -1 <= p.seed < 2**64):
+        _refuse("seed", p.seed, "an integer in [0, 2^64), or -1 or None for a random one")
+    if not _is_int(p.n) or not 1 <= p.n <= MAX_N:
+        _refuse("n", p.n, f"an integer in [1, {MAX_N}]")
+    if p.n > 1 and p.greedy:
+        _refuse("n", p.n, "1 when temperature is 0, because every completion would be the same")
+
+
+def _check_lengths(p: SamplingParams) -> None:
+    if p.max_tokens is not None and (not _is_int(p.max_tokens) or p.max_tokens < 0):
+        _refuse("max_tokens", p.max_tokens, "an integer >= 0, or None for the rest of the context")
+    if not _is_int(p.min_tokens) or p.min_tokens < 0:
+        _refuse("min_tokens", p.min_tokens, "an integer >= 0")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        _refuse("min_tokens", p.min_tokens, f"at most max_tokens ({p.max_tokens})")
+    if p.stream_interval is not None and (not _is_int(p.stream_interval) or p.stream_interval < 1):
+        _refuse("stream_interval", p.stream_interval, "an integer >= 1")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(p, name)
+        if value is not None and (not _is_int(value) or value < -1):
+            _refuse(name, value, "an integer >= -1 (-1 means the whole vocabulary)")
+
+
+def _check_text(p: SamplingParams) -> None:
+    stops = p.stop_strings
+    if any(not isinstance(s, str) or not s for s in stops):
+        _refuse("stop", p.stop, "a non-empty string or a list of non-empty strings")
+    if stops and not p.detokenize:
+        raise InvalidParameter(
+            "stop strings are matched on text: set detokenize=True, or use stop_token_ids.", param="stop"
+        )
+    if p.bad_words is not None and any(not isinstance(w, str) or not w for w in p.bad_words):
+        _refuse("bad_words", p.bad_words, "a list of non-empty strings")
+
+
+def _check_ids(p: SamplingParams) -> None:
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        value = getattr(p, name)
+        if value is not None and any(not _is_int(i) or i < 0 for i in value):
+            _refuse(name, value, "a list of token ids >= 0")
+    if p.allowed_token_ids is not None and not p.allowed_token_ids:
+        _refuse("allowed_token_ids", p.allowed_token_ids, "non-empty: nothing could be sampled")
+    if p.logprob_token_ids is not None:
+        if len(p.logprob_token_ids) > MAX_LOGPROB_IDS:
+            _refuse("logprob_token_ids", f"{len(p.logprob_token_ids)} ids", f"at most {MAX_LOGPROB_IDS} ids")
+        if p.logprobs is not None and p.logprobs != len(p.logprob_token_ids):
+            _refuse(
+                "logprobs",
+                p.logprobs,
+                f"the number of logprob_token_ids ({len(p.logprob_token_ids)}) when both are set",
+            )
+    for token, bias in (p.logit_bias or {}).items():
+        if not _is_int(token) or token < 0 or not _is_number(bias):
+            _refuse("logit_bias", {token: bias}, "a map from token ids to finite numbers (clamped to [-100, 100])")
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a beam search runs: `beam_width` hypotheses, ranked by logprob / length ** length_penalty."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.beam_width) or self.beam_width < 1:
+            _refuse("beam_width", self.beam_width, "an integer >= 1")
+        if not _is_int(self.max_tokens) or self.max_tokens < 1:
+            _refuse("max_tokens", self.max_tokens, "an integer >= 1")
+        if not _is_number(self.temperature) or not 0.0 <= self.temperature <= 2.0:
+            _refuse("temperature", self.temperature, "a number in [0, 2]")
+        if not _is_number(self.length_penalty):
+            _refuse("length_penalty", self.length_penalty, "a finite number")
+
+
+class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The part of a request's parameters that the sampler on the device needs; everything is ids and numbers.
+
+    seed           Philox key, uint64; already the child's own for n > 1
+    num_prompt     length of the request's own prompt: penalties tell prompt tokens from output tokens by it
+    min_length     sequence length under which `stop_ids` cannot be sampled (num_prompt + min_tokens)
+    logit_bias     (id, bias) pairs, clamped;  bad_words: token sequences whose last token is forbidden after the rest
+    num_logprobs   None = none, -1 = the whole vocabulary; the same for num_prompt_logprobs
+    """
+
+    seed: int
+    num_prompt: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_length: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_logprobs: int | None = None
+    logprob_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int | None = None

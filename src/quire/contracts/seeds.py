@@ -1,0 +1,18 @@
+"""Seeds of the children of one request. Knows nothing of the noise that they key; never imports torch."""
+
+import hashlib
+
+SEED_BITS = 64
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The uint64 seed of child `index` (0-based) of a request with `n` > 1.
+
+    Child 0 keeps the request's own seed, so `n=1` gives the first completion of any larger n. The others take the
+    first eight bytes of sha256 over (seed, index) as two little-endian uint64: far apart for neighbouring seeds.
+    """
+    assert 0 <= seed < 1 << SEED_BITS and index >= 0, f"child_seed({seed}, {index}): seed is a uint64, index >= 0"
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(seed.to_bytes(8, "little") + index.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest[:8], "little")
