@@ -1,0 +1,104 @@
+"""The identity of a full block: a sha256 chain that means the same in every process, on every tier and peer.
+
+    root       = sha256("quire.kv.namespace.v1" + fields)          model, revision, dtype, block size, geometry
+    key[0]     = sha256(root     + tokens of block 0 + extras)     tokens: packed little-endian uint32
+    key[i]     = sha256(key[i-1] + tokens of block i)              so a key names everything before it, too
+    extras     = sha256("quire.kv.extras.v1" + tagged values)      adapter, salt, ...; empty when there are none
+
+Every variable-length field is prefixed with its length and carries its tag, so that no adapter name can be mistaken
+for a salt. Within a namespace the block size is fixed, so the three parts of a block's input have known borders.
+Knows nothing of pools and requests.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+
+from quire.contracts.blocks import KVGeometry
+
+DIGEST_BYTES = 32
+_TOKEN_BYTES = 4
+
+
+def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry) -> bytes:
+    """32 bytes that two engines share exactly when their blocks can be exchanged.
+
+    model, revision   what the weights are;  dtype  logical type of the cache ("bfloat16", "float8_e4m3fn")
+    geometry          of the whole model: never of one tensor-parallel or pipeline rank
+    """
+    fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size))]
+    for index, group in enumerate(geometry.groups):
+        fields.append(("group", f"{index} window={group.window} layers={','.join(map(str, group.layers))}"))
+        for c in group.components:
+            fields += [("component", c.name), ("shape", f"{c.num_heads}x{c.head_dim}"), ("component_dtype", c.dtype)]
+    return sha256(b"quire.kv.namespace.v1" + _pack(fields)).digest()
+
+
+def extras_digest(tags: Sequence[tuple[str, str]]) -> bytes:
+    """32 bytes for (domain, value) pairs such as ("salt", "tenant-7"), in any order; b"" when there are none."""
+    if not tags:
+        return b""
+    return sha256(b"quire.kv.extras.v1" + _pack(sorted(tags))).digest()
+
+
+def block_key(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"") -> bytes:
+    """Key of one full block: `parent` is the previous block's key (the root for the first), `token_bytes` its tokens
+    as packed little-endian uint32."""
+    return sha256(b"".join((parent, token_bytes, extras))).digest()
+
+
+def _pack(fields: Iterable[tuple[str, str]]) -> bytes:
+    packed = bytearray()
+    for field in fields:
+        for part in field:
+            data = part.encode("utf-8", "surrogatepass")  # any str has a key: a strange salt must not stop the engine
+            packed += len(data).to_bytes(4, "little") + data
+    return bytes(packed)
+
+
+class KeyChain:
+    """The keys of one request's full blocks, each hashed once, when first asked for.
+
+    `tokens` is the request's own array('I') of prompt and generated ids; it may only grow. `extras` (see
+    `extras_digest`) enter the first block and through the chain all others.
+    """
+
+    __slots__ = ("block_size", "tokens", "_root", "_extras", "_keys")
+
+    def __init__(self, root: bytes, block_size: int, tokens: "array[int]", extras: bytes = b"") -> None:
+        assert len(root) == DIGEST_BYTES and block_size > 0, "a chain starts at a namespace digest"
+        assert tokens.typecode == "I" and tokens.itemsize == _TOKEN_BYTES, "token ids are stored as array('I')"
+        assert sys.byteorder == "little", "keys are defined over little-endian token ids"
+        self.block_size = block_size
+        self.tokens = tokens
+        self._root = root
+        self._extras = extras
+        self._keys: list[bytes] = []
+
+    @property
+    def num_full_blocks(self) -> int:
+        """Blocks whose tokens are all known."""
+        return len(self.tokens) // self.block_size
+
+    @property
+    def num_hashed(self) -> int:
+        """Keys computed so far."""
+        return len(self._keys)
+
+    def keys(self, stop: int, start: int = 0) -> list[bytes]:
+        """Keys of the full blocks [start, stop)."""
+        if stop > len(self._keys):
+            self._hash_up_to(stop)
+        return self._keys[start:stop]
+
+    def _hash_up_to(self, stop: int) -> None:
+        keys, size = self._keys, self.block_size
+        assert stop * size <= len(self.tokens), f"block {stop - 1} is not full: {len(self.tokens)} tokens of {size}"
+        if not keys:
+            keys.append(block_key(self._root, self.tokens[:size].tobytes(), self._extras))
+        parent, step = keys[-1], size * _TOKEN_BYTES
+        data = self.tokens[len(keys) * size : stop * size].tobytes()
+        for at in range(0, len(data), step):  # block_key without its call: this is the loop over a long prompt
+            parent = sha256(parent + data[at : at + step]).digest()
+            keys.append(parent)

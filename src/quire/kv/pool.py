@@ -1,0 +1,163 @@
+"""Blocks of one tier: who holds them, which are free in what order, and which content each one keeps.
+
+    in use   refs > 0                      with or without a key
+    blank    refs = 0, no key              a stack: the content is worthless, any of them will do
+    cached   refs = 0, a key               least recently used first; can be hit until it is taken
+
+`take` empties the blank stack before it evicts from the cached list. Knows nothing of tokens, slots or bytes; the same
+class serves the device and every later tier.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from quire.contracts.blocks import NULL_BLOCK
+
+
+class BlockPool:
+    """Reference counts, free blocks in order of reuse and key index over blocks 1..num_blocks (0 is reserved).
+
+    evictions    keys dropped because their block was needed
+    generation   changes whenever any key is dropped: a match made at an older generation may be stale
+    """
+
+    __slots__ = ("num_blocks", "evictions", "generation", "_refs", "_keys", "_index", "_blank", "_cached")
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0, "a pool needs a block"
+        self.num_blocks = num_blocks
+        self.evictions = 0
+        self.generation = 0
+        self._refs = [0] * (num_blocks + 1)
+        self._keys: list[bytes | None] = [None] * (num_blocks + 1)
+        self._index: dict[bytes, int] = {}
+        self._blank = list(range(num_blocks, NULL_BLOCK, -1))  # popped from the end: 1, 2, 3, ...
+        self._cached: OrderedDict[int, None] = OrderedDict()  # a linked list with O(1) removal, in C
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` could give, blank and cached."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that still keep a content."""
+        return len(self._cached)
+
+    def refs(self, block: int) -> int:
+        """How many holders a block has."""
+        return self._refs[block]
+
+    def key(self, block: int) -> bytes | None:
+        """The content that a block is indexed under."""
+        return self._keys[block]
+
+    def num_free_among(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` nobody holds: sharing them makes that many fewer blocks free."""
+        refs = self._refs
+        return sum([refs[block] == 0 for block in blocks])
+
+    def take(self, num: int) -> list[int]:
+        """`num` blocks with one reference each and no key; the caller has checked `num_free`."""
+        assert 0 <= num <= self.num_free, f"{num} blocks wanted, {self.num_free} free"
+        blank = self._blank
+        if num <= len(blank):
+            cut = len(blank) - num
+            taken = blank[cut:]
+            del blank[cut:]
+            taken.reverse()
+        else:
+            taken = blank[::-1]
+            blank.clear()
+            self._evict(num - len(taken), taken)
+        refs = self._refs
+        for block in taken:
+            refs[block] = 1
+        return taken
+
+    def _evict(self, num: int, into: list[int]) -> None:
+        for _ in range(num):
+            block, _ = self._cached.popitem(last=False)
+            self._drop_key(block)
+            into.append(block)
+        self.evictions += num
+
+    def _drop_key(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        del self._index[key]
+        self._keys[block] = None
+        self.generation += 1
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more reference to each block; a free one must have a key (a blank block has no content to share)."""
+        refs = self._refs
+        for block in blocks:
+            if refs[block] == 0:
+                del self._cached[block]
+            refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each block of a table, given in table order.
+
+        The end of a sequence is evicted before its beginning, which more requests can match.
+        """
+        refs, keys, blank, cached = self._refs, self._keys, self._blank, self._cached
+        for block in reversed(blocks):
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} released more often than held"
+            refs[block] = left
+            if left == 0:
+                if keys[block] is None:
+                    blank.append(block)
+                else:
+                    cached[block] = None
+
+    def publish(self, block: int, key: bytes) -> bool:
+        """Index a held block under its content; False when another block already has that key (it keeps it)."""
+        assert self._refs[block] > 0, f"block {block} is not held"
+        if self._index.setdefault(key, block) != block:
+            return False
+        known = self._keys[block]
+        assert known is None or known == key, f"block {block} is full and immutable, its key cannot change"
+        self._keys[block] = key
+        return True
+
+    def lookup(self, key: bytes) -> int | None:
+        """The block that keeps a content, held or free."""
+        return self._index.get(key)
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Drop the keys of `blocks`, those that have one: their content is not to be trusted."""
+        for block in blocks:
+            if self._keys[block] is not None:
+                self._drop_key(block)
+                if self._refs[block] == 0:
+                    del self._cached[block]
+                    self._blank.append(block)
+
+    def reset(self) -> bool:
+        """Drop every key. False when blocks are in use: their holders may still publish content from before."""
+        self._index.clear()
+        self._keys = [None] * (self.num_blocks + 1)
+        self._blank.extend(reversed(self._cached))
+        self._cached.clear()
+        self.generation += 1
+        return self.num_free == self.num_blocks
+
+    def check(self) -> None:
+        """Assert every invariant; O(num_blocks)."""
+        refs, keys = self._refs, self._keys
+        everything = set(range(1, self.num_blocks + 1))
+        held = {block for block in everything if refs[block] > 0}
+        blank = set(self._blank)
+        assert len(blank) == len(self._blank), "a block is twice on the blank stack"
+        assert not (blank & self._cached.keys()), "a block is both blank and cached"
+        assert blank | self._cached.keys() == everything - held, "a block is neither held nor free, or both"
+        assert refs[NULL_BLOCK] == 0 and keys[NULL_BLOCK] is None, "the reserved block was used"
+        assert all(refs[block] >= 0 for block in everything), "a reference count is negative"
+        assert all(keys[block] is None for block in blank), "a blank block has a key"
+        assert all(keys[block] is not None for block in self._cached), "a cached block has no key"
+        by_block = {key: block for block, key in enumerate(keys) if key is not None}
+        assert by_block == self._index, "index and keys of the blocks differ"
+        assert len(by_block) == sum(key is not None for key in keys), "two blocks have one key"

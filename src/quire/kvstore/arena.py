@@ -1,0 +1,106 @@
+"""One device's KV cache as an array of pages; a layer's cache is a strided view into it.
+
+    arena   | page 0 (padding) | page 1 | page 2 | ...                    num_blocks x page_bytes
+    page    | layer a: K | layer a: V | layer b: K | layer b: V | ...     the layers of one group, in its order
+    K       | head 0: token 0, token 1, ... | head 1: ... | pad |         [head][token][dim], padded to 256 bytes
+
+A page is contiguous, so moving a block, all layers of it, is one copy. Every component starts at a multiple of 256
+bytes, in memory too. Groups have pages of one size and share the arena: a block belongs to whichever group took it.
+Knows nothing of who uses which page.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.contracts.blocks import NULL_BLOCK, PAGE_ALIGN, KVComponent, KVGeometry
+from quire.contracts.errors import ConfigError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+}
+
+
+class KVArena:
+    """`num_blocks` pages (block 0 included) on `device`; on the CPU memory is touched only when written.
+
+    data    [num_blocks * page_bytes] uint8, contiguous, starting at a multiple of 256 bytes
+    pages   [num_blocks, page_bytes] uint8, a view of it
+
+    Raises `ConfigError` for a component type that is not known or groups whose pages differ in size.
+    """
+
+    def __init__(self, geometry: KVGeometry, num_blocks: int, device: torch.device) -> None:
+        assert num_blocks > NULL_BLOCK + 1, "an arena needs the reserved block and a usable one"
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self.page_bytes = geometry.page_bytes
+        self._places = _place_layers(geometry)
+        self._layers: dict[int, tuple[KVComponent, ...]] = {i: g.components for g in geometry.groups for i in g.layers}
+        size = num_blocks * self.page_bytes
+        raw = torch.empty(size + PAGE_ALIGN, dtype=torch.uint8, device=device)
+        self.data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, size)
+        self.pages = self.data.view(num_blocks, self.page_bytes)
+        self.pages[NULL_BLOCK].zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_blocks * self.page_bytes
+
+    def offset(self, layer: int, component: int) -> int:
+        """Bytes from the start of a page to a component of a layer."""
+        return self._places[layer][component]
+
+    def views(self, layer: int) -> tuple[Tensor, ...]:
+        """A layer's components, each [num_blocks, num_heads, block_size, head_dim] in its own type, sharing memory.
+
+        The stride of the first dimension is a whole page and passes 2^31 elements: kernels index it with 64 bits.
+        """
+        return tuple(self._view(c, at) for c, at in zip(self._layers[layer], self._places[layer], strict=True))
+
+    def _view(self, component: KVComponent, offset: int) -> Tensor:
+        typed = self.data.view(_DTYPES[component.dtype])
+        tokens, dim, item = self.geometry.block_size, component.head_dim, component.item_bytes
+        size = (self.num_blocks, component.num_heads, tokens, dim)
+        stride = (self.page_bytes // item, tokens * dim, dim, 1)
+        return typed.as_strided(size, stride, typed.storage_offset() + offset // item)
+
+    def copy_blocks(self, src: Tensor, dst: Tensor) -> None:
+        """Copy whole pages, src[i] to dst[i]; both [N] int64 on the arena's device, no block twice in `dst`.
+
+        All pages are read before any is written, so the two may overlap.
+        """
+        self.pages.index_copy_(0, dst, self.pages.index_select(0, src))
+
+
+def _place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
+    """Byte offsets in the page, per layer one for each component."""
+    places: dict[int, list[int]] = {}
+    sizes: list[int] = []
+    for group in geometry.groups:
+        at = 0
+        for layer in group.layers:
+            assert layer not in places, f"layer {layer} is in two groups"
+            places[layer] = []
+            for component in group.components:
+                _check_dtype(component)
+                places[layer].append(at)
+                at += component.num_bytes(geometry.block_size)
+        sizes.append(at)
+    if len(set(sizes)) != 1:
+        raise ConfigError(f"KV groups need pages of one size, not {sizes} bytes: choose groups of equal layer counts.")
+    return places
+
+
+def _check_dtype(component: KVComponent) -> None:
+    dtype = _DTYPES.get(component.dtype)
+    if dtype is None:
+        known = ", ".join(_DTYPES)
+        raise ConfigError(f"KV component {component.name!r} has type {component.dtype!r}; use one of {known}.")
+    assert dtype.itemsize == component.item_bytes, f"{component.name}: {component.dtype} is {dtype.itemsize} bytes"

@@ -1,0 +1,222 @@
+"""Block tables of slots: admission, growth, publishing, and giving back."""
+
+from array import array
+
+import numpy as np
+import pytest
+
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.errors import UnsupportedModel
+from quire.kv.allocator import KVAllocator
+from quire.kv.hashing import KeyChain
+from quire.kv.pool import BlockPool
+
+SIZE = 4
+GROUP = KVGroup(layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
+GEOMETRY = KVGeometry(block_size=SIZE, groups=(GROUP,))
+
+
+def allocator(num_blocks: int = 8, num_slots: int = 4, caching: bool = True) -> KVAllocator:
+    return KVAllocator(BlockPool(num_blocks), GEOMETRY, num_slots=num_slots, caching=caching)
+
+
+def chain(tokens) -> KeyChain:
+    return KeyChain(bytes(32), SIZE, array("I", tokens))
+
+
+def serve(alloc: KVAllocator, slot: int, tokens) -> np.ndarray:
+    """Admit with matching and publish every full block, as a plan for a whole prompt does."""
+    keys = chain(tokens)
+    ids = alloc.admit(slot, alloc.match(keys, len(tokens) - 1), len(tokens))
+    alloc.publish(slot, keys, len(tokens) // SIZE)
+    alloc.check()
+    return ids
+
+
+def test_admission_shares_the_prefix_and_takes_the_rest():
+    alloc = allocator()
+    first = serve(alloc, 0, range(10))
+    assert first.dtype == np.int32 and first.tolist() == [1, 2, 3] == alloc.table(0)
+    second = serve(alloc, 1, list(range(8)) + [50, 51, 52])
+    assert second.tolist() == [1, 2, 4]
+    assert alloc.capacity.tolist() == [12, 12, 0, 0] and alloc.capacity.dtype == np.int32
+    assert alloc.published.tolist() == [2, 2, 0, 0] and alloc.num_blocks(1) == 3
+
+
+def test_an_identical_prompt_reuses_all_but_the_block_of_its_last_token():
+    alloc = allocator()
+    serve(alloc, 0, range(8))
+    match = alloc.match(chain(range(8)), 7)
+    assert match.num_tokens == 4 and match.broke_at is None
+
+
+def test_blocks_survive_their_request():
+    alloc = allocator()
+    serve(alloc, 0, range(10))
+    alloc.free(0)
+    assert alloc.pool.num_free == 8 and alloc.capacity[0] == 0 and alloc.table(0) == []
+    assert alloc.match(chain(range(10)), 9).blocks == [1, 2]
+    assert serve(alloc, 3, range(10)).tolist() == [1, 2, 3]
+
+
+def test_can_admit_counts_matched_blocks_that_are_free():
+    alloc = allocator(num_blocks=4)
+    serve(alloc, 0, range(8))
+    alloc.free(0)
+    keys = chain(range(16))
+    match = alloc.match(keys, 15)
+    assert match.num_tokens == 8
+    assert alloc.can_admit(match, 16)
+    assert not alloc.can_admit(match, 17)
+    assert not alloc.can_admit(match, 16, headroom=1) and alloc.can_admit(match, 12, headroom=1)
+    alloc.admit(0, match, 16)
+    assert alloc.pool.num_free == 0
+    alloc.check()
+    held = alloc.match(keys, 15)
+    assert alloc.can_admit(held, 8) and not alloc.can_admit(held, 9)
+
+
+def test_what_is_matched_is_not_evicted_for_the_rest_of_the_same_request():
+    alloc = allocator(num_blocks=4)
+    serve(alloc, 0, range(12))
+    alloc.free(0)
+    match = alloc.match(chain(range(8)), 8)
+    ids = alloc.admit(0, match, 16).tolist()
+    assert ids[:2] == match.blocks and len(set(ids)) == 4
+    alloc.check()
+
+
+def test_a_stale_match_is_refused():
+    alloc = allocator(num_blocks=2)
+    serve(alloc, 0, range(8))
+    alloc.free(0)
+    match = alloc.match(chain(range(8)), 8)
+    alloc.admit(0, alloc.match(chain([9]), 0), 8)
+    with pytest.raises(AssertionError, match="dropped"):
+        alloc.admit(1, match, 8)
+
+
+def test_grow_gives_only_what_is_missing():
+    alloc = allocator(num_blocks=4)
+    serve(alloc, 0, range(5))
+    assert alloc.grow(0, 8) == []
+    assert alloc.grow(0, 9) == [3]
+    assert alloc.capacity[0] == 12
+    assert alloc.grow(0, 17) is None
+    assert alloc.table(0) == [1, 2, 3] and alloc.pool.num_free == 1 and alloc.capacity[0] == 12
+    alloc.check()
+
+
+def test_grow_many_equals_growing_one_by_one():
+    one, many = allocator(num_blocks=12), allocator(num_blocks=12)
+    for alloc in (one, many):
+        for slot, length in enumerate((4, 5, 8, 1)):
+            serve(alloc, slot, range(slot * 100, slot * 100 + length))
+    wanted = {3: 9, 0: 5, 1: 8, 2: 9}
+    expected = [(slot, 0, block) for slot, num in wanted.items() for block in one.grow(slot, num) or []]
+    rows = many.grow_many(np.array(list(wanted)), np.array(list(wanted.values())))
+    assert rows is not None and rows.dtype == np.int32
+    assert [tuple(row) for row in rows.tolist()] == expected and len(expected) == 4
+    assert [many.table(slot) for slot in range(4)] == [one.table(slot) for slot in range(4)]
+    assert many.capacity.tolist() == one.capacity.tolist()
+    many.check()
+    nothing = many.grow_many(np.array([0, 1]), np.array([2, 2]))
+    assert nothing is not None and nothing.shape == (0, 3)
+
+
+def test_grow_many_is_all_or_nothing():
+    alloc = allocator(num_blocks=3)
+    serve(alloc, 0, range(4))
+    serve(alloc, 1, range(10, 14))
+    assert alloc.grow_many(np.array([0, 1]), np.array([5, 5])) is None
+    assert [alloc.table(0), alloc.table(1)] == [[1], [2]] and alloc.pool.num_free == 1
+    assert alloc.capacity.tolist() == [4, 4, 0, 0]
+    alloc.check()
+
+
+def test_publishing_goes_on_where_it_stopped():
+    alloc = allocator()
+    tokens = array("I", range(6))
+    keys = KeyChain(bytes(32), SIZE, tokens)
+    alloc.admit(0, alloc.match(keys, 5), 6)
+    alloc.publish(0, keys, 1)
+    assert alloc.match(chain(range(8)), 8).blocks == [1]
+    tokens.extend([6, 7])
+    alloc.publish(0, keys, 2)
+    alloc.publish(0, keys, 1)
+    assert alloc.published[0] == 2
+    assert alloc.match(chain(range(8)), 8).blocks == [1, 2]
+    with pytest.raises(AssertionError):
+        alloc.publish(0, keys, 3)
+
+
+def test_content_computed_twice_is_findable_once():
+    alloc = allocator()
+    keys = [chain(range(4)), chain(range(4))]
+    for slot in (0, 1):
+        alloc.admit(slot, alloc.match(keys[slot], 3), 4)
+    alloc.publish(0, keys[0], 1)
+    alloc.publish(1, keys[1], 1)
+    assert alloc.match(chain(range(5)), 4).blocks == [1]
+    alloc.check()
+    alloc.forget(1)
+    assert alloc.match(chain(range(5)), 4).blocks == [1]
+    alloc.check()
+
+
+def test_a_failed_request_takes_back_only_what_it_published():
+    alloc = allocator()
+    serve(alloc, 0, range(8))
+    serve(alloc, 1, range(16))
+    alloc.forget(1)
+    alloc.check()
+    assert alloc.match(chain(range(16)), 16).blocks == [1, 2]
+    assert alloc.pool.num_free == 6 and alloc.pool.num_cached == 0
+
+
+def test_forgetting_keeps_the_blocks_of_those_who_share_them():
+    alloc = allocator()
+    serve(alloc, 0, range(8))
+    serve(alloc, 1, range(9))
+    alloc.forget(0)
+    alloc.check()
+    assert alloc.match(chain(range(9)), 8).blocks == [] and alloc.table(1)[:2] == [1, 2]
+    assert alloc.pool.refs(1) == 1
+    alloc.free(1)
+    alloc.check()
+    assert alloc.pool.num_cached == 0
+
+
+def test_without_caching_nothing_is_shared():
+    alloc = allocator(caching=False)
+    serve(alloc, 0, range(8))
+    assert serve(alloc, 1, range(8)).tolist() == [3, 4]
+    assert alloc.published.tolist() == [0, 0, 0, 0]
+    alloc.forget(0)
+    alloc.free(1)
+    alloc.check()
+    assert alloc.pool.num_free == 8 and alloc.pool.num_cached == 0
+
+
+def test_misuse_is_noticed():
+    alloc = allocator()
+    serve(alloc, 0, range(4))
+    with pytest.raises(AssertionError, match="taken"):
+        alloc.admit(0, alloc.match(chain([1]), 0), 1)
+    for call in (alloc.free, alloc.forget, lambda slot: alloc.grow(slot, 1)):
+        with pytest.raises(AssertionError, match="empty"):
+            call(1)
+
+
+def test_check_counts_references_from_elsewhere():
+    alloc = allocator()
+    serve(alloc, 0, range(4))
+    alloc.pool.share([1])
+    alloc.check(held=(1,))
+    with pytest.raises(AssertionError, match="reference counts"):
+        alloc.check()
+
+
+def test_several_groups_are_refused():
+    with pytest.raises(UnsupportedModel, match="2 KV cache groups.*not implemented"):
+        KVAllocator(BlockPool(1), KVGeometry(block_size=SIZE, groups=(GROUP, GROUP)), num_slots=1)

@@ -1,0 +1,175 @@
+"""Random sequences of everything a scheduler does, against a model that knows what each block really contains."""
+
+from array import array
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.kv.allocator import KVAllocator
+from quire.kv.hashing import KeyChain, extras_digest
+from quire.kv.pool import BlockPool
+
+SIZE = 2
+NUM_SLOTS = 4
+ROOT = bytes(32)
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
+SALTS = st.sampled_from(["", "", "", "a", "b"])
+
+
+class Running:
+    """A request in a slot: its tokens, and how many of them have their KV written."""
+
+    def __init__(self, tokens: list[int], salt: str) -> None:
+        self.salt = salt
+        self.extras = extras_digest([("salt", salt)] if salt else [])
+        self.tokens = array("I", tokens)
+        self.chain = KeyChain(ROOT, SIZE, self.tokens, self.extras)
+        self.num_computed = 0
+
+    def content(self, block: int) -> tuple[str, tuple[int, ...]]:
+        """What block `block` of the table must contain: everything up to its last token decides its KV."""
+        return self.salt, tuple(self.tokens[: (block + 1) * SIZE])
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(3, 12))
+    def start(self, num_blocks: int) -> None:
+        geometry = KVGeometry(
+            block_size=SIZE, groups=(KVGroup(layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),)),)
+        )
+        self.alloc = KVAllocator(BlockPool(num_blocks), geometry, num_slots=NUM_SLOTS)
+        self.running: dict[int, Running] = {}
+        self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    def compute(self, slot: int, upto: int) -> None:
+        """Write the KV of tokens [num_computed, upto), as the forward pass does."""
+        request, table = self.running[slot], self.alloc.table(slot)
+        for position in range(request.num_computed, upto):
+            index = position // SIZE
+            block = table[index]
+            assert self.alloc.pool.refs(block) == 1, "a shared block is written"
+            if index >= self.alloc.published[slot]:
+                assert self.alloc.pool.key(block) is None, "a findable block is written outside its plan"
+            self.written[block] = (request.salt, tuple(request.tokens[: position + 1]))
+        request.num_computed = max(upto, request.num_computed)
+
+    @precondition(lambda self: len(self.running) < NUM_SLOTS)
+    @rule(prompt=PROMPTS, salt=SALTS, headroom=st.integers(0, 2), use_cache=st.booleans())
+    def admit(self, prompt: list[int], salt: str, headroom: int, use_cache: bool) -> None:
+        slot = min(set(range(NUM_SLOTS)) - set(self.running))
+        request = Running(prompt, salt)
+        match = self.alloc.match(request.chain, len(prompt) - 1 if use_cache else 0)
+        assert match.num_tokens <= max(0, len(prompt) - 1)
+        for index, block in enumerate(match.blocks):
+            assert self.written[block] == request.content(index), "a hit on a block with other tokens"
+        free = self.alloc.pool.num_free
+        if not self.alloc.can_admit(match, len(prompt), headroom):
+            assert self.alloc.pool.num_free == free
+            return
+        ids = self.alloc.admit(slot, match, len(prompt)).tolist()
+        assert self.alloc.pool.num_free >= headroom
+        assert ids[: len(match.blocks)] == match.blocks
+        self.poison(ids[len(match.blocks) :])
+        request.num_computed = match.num_tokens
+        self.running[slot] = request
+
+    def poison(self, blocks: list[int]) -> None:
+        for block in blocks:
+            assert self.alloc.pool.refs(block) == 1 and self.alloc.pool.key(block) is None
+            self.written[block] = ("poison", ())
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), chunk=st.integers(1, 5))
+    def prefill(self, data: st.DataObject, chunk: int) -> None:
+        """One chunk: full blocks are published at planning, then written in the same step."""
+        slot = data.draw(st.sampled_from(sorted(self.running)))
+        request = self.running[slot]
+        upto = min(request.num_computed + chunk, len(request.tokens))
+        self.alloc.publish(slot, request.chain, upto // SIZE)
+        self.compute(slot, upto)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def decode(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Sampled tokens are written, and published when their block is full."""
+        slot = data.draw(st.sampled_from(sorted(self.running)))
+        request = self.running[slot]
+        free, before = self.alloc.pool.num_free, list(self.alloc.table(slot))
+        grown = self.alloc.grow(slot, len(request.tokens) + len(tokens))
+        if grown is None:
+            assert self.alloc.pool.num_free == free and self.alloc.table(slot) == before
+            return
+        self.poison(grown)
+        self.compute(slot, len(request.tokens))
+        request.tokens.extend(tokens)
+        self.compute(slot, len(request.tokens))
+        self.alloc.publish(slot, request.chain, len(request.tokens) // SIZE)
+
+    @precondition(lambda self: self.running)
+    @rule(extra=st.integers(0, 5))
+    def grow_all(self, extra: int) -> None:
+        slots = np.array(sorted(self.running))
+        wanted = np.array([len(self.running[slot].tokens) + extra for slot in slots.tolist()])
+        before = [list(self.alloc.table(slot)) for slot in slots.tolist()]
+        rows = self.alloc.grow_many(slots, wanted)
+        if rows is None:
+            assert [self.alloc.table(slot) for slot in slots.tolist()] == before
+            return
+        assert (self.alloc.capacity[slots] >= wanted).all()
+        self.poison(rows[:, 2].tolist())
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def exhaust(self, data: st.DataObject) -> None:
+        """One slot takes all there is; the next block is refused."""
+        slot = data.draw(st.sampled_from(sorted(self.running)))
+        room = int(self.alloc.capacity[slot]) + self.alloc.pool.num_free * SIZE
+        taken = self.alloc.grow(slot, room)
+        assert taken is not None and self.alloc.pool.num_free == 0
+        self.poison(taken)
+        assert self.alloc.grow(slot, room + 1) is None
+        assert not self.alloc.can_admit(self.alloc.match(Running([1], "").chain, 0), 1)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.running)))
+        self.alloc.free(slot)
+        del self.running[slot]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.running)))
+        table = list(self.alloc.table(slot))
+        before = {block: self.alloc.pool.key(block) for block in table}
+        kept = set(table[: self.alloc._num_shared[slot]])
+        self.alloc.forget(slot)
+        for block in table:
+            assert self.alloc.pool.key(block) == (before[block] if block in kept else None)
+        del self.running[slot]
+
+    @rule()
+    def reset(self) -> None:
+        assert self.alloc.pool.reset() == (not self.running)
+        assert self.alloc.pool.num_cached == 0
+
+    @invariant()
+    def everything_holds(self) -> None:
+        self.alloc.check()
+        pool = self.alloc.pool
+        for key, block in pool._index.items():
+            salt, tokens = self.written[block]
+            assert len(tokens) % SIZE == 0 and tokens, "an unfinished block is findable"
+            truth = KeyChain(ROOT, SIZE, array("I", tokens), extras_digest([("salt", salt)] if salt else []))
+            assert truth.keys(len(tokens) // SIZE)[-1] == key, "a block contains other tokens than its key says"
+        for slot, request in self.running.items():
+            for index in range(request.num_computed // SIZE):
+                assert self.written[self.alloc.table(slot)[index]] == request.content(index), "KV was overwritten"
+
+
+AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRandomUse = AllocatorMachine.TestCase

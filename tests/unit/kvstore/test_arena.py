@@ -1,0 +1,109 @@
+"""The page layout: nothing overlaps, everything is aligned, a block moves as one piece."""
+
+import pytest
+import torch
+
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.errors import ConfigError
+from quire.kvstore.arena import KVArena
+
+CPU = torch.device("cpu")
+POISON = 0xA5
+
+
+def group(layers=(0, 1, 2), dim: int = 24, dtype: str = "bfloat16", item: int = 2) -> KVGroup:
+    """K, V and one scale per head and token: sizes that are not multiples of the alignment."""
+    k, v = (KVComponent(name, 2, dim, dtype, item) for name in "kv")
+    parts = (k, v, KVComponent("s", 2, 1, "float32", 4))
+    return KVGroup(layers=layers, components=parts)
+
+
+def arena(num_blocks: int = 5, block_size: int = 3, **changes) -> KVArena:
+    return KVArena(KVGeometry(block_size=block_size, groups=(group(**changes),)), num_blocks, CPU)
+
+
+@pytest.mark.parametrize("dtype, item", [("bfloat16", 2), ("float32", 4), ("float8_e4m3fn", 1)])
+def test_shapes_and_addresses(dtype, item):
+    cache = arena(dtype=dtype, item=item)
+    assert cache.num_bytes == 5 * cache.page_bytes == cache.data.numel() and cache.pages.shape == (5, cache.page_bytes)
+    for layer in (0, 1, 2):
+        k, v, s = cache.views(layer)
+        assert k.shape == v.shape == (5, 2, 3, 24) and s.shape == (5, 2, 3, 1)
+        assert k.dtype == getattr(torch, dtype) and s.dtype == torch.float32
+        for part, view in enumerate((k, v, s)):
+            assert view.stride() == (cache.page_bytes // view.element_size(), 3 * view.shape[3], view.shape[3], 1)
+            assert view.data_ptr() == cache.data.data_ptr() + cache.offset(layer, part)
+            for block in range(5):
+                assert view[block].data_ptr() % 256 == 0
+
+
+def test_writing_one_component_touches_nothing_else():
+    cache = arena()
+    every = [(layer, part, block) for layer in (0, 1, 2) for part in (0, 1, 2) for block in range(5)]
+    seen = torch.zeros_like(cache.data, dtype=torch.int32)
+    for layer, part, block in every:
+        cache.data.fill_(POISON)
+        view = cache.views(layer)[part]
+        view[block] = 0
+        touched = cache.data != POISON
+        assert int(touched.sum()) == view[block].numel() * view.element_size()
+        seen += touched
+    assert int(seen.max()) == 1, "two components share bytes"
+
+
+def test_views_share_the_memory_of_the_pages():
+    cache = arena()
+    cache.data.zero_()
+    k, v, _ = cache.views(1)
+    k[3, 1, 2] = torch.arange(24.0).bfloat16()
+    at = cache.offset(1, 0) + (1 * 3 + 2) * 24 * 2
+    assert torch.equal(cache.pages[3, at : at + 48].view(torch.bfloat16).float(), torch.arange(24.0))
+    assert int(cache.pages[3].count_nonzero()) == int(cache.data.count_nonzero())
+
+
+def test_the_padding_page_starts_as_zeros_in_used_memory(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda size, **kind: torch.full((size,), POISON, **kind))
+    pages = arena().pages
+    assert not pages[0].any() and bool((pages[1:] == POISON).all())
+
+
+def test_copy_moves_whole_pages_and_reads_before_it_writes():
+    cache = arena()
+    for block in range(5):
+        cache.pages[block] = block
+    cache.copy_blocks(torch.tensor([1, 2, 3]), torch.tensor([2, 1, 4]))
+    assert [int(page[0]) for page in cache.pages] == [0, 2, 1, 3, 3]
+    assert all(bool((page == page[0]).all()) for page in cache.pages)
+
+
+def test_offsets_beyond_32_bits():
+    # 2.2 GiB are reserved; only the pages written here become resident.
+    cache = arena(num_blocks=2600, block_size=1024, layers=(0, 1, 2, 3), dim=50, dtype="uint8", item=1)
+    view = cache.views(3)[1]
+    assert view.stride(0) * 2599 > 2**31
+    view[2599, 1, 1023, 49] = 7
+    last = cache.page_bytes * 2599 + cache.offset(3, 1) + view[0].numel() - 1
+    assert int(cache.data[last]) == 7
+
+
+def test_layers_are_named_by_the_model_not_by_position():
+    cache = arena(layers=(7, 4))
+    assert cache.offset(7, 0) == 0 < cache.offset(4, 0)
+    with pytest.raises(KeyError):
+        cache.views(0)
+
+
+def test_groups_of_equal_pages_share_the_arena():
+    geometry = KVGeometry(block_size=4, groups=(group((0, 2)), group((1, 3))))
+    cache = KVArena(geometry, 3, CPU)
+    assert cache.offset(0, 0) == cache.offset(1, 0) == 0 and cache.offset(2, 0) == cache.offset(3, 0) > 0
+
+
+def test_groups_of_unequal_pages_are_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match=r"\[2560, 1280\]"):
+        KVArena(KVGeometry(block_size=4, groups=(group((0, 1)), group((2,)))), 3, CPU)
+
+
+def test_unknown_types_are_refused():
+    with pytest.raises(ConfigError, match="'k' has type 'int3'"):
+        arena(dtype="int3")
