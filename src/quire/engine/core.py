@@ -1,0 +1,152 @@
+"""The loop: plan a step, submit it, and while it runs confirm the one before."""
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable
+
+from quire.config.engine import SchedulerConfig
+from quire.contracts.errors import InvalidParameter, PromptTooLong
+from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
+from quire.contracts.protocols import Executor
+from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
+from quire.engine.finish import Finisher
+from quire.engine.scheduler import InFlight, Scheduler
+from quire.kv.allocator import KVAllocator
+from quire.kv.hashing import extras_digest
+
+
+class EngineCore:
+    """One scheduler over one executor.
+
+    The core plans step N+1 while step N runs, as deep as the executor allows; nothing waits for the device but
+    `collect`. Not thread-safe: one thread calls `add`, `abort` and `step`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        allocator: KVAllocator,
+        *,
+        root_key: bytes,
+        prefix_caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor = executor
+        self.facts = executor.facts()
+        self.scheduler = Scheduler(self.facts, config, allocator, root_key)
+        self._finisher = Finisher(self.scheduler, self.facts.vocab_size)
+        self._requests: dict[int, Request] = {}
+        self._in_flight: deque[InFlight] = deque()
+        self._finished: list[Finish] = []  # ended between steps, to be reported with the next outputs
+        self._deadlines: list[tuple[float, int]] = []
+        self._prefix_caching = prefix_caching
+        self._clock = clock
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        return bool(self._requests or self._in_flight or self._finished)
+
+    def add(self, new: NewRequest) -> None:
+        """Accept a request, or raise the `RequestError` that says why not; nothing is kept then."""
+        num_prompt = len(new.token_ids) // 4
+        end = num_prompt + new.max_tokens
+        if num_prompt == 0:
+            raise InvalidParameter("the prompt is empty: give at least one token.", param="prompt")
+        if end > self.facts.max_model_len:
+            raise PromptTooLong(
+                f"prompt ({num_prompt}) + max_tokens ({new.max_tokens}) = {end} tokens exceed the "
+                f"context of {self.facts.max_model_len}: shorten the prompt or lower max_tokens."
+            )
+        if -(-end // self.facts.block_size) > self.facts.num_blocks:
+            raise PromptTooLong(
+                f"{end} tokens need more than the {self.facts.num_blocks} KV blocks of "
+                f"{self.facts.block_size} tokens: give the KV cache more memory or lower max_tokens."
+            )
+        assert new.handle not in self._requests, f"handle {new.handle} is live"
+        parent = self._requests.get(new.parent) if new.parent is not None else None
+        request = self.scheduler.add(new, self._extras(new), parent)
+        self._requests[new.handle] = request
+        self._finisher.watch(request)
+        if new.deadline is not None:
+            heapq.heappush(self._deadlines, (new.deadline, new.handle))
+
+    def abort(self, handle: int) -> None:
+        """End a request in any state; unknown handles (already finished) are ignored."""
+        request = self._requests.pop(handle, None)
+        if request is not None:
+            self._finished.append(self._finisher.end(request, FinishReason.ABORT))
+
+    def step(self) -> StepOutputs:
+        """Plan and submit one step if the pipeline has room, and confirm the oldest one if it is full or drained."""
+        self._expire()
+        planned = None
+        if len(self._in_flight) < self.facts.depth and self._requests:
+            planned = self.scheduler.plan(self._step)
+        if planned is not None:
+            self._step += 1
+            self.executor.submit(planned.plan)
+            self.executor.release(planned.plan.step, {})
+            self._in_flight.append(planned)
+        if self._in_flight and (planned is None or len(self._in_flight) >= self.facts.depth):
+            return self._confirm()
+        return self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every indexed block; running requests keep theirs. True when none was running."""
+        self.scheduler.allocator.pool.reset()
+        return len(self.scheduler.table) == 0
+
+    def shutdown(self) -> None:
+        """Collect what is in flight and stop the executor."""
+        while self._in_flight:
+            self._in_flight.popleft()
+            self.executor.collect()
+        self.executor.shutdown()
+
+    def check(self) -> None:
+        """Every invariant of the bookkeeping; when idle, also that nothing is held."""
+        self.scheduler.check()
+        running = [r for r in self._requests.values() if r.state is RequestState.RUNNING]
+        assert len(running) == len(self.scheduler.table)
+        if not self._requests:
+            assert len(self.scheduler.queue) == 0 and self.scheduler.num_blocked == 0
+            pool = self.scheduler.allocator.pool
+            assert pool.num_free == self.facts.num_blocks, f"{self.facts.num_blocks - pool.num_free} blocks leaked"
+
+    def _confirm(self) -> StepOutputs:
+        oldest = self._in_flight.popleft()
+        outputs, ended = self._finisher.apply(oldest, self.executor.collect())
+        for request in ended:
+            self._requests.pop(request.new.handle, None)
+        return self._report(outputs)
+
+    def _report(self, outputs: StepOutputs) -> StepOutputs:
+        if not self._finished:
+            return outputs
+        finished, self._finished = tuple(self._finished), []
+        return StepOutputs(
+            handles=outputs.handles,
+            tokens=outputs.tokens,
+            finished=finished + outputs.finished,
+            cached=outputs.cached,
+            logprobs=outputs.logprobs,
+            prompt_logprobs=outputs.prompt_logprobs,
+            stats=outputs.stats,
+        )
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            request = self._requests.pop(heapq.heappop(self._deadlines)[1], None)
+            if request is not None:
+                self._finished.append(self._finisher.end(request, FinishReason.ERROR, error="deadline"))
+
+    def _extras(self, new: NewRequest) -> bytes:
+        """Without prefix caching every prompt is a world of its own, shared only by its own completions."""
+        tags = [("salt", new.cache_salt)] if new.cache_salt else []
+        if not self._prefix_caching:
+            tags.append(("request", str(new.handle if new.parent is None else new.parent)))
+        return extras_digest(tags)

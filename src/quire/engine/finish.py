@@ -1,0 +1,167 @@
+"""What becomes of a step's result: tokens are confirmed, requests end, blocks are indexed, outputs are written."""
+
+import numpy as np
+
+from quire.contracts.output import Finish, StepOutputs, StepStats
+from quire.contracts.request import FinishReason, Request, RequestState
+from quire.contracts.step import I32, RowLogprobs, StepResult
+from quire.engine.scheduler import InFlight, Scheduler
+
+
+class Finisher:
+    """Applies results to the scheduler's state. Tokens of requests that ended meanwhile are dropped."""
+
+    def __init__(self, scheduler: Scheduler, vocab_size: int) -> None:
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._num_stopping = np.zeros(vocab_size, np.int32)  # live requests that each id may stop
+
+    def watch(self, request: Request) -> None:
+        """Start looking for the request's stop ids."""
+        for token in request.stop_ids:
+            self._num_stopping[token] += 1
+
+    def end(
+        self, request: Request, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
+    ) -> Finish:
+        """End a request in any state and free what it holds."""
+        for token in request.stop_ids:
+            self._num_stopping[token] -= 1
+        self._scheduler.remove(request, failed=error is not None)
+        return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=error)
+
+    def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
+        """Confirm one step. Returns the outputs and the requests that ended in it."""
+        assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
+        tokens = result.tokens[:, 0]
+        failed = self._failures(step, result)
+        scored = self._score_prompts(step, result)
+        live, slots = self._confirm(step, tokens, failed)
+        ended, finished = self._finish(step, tokens, live, slots)
+        for request, code in failed.items():
+            if request.state is not RequestState.FINISHED:
+                finished.append(self.end(request, FinishReason.ERROR, error=code))
+                ended.append(request)
+        for request in step.unsampled:
+            if request.state is not RequestState.FINISHED:
+                finished.append(self.end(request, FinishReason.LENGTH))
+                ended.append(request)
+        logprobs = {r.new.handle: result.logprobs[s] for r, s in self._with_logprobs(step, live, result)}
+        all_live = len(live) == len(step.requests)
+        outputs = StepOutputs(
+            handles=step.handles if all_live else step.handles[live],
+            tokens=tokens if all_live else tokens[live],
+            finished=tuple(finished),
+            cached=self._cached(step),
+            logprobs=logprobs,
+            prompt_logprobs=scored,
+            stats=self._stats(step),
+        )
+        return outputs, ended
+
+    def _failures(self, step: InFlight, result: StepResult) -> dict[Request, str]:
+        """Requests that the device, or a token outside the vocabulary, has failed."""
+        failed: dict[Request, str] = {}
+        tokens = result.tokens[:, 0]
+        bad = (tokens < 0) | (tokens >= self._vocab_size)
+        if not result.failed and not bad.any():
+            return failed
+        owner = dict(zip(step.sampling.tolist(), step.requests, strict=True))
+        owner.update({slot: request for slot, request, _ in step.scored})
+        for slot, code in result.failed.items():
+            failed[owner[slot]] = code
+        for i in np.flatnonzero(bad).tolist():
+            failed.setdefault(step.requests[i], "bad_token")
+        return failed
+
+    def _confirm(self, step: InFlight, tokens: I32, failed: dict[Request, str]) -> tuple[list[int], I32]:
+        """Append the tokens to their requests. Returns the rows that count and the slots of those still running."""
+        table = self._scheduler.table
+        if step.version == table.version and not failed:
+            table.known[step.sampling] += 1
+            table.in_flight[step.sampling] -= 1
+            for request, token in zip(step.requests, tokens.tolist(), strict=True):
+                request.tokens.append(token)
+            return list(range(len(step.requests))), step.sampling
+        live, slots = [], []
+        for i, (request, token) in enumerate(zip(step.requests, tokens.tolist(), strict=True)):
+            slot = request.slot
+            if slot >= 0:
+                table.in_flight[slot] -= 1
+            else:
+                request.in_flight -= 1
+            if request.state is RequestState.FINISHED or request in failed:
+                continue
+            request.tokens.append(token)
+            if slot >= 0:
+                table.known[slot] += 1
+            live.append(i)
+            slots.append(slot)
+        return live, np.array(slots, np.int32)
+
+    def _finish(self, step: InFlight, tokens: I32, live: list[int], slots: I32) -> tuple[list[Request], list[Finish]]:
+        """End the requests that met a stop id or their length; index the blocks that the others completed."""
+        scheduler, table = self._scheduler, self._scheduler.table
+        size = scheduler.allocator.block_size
+        mine = tokens if len(live) == len(step.requests) else tokens[live]
+        held = slots >= 0
+        computed = table.known[slots] - 1  # the newest token's own KV comes with the next step
+        for j in np.flatnonzero(held & (computed % size == 0)).tolist():
+            scheduler.publish(step.requests[live[j]], int(computed[j]))
+        ended: list[Request] = []
+        finished: list[Finish] = []
+        suspects = (self._num_stopping[mine] > 0) | (table.known[slots] >= table.end[slots]) | ~held
+        for j in np.flatnonzero(suspects).tolist():
+            request, token = step.requests[live[j]], int(mine[j])
+            finish = self._ending(request, token)
+            if finish is not None:
+                reason, stop_id = finish
+                finished.append(self.end(request, reason, stop_id=stop_id))
+                ended.append(request)
+        return ended, finished
+
+    @staticmethod
+    def _ending(request: Request, token: int) -> tuple[FinishReason, int | None] | None:
+        num_outputs = len(request.tokens) - request.num_prompt
+        if token in request.stop_ids and num_outputs > request.new.min_tokens:
+            return FinishReason.STOP, token
+        if len(request.tokens) >= request.end:
+            return FinishReason.LENGTH, None
+        return None
+
+    def _score_prompts(self, step: InFlight, result: StepResult) -> dict[int, RowLogprobs]:
+        """New prompt rows by handle; rows past the prompt's end, or already delivered, are cut."""
+        scored: dict[int, RowLogprobs] = {}
+        for slot, request, start in step.scored:
+            rows = result.prompt_logprobs.get(slot)
+            if rows is None or request.state is RequestState.FINISHED:
+                continue
+            new = slice(request.prompt_scored - start, request.num_prompt - 1 - start)
+            if len(rows.ranks[new]):
+                scored[request.new.handle] = RowLogprobs(rows.ids[new], rows.logprobs[new], rows.ranks[new])
+                request.prompt_scored += len(rows.ranks[new])
+        return scored
+
+    @staticmethod
+    def _with_logprobs(step: InFlight, live: list[int], result: StepResult) -> list[tuple[Request, int]]:
+        if not result.logprobs:
+            return []
+        slots = step.sampling.tolist()
+        return [(step.requests[i], slots[i]) for i in live if slots[i] in result.logprobs]
+
+    @staticmethod
+    def _cached(step: InFlight) -> dict[int, int]:
+        return {r.new.handle: r.num_cached for r in step.admitted if r.num_preemptions == 0}
+
+    def _stats(self, step: InFlight) -> StepStats:
+        s = self._scheduler
+        return StepStats(
+            step=step.plan.step,
+            num_running=len(s.table),
+            num_waiting=len(s.queue) + s.num_blocked,
+            num_tokens=int(step.plan.num_tokens.sum()),
+            num_preempted=s.num_preempted,
+            num_free_blocks=s.allocator.pool.num_free,
+            prefix_queries=s.prefix_queries,
+            prefix_hits=s.prefix_hits,
+        )

@@ -1,0 +1,221 @@
+"""An executor without a model, part of the package: scheduler, server and front end are tested and timed with it.
+
+Its "KV" at a position is a digest of all tokens up to there, so reading a block that holds anything else than the
+request's own prefix, or one that was overwritten, is noticed at once. The next token is a pure function of the prefix
+and the seed (`mock_tokens`), so every request's answer is known beforehand. Like a device, it samples from its own
+state and hands the tokens over only at `collect`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, RowLogprobs, StepPlan, StepResult
+
+MASK = 2**64 - 1
+FIRST = 0x9E3779B97F4A7C15
+
+
+def chain(previous: int, token: int) -> int:
+    """The digest of a prefix extended by one token (splitmix64's finalizer)."""
+    x = (previous ^ (token + 1) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def next_token(digest: int, seed: int, vocab_size: int) -> int:
+    """The token that follows a prefix with this digest."""
+    return chain(digest, seed & 0xFFFFFFFF) % vocab_size
+
+
+def mock_tokens(prompt: Sequence[int], seed: int, count: int, vocab_size: int) -> list[int]:
+    """The first `count` tokens that the mock generates for a prompt."""
+    digest, tokens = FIRST, []
+    for token in prompt:
+        digest = chain(digest, token)
+    for _ in range(count):
+        tokens.append(next_token(digest, seed, vocab_size))
+        digest = chain(digest, tokens[-1])
+    return tokens
+
+
+class _Slot:
+    """What the mock device holds for one slot."""
+
+    def __init__(
+        self, request_id: str, seed: int, num_prompt: int, tokens: list[int], blocks: list[int], computed: int
+    ) -> None:
+        self.request_id, self.seed, self.num_prompt = request_id, seed, num_prompt
+        self.tokens, self.blocks, self.computed = tokens, blocks, computed
+        self.digests: list[int] = []
+        self.extend()
+
+    def extend(self) -> None:
+        digest = self.digests[-1] if self.digests else FIRST
+        for token in self.tokens[len(self.digests) :]:
+            digest = chain(digest, token)
+            self.digests.append(digest)
+
+
+class MockExecutor:
+    """Runs plans on a model of the KV memory.
+
+    verify    check every position a row may attend to (O(length) per step); off for timing the engine
+    fail      request id -> number of outputs after which it fails with "nan_logits"
+    computed  request id -> tokens computed for it so far, over all its admissions
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int = 8,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        vocab_size: int = 1000,
+        max_model_len: int = 128,
+        depth: int = 1,
+        verify: bool = True,
+    ) -> None:
+        self._facts = ExecutorFacts(
+            depth=depth,
+            decode_lag=depth,
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+        )
+        self.fail: dict[str, int] = {}
+        self.computed: dict[str, int] = {}
+        self.num_steps = 0
+        self.closed = False
+        self._verify = verify
+        self._memory = np.zeros((num_blocks + 1, block_size), np.uint64)
+        self._slots: dict[int, _Slot] = {}
+        self._results: deque[StepResult] = deque()
+        self._released: set[int] = set()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Run the plan; its result waits for `collect`."""
+        assert len(self._results) < self._facts.depth, "more steps in flight than the depth"
+        assert plan.step == self.num_steps, "plans out of order"
+        self.num_steps += 1
+        self._results.append(self._run(plan) if self._verify else self._run_fast(plan))
+
+    def release(self, step: int, late: dict[int, bytes]) -> None:
+        """Let a step's sampling go on."""
+        assert not late, "the mock knows no grammar"
+        self._released.add(step)
+
+    def collect(self) -> StepResult:
+        """The oldest result."""
+        result = self._results.popleft()
+        self._released.remove(result.step)
+        return result
+
+    def control(self, message: str) -> object:
+        """No message is known."""
+        raise ValueError(f"the mock executor knows no control message {message!r}")
+
+    def facts(self) -> ExecutorFacts:
+        """Its sizes."""
+        return self._facts
+
+    def shutdown(self) -> None:
+        """Nothing to free; remembered for tests."""
+        self.closed = True
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self._enter(plan)
+        assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot is scheduled twice"
+        for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
+            self._write(self._slots[slot], count)  # all KV before any row attends
+        tokens: list[int] = []
+        slots: list[int] = []
+        failed: dict[int, str] = {}
+        scored: dict[int, RowLogprobs] = {}
+        for i, slot in enumerate(plan.slots.tolist()):
+            state, rows = self._slots[slot], int(plan.num_rows[i])
+            self._attend(state)
+            if plan.outputs[i] & PROMPT_LOGPROBS:
+                scored[slot] = self._score(state, rows)
+            if plan.outputs[i] & SAMPLE:
+                assert rows >= 1 and state.computed == len(state.tokens), "sampling before the end of the sequence"
+                token = next_token(state.digests[-1], state.seed, self._facts.vocab_size)
+                if self.fail.get(state.request_id, -1) == len(state.tokens) - state.num_prompt:
+                    failed[slot] = "nan_logits"
+                state.tokens.append(token)
+                state.extend()
+                tokens.append(token)
+                slots.append(slot)
+        return self._result(plan, slots, tokens, failed, scored)
+
+    def _run_fast(self, plan: StepPlan) -> StepResult:
+        for admission in plan.admitted:
+            self.computed[admission.request_id] = 0
+        slots = plan.slots[(plan.outputs & SAMPLE) > 0]
+        tokens = (slots * 31 + plan.step) % self._facts.vocab_size
+        return StepResult(
+            step=plan.step,
+            slots=slots,
+            tokens=tokens.astype(np.int32)[:, None],
+            num_accepted=np.ones(len(slots), np.int32),
+        )
+
+    def _result(
+        self,
+        plan: StepPlan,
+        slots: list[int],
+        tokens: list[int],
+        failed: dict[int, str],
+        scored: dict[int, RowLogprobs],
+    ) -> StepResult:
+        return StepResult(
+            step=plan.step,
+            slots=np.array(slots, np.int32),
+            tokens=np.array(tokens, np.int32).reshape(-1, 1),
+            num_accepted=np.ones(len(slots), np.int32),
+            failed=failed,
+            prompt_logprobs=scored,
+            num_computed=int(plan.num_tokens.sum()),
+        )
+
+    def _enter(self, plan: StepPlan) -> None:
+        for slot in plan.released.tolist():
+            del self._slots[slot]
+        for a in plan.admitted:
+            assert a.slot not in self._slots, "the slot is taken"
+            blocks = a.block_ids[0].tolist()
+            self._slots[a.slot] = _Slot(
+                a.request_id, a.sampler.seed, a.sampler.num_prompt, a.token_ids.tolist(), blocks, a.num_computed
+            )
+        for slot, group, block in plan.appended.tolist():
+            assert group == 0
+            self._slots[slot].blocks.append(block)
+
+    def _write(self, state: _Slot, count: int) -> None:
+        size = self._facts.block_size
+        assert state.computed + count <= len(state.tokens), "computing a token that does not exist yet"
+        for position in range(state.computed, state.computed + count):
+            block = state.blocks[position // size]
+            assert block != 0, "the null block is written"
+            self._memory[block, position % size] = state.digests[position]
+        state.computed += count
+        self.computed[state.request_id] = self.computed.get(state.request_id, 0) + count
+
+    def _attend(self, state: _Slot) -> None:
+        size = self._facts.block_size
+        blocks = state.blocks[: -(-state.computed // size)]
+        seen = self._memory[blocks].reshape(-1)[: state.computed]
+        expected = np.array(state.digests[: state.computed], np.uint64)
+        assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
+
+    def _score(self, state: _Slot, rows: int) -> RowLogprobs:
+        """Rows whose next token is known: id = that token, logprob = -position of the row."""
+        first = state.computed - rows
+        positions = range(first, min(state.computed, len(state.tokens) - 1))
+        ids = np.array([state.tokens[p + 1] for p in positions], np.int32).reshape(-1, 1)
+        return RowLogprobs(ids, -np.array(positions, np.float32).reshape(-1, 1), np.ones(len(positions), np.int32))

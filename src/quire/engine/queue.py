@@ -1,0 +1,46 @@
+"""Requests that wait for a slot, first come first served or by priority, with a bound."""
+
+import heapq
+
+from quire.contracts.errors import QueueFull
+from quire.contracts.request import Request, RequestState
+
+
+class WaitingQueue:
+    """A heap on (priority, arrival). A preempted request keeps its arrival, so it returns to its old place."""
+
+    def __init__(self, by_priority: bool, bound: int) -> None:
+        self._by_priority = by_priority
+        self._bound = bound
+        self._heap: list[tuple[int, int, Request]] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def check_room(self) -> None:
+        """Raise `QueueFull` when one more new request would exceed the bound."""
+        if self._size >= self._bound:
+            raise QueueFull(f"{self._size} requests are waiting already (max_waiting={self._bound}); try again later.")
+
+    def push(self, request: Request) -> None:
+        """Add a WAITING request; a preempted one is never refused."""
+        priority = request.new.priority if self._by_priority else 0
+        heapq.heappush(self._heap, (priority, request.arrival, request))
+        self._size += 1
+
+    def peek(self) -> Request | None:
+        """The request to be admitted next."""
+        while self._heap and self._heap[0][2].state is not RequestState.WAITING:
+            heapq.heappop(self._heap)  # it ended while waiting
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Request:
+        """Take what `peek` returned."""
+        self._size -= 1
+        return heapq.heappop(self._heap)[2]
+
+    def drop(self, request: Request) -> None:
+        """Count a waiting request out; call when it leaves WAITING without being popped."""
+        assert request.state is RequestState.FINISHED
+        self._size -= 1

@@ -1,0 +1,282 @@
+"""Plans the next step: who runs, how many tokens each, which blocks, who is admitted and who has to give way."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.config.engine import SchedulerConfig
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.request import BlockReason, NewRequest, Request, RequestState
+from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, Admission, StepPlan
+from quire.engine.budget import share_budget
+from quire.engine.queue import WaitingQueue
+from quire.engine.table import RunningTable
+from quire.kv.allocator import KVAllocator
+from quire.kv.hashing import KeyChain
+from quire.kv.prefix import PrefixMatch
+
+
+@dataclass(kw_only=True)
+class InFlight:
+    """One submitted step: the plan, and whose slots they were when it was planned."""
+
+    plan: StepPlan
+    sampling: I32  # slots that sample, in plan order
+    requests: list[Request]  # of `sampling`
+    handles: I32
+    version: int  # of the table when planned
+    admitted: list[Request] = field(default_factory=list)
+    scored: list[tuple[int, Request, int]] = field(default_factory=list)  # slot, request, position of its first row
+    unsampled: list[Request] = field(default_factory=list)  # prompt done, nothing to sample (max_tokens=0)
+
+
+class Scheduler:
+    """Continuous batching over one token budget, with chunked prefill, prefix reuse and preemption by recompute."""
+
+    def __init__(self, facts: ExecutorFacts, config: SchedulerConfig, allocator: KVAllocator, root_key: bytes) -> None:
+        self.by_priority = config.scheduling_policy == "priority"
+        self.table = RunningTable(facts.num_slots)
+        self.queue = WaitingQueue(self.by_priority, config.max_waiting)
+        self.allocator = allocator
+        self.num_preempted = self.prefix_queries = self.prefix_hits = 0
+        self._budget = config.max_num_batched_tokens
+        self._lag = facts.decode_lag
+        self._headroom = int(config.watermark * facts.num_blocks)
+        self._root = root_key
+        self._chains: dict[int, KeyChain] = {}
+        self._children: dict[int, list[Request]] = {}  # parent's handle -> requests blocked on its prompt
+        self._released: list[int] = []
+        self._arrivals = 0
+        self._sampling: tuple[int, I32, list[Request], I32] | None = None
+
+    # --- requests come and go -----------------------------------------------------------------------------------
+
+    def add(self, new: NewRequest, extras: bytes, parent: Request | None) -> Request:
+        """Queue a request. With a parent still before the end of its prompt, it is blocked until that is planned."""
+        if parent is None:
+            self.queue.check_room()
+        request = Request(new, self._arrivals)
+        self._arrivals += 1
+        self._chains[new.handle] = KeyChain(self._root, self.allocator.block_size, request.tokens, extras)
+        if parent is not None and not self._prompt_planned(parent):
+            request.to(RequestState.BLOCKED, BlockReason.PARENT)
+            self._children.setdefault(parent.new.handle, []).append(request)
+        else:
+            self.queue.push(request)
+        return request
+
+    def remove(self, request: Request, *, failed: bool = False) -> None:
+        """End a request in any state and free what it holds; `failed` also withdraws the blocks it published."""
+        before = request.state
+        if before is RequestState.RUNNING:
+            (self.allocator.forget if failed else self.allocator.free)(request.slot)
+            self._released.append(self.table.leave(request))
+        request.to(RequestState.FINISHED)
+        if before is RequestState.WAITING:
+            self.queue.drop(request)
+        for waiting in self._children.values():
+            if request in waiting:
+                waiting.remove(request)
+        self._unblock_children(request)
+        del self._chains[request.new.handle]
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Index the full blocks among the first `num_tokens` tokens, which are known and computed."""
+        full = num_tokens // self.allocator.block_size
+        self.allocator.publish(request.slot, self._chains[request.new.handle], full)
+
+    @property
+    def num_blocked(self) -> int:
+        """Requests that wait for their parent."""
+        return sum(map(len, self._children.values()))
+
+    # --- planning -----------------------------------------------------------------------------------------------
+
+    def plan(self, step: int) -> InFlight | None:
+        """The next step, or None when nothing can run before more results arrive."""
+        preempted = self.num_preempted
+        slots, num_tokens = share_budget(self.table, self._budget, self._lag)
+        slots, num_tokens, appended = self._grow(slots, num_tokens)
+        admitted: list[Admission] = []
+        if self.num_preempted == preempted and len(self.queue):
+            slots, num_tokens = self._admit(slots, num_tokens, admitted)
+        if not len(slots):
+            return None
+        in_flight = self._record(step, slots, num_tokens, admitted, appended)
+        self._released.clear()
+        return in_flight
+
+    def _grow(self, slots: I32, num_tokens: I32) -> tuple[I32, I32, I32]:
+        """Give every slot the blocks for its tokens; take them from the last in order when the pool is short."""
+        needed = self.table.planned[slots] + num_tokens
+        rows = self.allocator.grow_many(slots, needed)
+        if rows is not None:
+            return slots, num_tokens, rows
+        short = np.flatnonzero(needed > self.allocator.capacity[slots])
+        appended: list[tuple[int, int, int]] = []
+        preempted = self.num_preempted
+        for i in short.tolist():
+            slot = int(slots[i])
+            while self.table.requests[slot] is not None:
+                blocks = self.allocator.grow(slot, int(needed[i]))
+                if blocks is not None:
+                    appended.extend((slot, 0, block) for block in blocks)
+                    break
+                self._preempt_last()
+        if self.num_preempted != preempted:
+            alive = np.array([self.table.requests[s] is not None for s in slots.tolist()], bool)
+            slots, num_tokens = slots[alive], num_tokens[alive]
+            appended = [row for row in appended if self.table.requests[row[0]] is not None]
+        return slots, num_tokens, np.array(appended, np.int32).reshape(-1, 3)
+
+    def _preempt_last(self) -> None:
+        """Send the running request that comes last in order back to the queue, to be recomputed later."""
+        request = self.table.requests[int(self.table.order()[-1])]
+        assert request is not None
+        self.allocator.free(request.slot)
+        self._released.append(self.table.leave(request))
+        request.to(RequestState.WAITING)
+        request.num_preemptions += 1
+        self.num_preempted += 1
+        self.queue.push(request)
+
+    def _admit(self, slots: I32, num_tokens: I32, admitted: list[Admission]) -> tuple[I32, I32]:
+        """Admit waiting requests in order while tokens, slots and blocks last; never past one that does not fit."""
+        room = self._budget - int(num_tokens.sum())
+        new_slots: list[int] = []
+        new_tokens: list[int] = []
+        while room > 0 and self.table.num_free and (request := self.queue.peek()) is not None:
+            if request.in_flight:
+                break  # preempted, and its last result is still to come
+            match = self._match(request)
+            headroom = self._headroom if len(self.table) else 0
+            if not self.allocator.can_admit(match, len(request.tokens), headroom):
+                break
+            self.queue.pop()
+            admitted.append(self._enter(request, match))
+            count = min(len(request.tokens) - match.num_tokens, room)
+            new_slots.append(request.slot)
+            new_tokens.append(count)
+            room -= count
+            self._publish_planned(request, match.num_tokens + count)
+            if match.num_tokens + count == len(request.tokens):
+                self._unblock_children(request)
+        if not new_slots:
+            return slots, num_tokens
+        return (
+            np.concatenate([slots, np.array(new_slots, np.int32)]),
+            np.concatenate([num_tokens, np.array(new_tokens, np.int32)]),
+        )
+
+    def _match(self, request: Request) -> PrefixMatch:
+        """Blocks to reuse; at least the last token is computed, and every prompt row that is still to be scored."""
+        limit = len(request.tokens) - 1
+        if request.new.sampler.num_prompt_logprobs is not None:
+            limit = min(limit, request.prompt_scored)
+        elif not request.new.read_prefix_cache and request.num_preemptions == 0:
+            limit = 0
+        return self.allocator.match(self._chains[request.new.handle], limit)
+
+    def _enter(self, request: Request, match: PrefixMatch) -> Admission:
+        slot = self.table.enter(request, match.num_tokens, self.by_priority)
+        blocks = self.allocator.admit(slot, match, len(request.tokens))
+        request.to(RequestState.RUNNING)
+        if request.num_cached < 0:
+            request.num_cached = match.num_tokens
+            self.prefix_queries += request.num_prompt
+            self.prefix_hits += match.num_tokens
+        return Admission(
+            slot=slot,
+            request_id=request.new.request_id,
+            token_ids=np.array(request.tokens, np.int32),
+            block_ids=(blocks,),
+            num_computed=match.num_tokens,
+            sampler=request.new.sampler,
+        )
+
+    def _publish_planned(self, request: Request, num_tokens: int) -> None:
+        # Valid in the same step: each layer writes all KV before any row attends (a kernel contract).
+        self.publish(request, min(num_tokens, len(request.tokens)))
+
+    def _record(self, step: int, slots: I32, num_tokens: I32, admitted: list[Admission], appended: I32) -> InFlight:
+        """Advance the table by the chosen tokens and write the plan."""
+        table = self.table
+        before = table.planned[slots]
+        table.planned[slots] = after = before + num_tokens
+        catching_up = before < table.goal[slots]
+        total = table.known[slots] + table.in_flight[slots]
+        samples = (after == total) & (total < table.end[slots])
+        outputs = np.where(samples, SAMPLE, 0).astype(np.uint8)
+        num_rows = samples.astype(np.int32)
+        scored: list[tuple[int, Request, int]] = []
+        unsampled: list[Request] = []
+        for i in np.flatnonzero(catching_up).tolist():
+            request = table.requests[int(slots[i])]
+            assert request is not None
+            self._publish_planned(request, int(after[i]))
+            if after[i] == total[i]:
+                self._unblock_children(request)
+                if not samples[i]:
+                    unsampled.append(request)
+            if request.new.sampler.num_prompt_logprobs is not None and before[i] < request.num_prompt - 1:
+                outputs[i] |= PROMPT_LOGPROBS
+                num_rows[i] = num_tokens[i]
+                scored.append((int(slots[i]), request, int(before[i])))
+        sampling = slots[samples]
+        table.in_flight[sampling] += 1
+        plan = StepPlan(
+            step=step,
+            slots=slots,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            outputs=outputs,
+            admitted=tuple(admitted),
+            appended=appended,
+            released=np.array(self._released, np.int32),
+        )
+        requests, handles = self._who(sampling)
+        newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None]
+        return InFlight(
+            plan=plan,
+            sampling=sampling,
+            requests=requests,
+            handles=handles,
+            version=table.version,
+            admitted=newly,
+            scored=scored,
+            unsampled=unsampled,
+        )
+
+    def _who(self, sampling: I32) -> tuple[list[Request], I32]:
+        """The requests and handles of the sampling slots; remembered, since a decoding batch rarely changes."""
+        last = self._sampling
+        if last is not None and last[0] == self.table.version and np.array_equal(last[1], sampling):
+            return last[2], last[3]
+        requests = [r for r in (self.table.requests[s] for s in sampling.tolist()) if r is not None]
+        handles = self.table.handle[sampling]
+        self._sampling = (self.table.version, sampling, requests, handles)
+        return requests, handles
+
+    # --- children of n > 1 --------------------------------------------------------------------------------------
+
+    def _prompt_planned(self, parent: Request) -> bool:
+        if parent.state is RequestState.RUNNING:
+            return bool(self.table.planned[parent.slot] >= parent.num_prompt)
+        return parent.state is RequestState.FINISHED or len(parent.tokens) > parent.num_prompt
+
+    def _unblock_children(self, parent: Request) -> None:
+        for child in self._children.pop(parent.new.handle, ()):
+            child.to(RequestState.WAITING)
+            self.queue.push(child)
+
+    # --- self-check ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every invariant of the table and the pool, and that only running requests hold slots and blocks."""
+        self.table.check()
+        self.allocator.check()
+        for request in self.table.active():
+            assert request.state is RequestState.RUNNING
+            assert self.allocator.capacity[request.slot] >= self.table.planned[request.slot]
+        idle = [s for s in range(self.table.num_slots) if self.table.requests[s] is None]
+        assert not self.allocator.capacity[idle].any()

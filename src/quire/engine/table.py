@@ -1,0 +1,94 @@
+"""The running requests, as numpy columns indexed by slot, so that a step costs a few array operations."""
+
+from typing import Any
+
+import numpy as np
+
+from quire.contracts.request import Request
+from quire.contracts.step import I32
+
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class RunningTable:
+    """One row per slot.
+
+    planned    tokens whose computation has been planned
+    known      prompt and confirmed output tokens
+    in_flight  sampling steps planned and not collected; known + in_flight is the upper bound of the length
+    goal       tokens known at admission: until they are computed the slot is catching up, then it decodes
+    end        length at which the request is finished
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.requests: list[Request | None] = [None] * num_slots
+        self.planned, self.known, self.in_flight, self.goal, self.end, self.handle = (
+            np.zeros(num_slots, np.int32) for _ in range(6)
+        )
+        self._priority, self._arrival = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._active: list[int] = []
+        self._order: I32 | None = None
+        self.version = 0  # changes with membership, so that per-batch lists can be reused while it does not
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    def order(self) -> I32:
+        """Active slots, first to be served first: by priority, then by arrival."""
+        if self._order is None:
+            active = np.array(sorted(self._active), np.int32)
+            self._order = active[np.lexsort((self._arrival[active], self._priority[active]))]
+        return self._order
+
+    def enter(self, request: Request, computed: int, by_priority: bool) -> int:
+        """Give `request` a slot; `computed` tokens of it need no computation."""
+        slot = self._free.pop()
+        request.slot = slot
+        self.requests[slot] = request
+        self.planned[slot] = computed
+        self.known[slot] = self.goal[slot] = len(request.tokens)
+        self.in_flight[slot] = 0
+        self.end[slot] = request.end
+        self.handle[slot] = request.new.handle
+        self._priority[slot] = request.new.priority if by_priority else 0
+        self._arrival[slot] = request.arrival
+        self._active.append(slot)
+        self._changed()
+        return slot
+
+    def leave(self, request: Request) -> int:
+        """Take the slot back; results still in flight are counted on the request."""
+        slot = request.slot
+        assert self.requests[slot] is request
+        request.in_flight = int(self.in_flight[slot])
+        request.slot = -1
+        self.requests[slot] = None
+        self._active.remove(slot)
+        self._free.append(slot)
+        self._changed()
+        return slot
+
+    def active(self) -> list[Request]:
+        """The running requests, in no particular order."""
+        return [r for r in (self.requests[s] for s in self._active) if r is not None]
+
+    def check(self) -> None:
+        """Every slot is either free or held by a running request that knows it."""
+        assert sorted(self._free + self._active) == list(range(self.num_slots))
+        for slot in self._active:
+            request = self.requests[slot]
+            assert request is not None and request.slot == slot
+            assert self.known[slot] == len(request.tokens) <= request.end
+            assert 0 <= self.planned[slot] <= self.known[slot] + self.in_flight[slot]
+        assert all(self.requests[slot] is None for slot in self._free)
+
+    def _changed(self) -> None:
+        self._order = None
+        self.version += 1
