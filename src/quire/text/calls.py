@@ -1,0 +1,91 @@
+"""How a chat template wants to be told of past tool calls.
+
+APIs send the arguments of a call as JSON text and no content beside a call. Templates differ: most print a mapping as
+JSON and would quote a text a second time, some join text, some look for an empty content and some for a null one, and
+many drop the call in silence if it comes another way. Instead of a list of models, a template is tried once with each
+form, and the first form in which call, arguments and result reach the prompt is its style; mappings come first, so a
+template that would quote text twice never gets it.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import InvalidParameter
+
+
+class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
+    """arguments_as_text: JSON text, else a mapping. null_content: None beside a call without text, else ""."""
+
+    arguments_as_text: bool = False
+    null_content: bool = False
+
+    def apply(self, message: dict[str, Any]) -> dict[str, Any]:
+        """An assistant message with tool calls in this style; any other message as it is."""
+        if message.get("role") != "assistant" or not isinstance(message.get("tool_calls"), list):
+            return message
+        calls = [self._call(call) for call in message["tool_calls"]]
+        content = message.get("content") or (None if self.null_content else "")
+        return {**message, "content": content, "tool_calls": calls}
+
+    def _call(self, call: Any) -> Any:
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            return call
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": self._arguments(function.get("arguments", {}))}}
+
+    def _arguments(self, arguments: Any) -> Any:
+        if not isinstance(arguments, str):
+            return json.dumps(arguments, ensure_ascii=False) if self.arguments_as_text else arguments
+        if self.arguments_as_text:
+            return arguments
+        try:
+            mapping = json.loads(arguments or "{}")
+        except ValueError:  # what a model wrote need not be JSON: the template gets it as it was
+            return arguments
+        return mapping if isinstance(mapping, dict) else arguments
+
+
+PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "question"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "probe0001",
+                "type": "function",
+                "function": {"name": "probe_name", "arguments": '{"probe_key": "v"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "probe0001", "name": "probe_name", "content": "probe_result"},
+]
+
+PROBE_TOOL: dict[str, Any] = {  # some templates fail without any tool; its name is not the call's
+    "type": "function",
+    "function": {
+        "name": "other",
+        "description": "other",
+        "parameters": {"type": "object", "properties": {"other": {"type": "string", "description": "other"}}},
+    },
+}
+
+
+def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]) -> CallStyle:
+    """The style of a template, given its rendering of (messages, tools); the first style when none carries the call."""
+    for style in _styles():
+        try:
+            text = render([style.apply(message) for message in PROBE], [PROBE_TOOL])
+        except InvalidParameter:
+            continue
+        if all(word in text for word in ("probe_name", "probe_key", "probe_result")):
+            return style
+    return CallStyle()
+
+
+def _styles() -> Iterator[CallStyle]:
+    for null_content in (False, True):
+        for as_text in (False, True):
+            yield CallStyle(arguments_as_text=as_text, null_content=null_content)

@@ -1,0 +1,240 @@
+"""Chat templates: a conversation to the one string a model was trained on.
+
+Knows Jinja templates and messages as plain JSON values; renders as transformers' `apply_chat_template` does (same
+environment, same variables, same treatment of absent and reasoning fields), which the tests compare with on every
+template. Knows nothing of HTTP, of tool-call parsing or of token ids, but for `encode_chat`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
+from quire.text.calls import CallStyle, probe_style
+from quire.text.jinja import compile_template
+from quire.text.protocol import TextTokenizer
+from quire.text.special import SpecialTokens, read_json
+
+TEMPLATE_FILE = "chat_template.jinja"
+EXTRA_TEMPLATES = "additional_chat_templates"
+TEXT_PARTS = ("text", "input_text", "output_text")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names in use for one field, in order of precedence
+CONTINUE_MARK = "QUIRE-CONTINUES-HERE "  # the space shows whether the template trims the message
+# What a template can raise besides Jinja's own errors: it is a program over the caller's values.
+PROGRAM_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class ChatTemplate:
+    """A model's chat template, or several by name ("default", "tool_use")."""
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str] | None = None) -> None:
+        """`sources` are templates by name; `variables` (bos_token, ...) are visible to them.
+
+        Errors: `jinja2.TemplateSyntaxError`; `load` turns it into a user error.
+        """
+        self.sources = dict(sources)
+        self._variables = dict(variables or {})
+        self._compiled = {name: compile_template(source) for name, source in self.sources.items()}
+        self._styles: dict[str, CallStyle] = {}  # filled when a conversation with tool calls first comes
+
+    @staticmethod
+    def load(folder: Path, override: str | Path | None = None) -> "ChatTemplate | None":
+        """The template of a checkpoint folder, or None if it has none.
+
+        override: a template's text, the path of a template file, or the name of one of the folder's templates.
+        Errors: `ConfigError` for an override that is none of these or does not compile, `UnsupportedModel` when the
+        folder's own template does not compile.
+        """
+        sources = _folder_sources(folder)
+        origin = f"the chat template of {folder}"
+        if override is not None:
+            sources, origin = {"default": _override_source(override, sources)}, "the given chat template"
+        if not sources:
+            return None
+        try:
+            return ChatTemplate(sources, SpecialTokens.read(folder).named)
+        except jinja2.TemplateSyntaxError as error:
+            problem = f"{origin} is not valid Jinja (line {error.lineno}: {error.message})"
+            if override is not None:
+                raise ConfigError(f"{problem}: correct it.") from error
+            raise UnsupportedModel(f"{problem}: give a working one as chat_template.") from error
+
+    def source(self, *, tools: bool = False) -> str:
+        """The text of the template used for a request with or without tools."""
+        return self.sources[self._choose(tools)]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        adapt_tool_calls: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for a conversation.
+
+        messages   mappings with "role"; "content" is a string, or text parts, which are joined with newlines
+        tools      JSON schemas; `kwargs` are further variables of the template (enable_thinking, documents, ...)
+        continue_final_message   leave the last message open, to be continued; excludes `add_generation_prompt`
+        adapt_tool_calls   give past tool calls in the form this template reads (see `calls`); transformers does not
+
+        Errors: `InvalidParameter` with the template's own words when it refuses the messages.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidParameter(
+                "continue_final_message and add_generation_prompt exclude each other: switch one off.",
+                param="continue_final_message",
+            )
+        name = self._choose(tools is not None)
+        chat = [_normal_message(message, at) for at, message in enumerate(_checked(messages))]
+        if adapt_tool_calls and any("tool_calls" in message for message in chat):
+            chat = [self.call_style(name).apply(message) for message in chat]
+        last = chat[-1].get("content")
+        if continue_final_message:
+            if not isinstance(last, str) or "content" not in self.sources[name]:
+                raise InvalidParameter("continue_final_message needs text in the last message.", param="messages")
+            chat[-1]["content"] = last + CONTINUE_MARK
+        variables = {**_plain(kwargs, "chat_template_kwargs"), "add_generation_prompt": add_generation_prompt}
+        text = self._render(name, chat, _plain(tools, "tools"), variables)
+        return _cut_at_mark(text, str(last)) if continue_final_message else text
+
+    def call_style(self, name: str = "default") -> CallStyle:
+        """How the named template wants past tool calls, found by trying it once."""
+        if name not in self._styles:
+            self._styles[name] = probe_style(lambda messages, tools: self._render(name, messages, tools, {}))
+        return self._styles[name]
+
+    def _choose(self, tools: bool) -> str:
+        if tools and "tool_use" in self.sources:
+            return "tool_use"
+        if "default" in self.sources:
+            return "default"
+        raise InvalidParameter(
+            f"the model has chat templates {sorted(self.sources)} and none is the default: name one as chat_template.",
+            param="messages",
+        )
+
+    def _render(self, name: str, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
+        given = {"documents": None, "add_generation_prompt": False, **self._variables, **variables}
+        try:
+            return self._compiled[name].render(given, messages=messages, tools=tools)
+        except jinja2.TemplateError as error:
+            raise InvalidParameter(
+                f"the chat template refused the messages: {error.message or type(error).__name__}", param="messages"
+            ) from error
+        except PROGRAM_ERRORS as error:
+            raise InvalidParameter(
+                f"the chat template cannot render these messages ({type(error).__name__}: {error}).", param="messages"
+            ) from error
+
+
+def no_template(model: str) -> InvalidParameter:
+    """The error for a chat request to a model without a template."""
+    return InvalidParameter(
+        f"{model} has no chat template (it is probably a base model): use plain completions, or give a template file "
+        "as chat_template.",
+        param="messages",
+    )
+
+
+def encode_chat(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """Token ids of a rendered conversation; the template wrote its special tokens, so none is added."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _folder_sources(folder: Path) -> dict[str, str]:
+    """Templates by name; files win over tokenizer_config.json, as in transformers."""
+    files = {TEMPLATE_FILE: "default"}
+    found = {name: (folder / file).read_text("utf-8") for file, name in files.items() if (folder / file).is_file()}
+    found |= {path.stem: path.read_text("utf-8") for path in sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))}
+    if found:
+        return found
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        return dict(template)
+    return {"default": template} if template else {}
+
+
+def _override_source(override: str | Path, sources: Mapping[str, str]) -> str:
+    if isinstance(override, str):
+        if override in sources:
+            return sources[override]
+        if any(mark in override for mark in ("{{", "{%", "{#", "\n")):
+            return override
+    path = Path(override)
+    if not path.is_file():
+        raise ConfigError(f"chat_template={str(override)!r} is neither a file nor a Jinja template: check the path.")
+    return path.read_text("utf-8")
+
+
+def _checked(messages: Any) -> Sequence[Any]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidParameter("messages must be a list with at least one message.", param="messages")
+    return messages
+
+
+def _normal_message(message: Any, at: int) -> dict[str, Any]:
+    """A fresh message: fields that are null left out, content as one string, reasoning under the names in use."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidParameter(f"messages[{at}] must be an object with a role.", param="messages")
+    where = f"messages[{at}]"
+    plain = {key: _plain(value, where) for key, value in message.items() if value is not None}
+    if "content" in plain:
+        plain["content"] = _flat_content(plain["content"], where)
+    reasoning = next((plain[name] for name in REASONING if name in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _flat_content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise InvalidParameter(f"{where}: content must be a string or a list of text parts.", param="messages")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part if isinstance(part, str) else part.get("text") if kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            name = repr(kind) if kind else f"a {type(part).__name__} without a type"
+            raise InvalidParameter(
+                f'{where}: this model reads text only; content part {name} must be {{"type": "text", "text": ...}}.',
+                param="messages",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy made of JSON values only, so that a template meets no object with methods of its own."""
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key, where): _plain(item, where) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where) for item in value]
+    if isinstance(value, str):  # a subclass, such as an enum: its value, not its name
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    raise InvalidParameter(f"{where}: {type(value).__name__} is no JSON value.", param="messages")
+
+
+def _cut_at_mark(text: str, last: str) -> str:
+    """The rendered text up to the end of the last message; trimmed there if the template trims messages."""
+    at = text.rfind(CONTINUE_MARK.strip())
+    if at < 0 or last.strip() not in text:
+        raise InvalidParameter(
+            "continue_final_message: the chat template drops or changes the last message; use another template.",
+            param="continue_final_message",
+        )
+    return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()

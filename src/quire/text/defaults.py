@@ -1,0 +1,59 @@
+"""What a checkpoint says of its own generation: end-of-sequence ids and default sampling parameters.
+
+Knows `config.json`, `generation_config.json` and a tokenizer's eos. Knows nothing of one request.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from quire.contracts.errors import InvalidParameter, UnsupportedModel
+from quire.contracts.sampling import SamplingParams
+from quire.text.protocol import TextTokenizer
+from quire.text.special import read_json
+
+GENERATION_FILE = "generation_config.json"
+# generation_config.json -> SamplingParams
+FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def load_eos_ids(folder: Path, tokenizer: TextTokenizer | None = None) -> tuple[int, ...]:
+    """Ids that end a sequence, without repeats: the tokenizer's, then `generation_config.json`, then `config.json`.
+
+    A checkpoint often lists some of them in one place only (an end of turn beside an end of text), so all count.
+    """
+    config = read_json(folder / "config.json")
+    text_config = config.get("text_config") or {}
+    found = [] if tokenizer is None else _as_ids(tokenizer.eos_token_id)
+    for source in (read_json(folder / GENERATION_FILE), config, text_config):
+        found += _as_ids(source.get("eos_token_id"))
+    return tuple(dict.fromkeys(found))
+
+
+def load_generation_defaults(folder: Path) -> dict[str, Any]:
+    """`SamplingParams` fields that `generation_config.json` sets; {} without the file.
+
+    `do_sample: false` means greedy (temperature 0); when it is absent, the file says nothing of it.
+    Errors: `UnsupportedModel` when a value is out of the range of its field.
+    """
+    config = read_json(folder / GENERATION_FILE)
+    values = {field: config[key] for key, field in FIELDS.items() if config.get(key) is not None}
+    if config.get("do_sample") is False:
+        values["temperature"] = 0.0
+    try:
+        SamplingParams(**values)
+    except InvalidParameter as error:
+        raise UnsupportedModel(f"{folder / GENERATION_FILE}: {error} Correct the file or remove it.") from error
+    return values
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(i) for i in value] if isinstance(value, (list, tuple)) else [int(value)]

@@ -1,0 +1,89 @@
+"""The Jinja environment chat templates are written for.
+
+Knows the dialect only: what `transformers` offers templates (block trimming, `break`/`continue`, a `generation` tag
+that here simply shows its body, `raise_exception`, `strftime_now`, a `tojson` that escapes no HTML), inside Jinja's
+immutable sandbox. The sandbox bounds what a template can touch, not how long it runs.
+"""
+
+import json
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training; its body is kept as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """A scope around the body."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("shown"), [], [], body).set_lineno(lineno)
+
+    def shown(self, caller: Any) -> str:
+        """The body's text."""
+        return str(caller())
+
+
+class PlainDict:
+    """`dict(...)` for templates, without access to the class itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class PlainNamespace(Namespace):
+    """`namespace(...)` for templates; names that begin with an underscore are refused."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # self is positional only: a template may store "self"
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_private(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """A template ready to render, from any thread. Errors: `jinja2.TemplateSyntaxError`."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=PlainDict(), namespace=PlainNamespace
+    )
+    return environment.from_string(source)
+
+
+def _refuse_private(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a template may not store {name!r}: rename it without the underscore.")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

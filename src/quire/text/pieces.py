@@ -1,0 +1,93 @@
+"""What each token contributes to a text, as bytes, read off a tokenizer's decoder.
+
+Two families cover the decoders of language models, because their tokens mean the same bytes wherever they stand:
+byte-level BPE (GPT-2 alphabet) and SentencePiece with byte fallback. Anything else (WordPiece, CTC, ...) has no table
+and is decoded by the `tokenizers` library itself. Sources: the GPT-2 byte alphabet, and the decoders' behaviour in
+`tokenizers` 0.23, which the tests compare with on random ids.
+"""
+
+import json
+import re
+from collections.abc import Callable
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class DecoderRule(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder as facts.
+
+    byte_level      token characters stand for bytes (GPT-2 alphabet)
+    space           the character that stands for a space in SentencePiece vocabularies, "" for none
+    byte_fallback   tokens such as <0xE2> are single bytes; a byte that is no character shows as one U+FFFD
+    strip_text      drop one leading space of the whole text
+    strip_token     drop every leading-space mark of the very first token
+    """
+
+    byte_level: bool = False
+    space: str = ""
+    byte_fallback: bool = False
+    strip_text: bool = False
+    strip_token: bool = False
+
+
+class PieceTable:
+    """Token id -> bytes, filled as ids are met."""
+
+    def __init__(self, rule: DecoderRule, token: Callable[[int], str | None]) -> None:
+        self.rule = rule
+        self._token = token
+        self._alphabet = byte_alphabet() if rule.byte_level else {}
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Bytes the token adds to a text that already has a beginning; b"" if the id names no token."""
+        piece = self._known.get(token_id)
+        if piece is None:
+            piece = self._known[token_id] = self._compute(token_id)
+        return piece
+
+    def first_bytes_of(self, token_id: int) -> bytes:
+        """Bytes the token adds as the very first of a text, where some decoders drop its leading-space marks."""
+        if not self.rule.strip_token:
+            return self.bytes_of(token_id)
+        return (self._token(token_id) or "").replace(self.rule.space, "").encode()
+
+    def _compute(self, token_id: int) -> bytes:
+        token = self._token(token_id)
+        if token is None:
+            return b""
+        if self.rule.byte_level:
+            mapped = [self._alphabet.get(char) for char in token]
+            return token.encode() if None in mapped else bytes(b for b in mapped if b is not None)
+        if self.rule.byte_fallback and (match := BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        return (token.replace(self.rule.space, " ") if self.rule.space else token).encode()
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: the printable Latin-1 characters stand for themselves, the other bytes follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(others)}}
+
+
+def decoder_rule(backend: Backend) -> DecoderRule | None:
+    """The decoder as facts, or None when its tokens have no bytes of their own."""
+    if backend.decoder is None:
+        return None
+    spec = json.loads(backend.decoder.__getstate__())
+    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return DecoderRule(byte_level=True)
+    if kinds == ["Metaspace"]:
+        return DecoderRule(space=steps[0]["replacement"], strip_token=steps[0]["prepend_scheme"] != "never")
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0]["content"] == " ":
+        strip = steps[3:]
+        if not strip or strip == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]:
+            space = steps[0]["pattern"].get("String", "")
+            return DecoderRule(space=space, byte_fallback=True, strip_text=bool(strip)) if space else None
+    return None

@@ -1,0 +1,83 @@
+"""The text of one generated sequence: detokenizer and stop strings together.
+
+Knows one sequence's parameters and what it has shown so far. Knows nothing of the engine: a stop string found here is
+returned, and the caller cuts the tokens at `num_tokens` and aborts the request.
+"""
+
+from collections.abc import Sequence
+
+from quire.contracts.sampling import SamplingParams
+from quire.text.detokenizer import detokenizer_for
+from quire.text.protocol import TextTokenizer
+from quire.text.stops import StopMatcher
+
+
+class SequenceText:
+    """Text of one sequence.
+
+    num_tokens   tokens that belong to the output: all that were pushed, or up to and with the one that completed a
+                 stop string
+    stop         the stop string that ended it, or None
+    """
+
+    def __init__(self, tokenizer: TextTokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """`tokenizer` may be None when `params.detokenize` is off: then there is no text, only a count."""
+        self.num_tokens = 0
+        self.stop: str | None = None
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._shown: list[str] = []
+        self._stops = StopMatcher(params.stop_strings, include_stop=self._include_stop)
+        self._stepwise = bool(params.stop_strings)
+        self._detokenizer = None
+        if params.detokenize and tokenizer is not None:
+            self._detokenizer = detokenizer_for(
+                tokenizer,
+                prompt_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+
+    @property
+    def text(self) -> str:
+        """All text shown so far."""
+        if len(self._shown) > 1:
+            self._shown = ["".join(self._shown)]
+        return self._shown[0] if self._shown else ""
+
+    def push(
+        self, token_ids: Sequence[int], finished: bool = False, *, ended_by_token: bool = False
+    ) -> tuple[str, str | None]:
+        """(new text, stop string found or None). Tokens after a stop string are ignored.
+
+        finished         no more tokens will come: text held back is shown
+        ended_by_token   the last id is the end-of-sequence or stop token that finished the sequence: it counts, but
+                         is no part of the text unless `include_stop_str_in_output`
+        """
+        if self.stop is not None:
+            return "", self.stop
+        delta = self._advance(token_ids, hide_last=ended_by_token and not self._include_stop)
+        if finished and self.stop is None and self._detokenizer is not None:
+            delta += self._match(self._detokenizer.flush())
+            delta += self._stops.flush()
+        if delta:
+            self._shown.append(delta)
+        return delta, self.stop
+
+    def _advance(self, token_ids: Sequence[int], *, hide_last: bool) -> str:
+        visible = token_ids[:-1] if hide_last else token_ids
+        if self._detokenizer is None or not self._stepwise:
+            self.num_tokens += len(token_ids)
+            return "" if self._detokenizer is None else self._detokenizer.push(visible)
+        delta = ""
+        for token_id in visible:
+            self.num_tokens += 1
+            delta += self._match(self._detokenizer.push((token_id,)))
+            if self.stop is not None:
+                return delta
+        self.num_tokens += len(token_ids) - len(visible)
+        return delta
+
+    def _match(self, text: str) -> str:
+        shown, self.stop = self._stops.push(text, active=self.num_tokens > self._min_tokens or not self._min_tokens)
+        return shown

@@ -1,0 +1,219 @@
+"""The tokenizer of a checkpoint folder, over the `tokenizers` library.
+
+Knows `tokenizer.json` and the files beside it. Which special tokens an encoding gets (a BOS, say) is decided by the
+post-processor in `tokenizer.json` alone: `add_bos_token` and `add_eos_token` in `tokenizer_config.json` do not count,
+as in transformers 5 for folders that have a `tokenizer.json`. Knows nothing of streams (see `detokenizer`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from quire.contracts.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from quire.text.pieces import PieceTable, decoder_rule
+from quire.text.special import AddedTokenSpec, SpecialTokens
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Immutable after loading, so that threads may share it."""
+
+    def __init__(self, backend: Backend, special: SpecialTokens | None = None) -> None:
+        """Wrap `backend`, adding the tokens that only `special` names; truncation and padding are switched off."""
+        self._backend = backend
+        self._special = special or SpecialTokens()
+        backend.no_truncation()
+        backend.no_padding()
+        _add_missing(backend, self._special)
+        added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        rule = decoder_rule(backend)
+        self._pieces = PieceTable(rule, backend.id_to_token) if rule else None
+
+    @staticmethod
+    def load(folder: Path) -> "Tokenizer":
+        """Load a folder's tokenizer.
+
+        Errors: `ModelNotFound` when the folder is missing, `UnsupportedModel` when it holds no `tokenizer.json` or a
+        file that cannot be read.
+        """
+        if not folder.is_dir():
+            raise ModelNotFound(f"{folder} is not a folder: give a local folder with {TOKENIZER_FILE}, or a hub id.")
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            raise UnsupportedModel(
+                f"{folder} has no {TOKENIZER_FILE}: convert its tokenizer once with transformers, "
+                f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`."
+            )
+        special = SpecialTokens.read(folder)
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every kind of damage
+            raise UnsupportedModel(f"{path} cannot be read ({error}): fetch the file again.") from error
+        return Tokenizer(backend, special)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._vocab_size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the beginning-of-sequence token, if the folder names one."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token, if the folder names one."""
+        return self._named_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Id of the padding token, if the folder names one."""
+        return self._named_id("pad_token")
+
+    @property
+    def all_special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of a text."""
+        return self._special_ids
+
+    @property
+    def pieces(self) -> PieceTable | None:
+        """Token id -> bytes, None for decoders whose tokens have no bytes of their own (WordPiece, ...)."""
+        return self._pieces
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; the post-processor adds its special tokens if `add_special_tokens`.
+
+        Errors: `InvalidParameter` when the text holds half of a surrogate pair.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise invalid_text(text) from error
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts, in order, encoded in parallel. Errors as `encode`."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError:
+            return [self.encode(text, add_special_tokens) for text in texts]
+        return [encoding.ids for encoding in encodings]
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Text of token ids, as transformers' fast tokenizers decode with `clean_up_tokenization_spaces=False`.
+
+        Ids that name no token give no text. `spaces_between_special_tokens=False` joins neighbouring added tokens
+        without the space that some decoders put between them. Errors: `InvalidParameter` for an id outside uint32.
+        """
+        try:
+            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise InvalidParameter("token ids must be integers in [0, 2^32).", param="token_ids") from error
+        if skip_special_tokens or spaces_between_special_tokens or self._pieces is not None:
+            return text
+        return _join_added(text, [self._added.get(token_id) for token_id in ids])
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token inside a sentence; bytes that are no whole character show as U+FFFD."""
+        if self._pieces is not None:
+            return self._pieces.bytes_of(token_id).decode("utf-8", "replace")
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds to a text; b"" for an id that names no token."""
+        if self._pieces is not None:
+            return self._pieces.bytes_of(token_id)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a vocabulary entry given exactly; None if there is none."""
+        return self._backend.token_to_id(token)
+
+    def added_token(self, token_id: int) -> str | None:
+        """Content of an added token (special or not); None for an ordinary one."""
+        return self._added.get(token_id)
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences to forbid; see `bad_word_sequences`."""
+        return bad_word_sequences([(word, *self._spellings(word)) for word in words])
+
+    def _spellings(self, word: str) -> tuple[list[int], list[int]]:
+        bare = word.lstrip(" ") or word
+        return self.encode(bare, add_special_tokens=False), self.encode(" " + bare, add_special_tokens=False)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._special.named.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> tuple[tuple[int, ...], ...]:
+    """Forbidden token sequences from (word, ids at the start of a text, ids after a space), without repeats.
+
+    The spelling after a space is dropped when it merely ends with the other one, which already forbids it.
+    Errors: `InvalidParameter` for a word that has no tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word, bare, spaced in spelled:
+        if not bare:
+            raise InvalidParameter(
+                f"bad_words: {word!r} has no tokens in this model's vocabulary: remove it.", param="bad_words"
+            )
+        found[tuple(bare)] = None
+        if spaced[-len(bare) :] != bare:
+            found[tuple(spaced)] = None
+    return tuple(found)
+
+
+def invalid_text(text: object) -> InvalidParameter:
+    """The error for something that cannot be encoded: not a string, or a string with half of a surrogate pair."""
+    if not isinstance(text, str):
+        return InvalidParameter(f"a prompt must be a string, not {type(text).__name__}.", param="prompt")
+    at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
+    return InvalidParameter(
+        f"the text is not valid Unicode: character {at} is half of a surrogate pair; send whole characters.",
+        param="prompt",
+    )
+
+
+def _join_added(text: str, added: Sequence[str | None]) -> str:
+    """Remove the single space between neighbouring added tokens of a decoded text."""
+    at = 0
+    for left, right in zip(added, added[1:], strict=False):
+        if left is None or right is None:
+            continue
+        found = text.find(f"{left} {right}", at)
+        if found >= 0:
+            at = found + len(left)
+            text = text[:at] + text[at + 1 :]
+    return text
+
+
+def _add_missing(backend: Backend, special: SpecialTokens) -> None:
+    """Add what the JSON files name and `tokenizer.json` lacks, in transformers' order: by id, named, extra."""
+    have = {(i, t.content, t.special) for i, t in backend.get_added_tokens_decoder().items()}
+    for token_id, spec in sorted(special.added.items()):
+        if (token_id, spec.content, spec.special) not in have:
+            backend.add_tokens([_token(spec)])
+    contents = {t.content for t in backend.get_added_tokens_decoder().values()}
+    missing = [t for t in (*special.named.values(), *special.extra) if t not in contents]
+    if missing:
+        backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in dict.fromkeys(missing)])
+
+
+def _token(spec: AddedTokenSpec) -> AddedToken:
+    return AddedToken(
+        spec.content,
+        special=spec.special,
+        lstrip=spec.lstrip,
+        rstrip=spec.rstrip,
+        single_word=spec.single_word,
+        normalized=spec.normalized,
+    )

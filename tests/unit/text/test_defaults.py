@@ -1,0 +1,59 @@
+"""A checkpoint's own eos ids and sampling defaults."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.contracts.errors import UnsupportedModel
+from quire.contracts.sampling import SamplingParams
+from quire.text.byte_tokenizer import ByteTokenizer
+from quire.text.defaults import load_eos_ids, load_generation_defaults
+from quire.text.tokenizer import Tokenizer
+
+
+def test_eos_is_the_union_of_all_files(save: Callable[..., Path]) -> None:
+    folder = save(config={"eos_token_id": 5, "text_config": {"eos_token_id": [6, 5]}})
+    assert load_eos_ids(folder) == (5, 6)
+    save(generation_config={"eos_token_id": [9, 6]})
+    assert load_eos_ids(folder, ByteTokenizer()) == (257, 9, 6, 5)
+    assert load_eos_ids(save(config={"eos_token_id": None}, generation_config={})) == ()
+
+
+def test_no_files_no_defaults(tmp_path: Path) -> None:
+    assert load_eos_ids(tmp_path) == () and load_generation_defaults(tmp_path) == {}
+
+
+def test_tiny_model(tiny: Tokenizer, tiny_folder: Path) -> None:
+    assert load_eos_ids(tiny_folder, tiny) == (2, 0)
+    assert load_generation_defaults(tiny_folder) == {"temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        ),
+        ({"temperature": 0.7, "repetition_penalty": 1.05}, {"temperature": 0.7, "repetition_penalty": 1.05}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"max_new_tokens": 2048, "min_p": None, "pad_token_id": 3}, {"max_tokens": 2048}),
+    ],
+)
+def test_fields(save: Callable[..., Path], config: dict[str, object], fields: dict[str, object]) -> None:
+    assert load_generation_defaults(save(generation_config=config)) == fields
+
+
+def test_a_value_out_of_range_names_file_and_field(save: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="generation_config.json: top_p=7"):
+        load_generation_defaults(save(generation_config={"top_p": 7}))
+
+
+def test_every_collected_model_has_usable_defaults(shared: Path) -> None:
+    folders = [path.parent for path in (shared / "hf").glob("*/config.json")]
+    assert len(folders) > 20
+    for folder in folders:
+        SamplingParams(**load_generation_defaults(folder))
+        assert all(i > 0 for i in load_eos_ids(folder))
+    assert load_eos_ids(shared / "hf" / "Llama-3.1-8B-Instruct") == (128001, 128008, 128009)
