@@ -1,0 +1,125 @@
+"""From logits to tokens: three paths that mean the same and differ in what they need not compute.
+
+    greedy     the largest logit, the lowest id among equals
+    plain      argmax(logits / temperature + Gumbel noise)
+    filtered   the same over the ids that min-p, top-k and top-p leave
+
+A row's token depends on nothing but that row: no reduction here changes its order with the number of rows, and noise
+is keyed by the row. Rows come with their edits and penalties already applied. A row whose largest logit is NaN or
+infinite has no meaning; callers look at `best` (greedy, plain) or sort such rows out before (filtered).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.sampling.noise import NoiseKey, gumbel, gumbel_at
+from quire.kernels.sampling.order import largest
+
+_WIDTH = 256  # candidates looked at before the whole row is sorted
+_CHUNK = 1 << 18  # logits per pass of the plain path: 1 MiB of float32
+
+
+@dataclass(frozen=True)
+class Filters:
+    """What narrows a row: temperature [R] float32 > 0, top_k [R] int64 (0 = off), top_p and min_p [R] float64."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    def rows(self, index: Tensor | slice) -> "Filters":
+        """The filters of some rows."""
+        return Filters(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
+
+
+def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [R, V] -> (tokens [R] int64, best [R] the largest logit, NaN if the row holds one)."""
+    best, tokens = logits.max(dim=-1)
+    return tokens, best
+
+
+def draw_plain(logits: Tensor, temperature: Tensor, key: NoiseKey, first_id: int = 0) -> tuple[Tensor, Tensor]:
+    """logits [R, V] float32 of the global ids from `first_id` on -> (tokens [R] global ids, best [R] scores).
+
+    `best` compares across shards of a vocabulary: the shard with the largest score holds the token.
+    """
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    best = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    step = max(1, _CHUNK // vocab)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        score = logits[part] / temperature[part].unsqueeze(1)
+        best[part], tokens[part] = score.add_(gumbel(key.rows(part), first_id, vocab)).max(dim=-1)
+    return tokens + first_id, best
+
+
+def draw_filtered(logits: Tensor, filters: Filters, key: NoiseKey) -> Tensor:
+    """logits [R, V] float32, each row with a finite maximum -> tokens [R] int64.
+
+    Sorts only the largest few logits of a row; the rows whose kept set does not end within them are sorted whole. What
+    is kept, and its arithmetic, is the same at both widths.
+    """
+    vocab = logits.shape[1]
+    scaled = logits / filters.temperature.unsqueeze(1)
+    mass = torch.softmax(scaled, dim=-1).amax(dim=-1).to(torch.float64).reciprocal_()
+    tokens, complete = _draw_from_largest(scaled, filters, mass, key, _WIDTH)
+    rest = (~complete).nonzero().squeeze(1)
+    step = max(1, _CHUNK // vocab)
+    for start in range(0, len(rest), step):
+        part = rest[start : start + step]
+        tokens[part], _ = _draw_from_largest(scaled[part], filters.rows(part), mass[part], key.rows(part), vocab)
+    return tokens
+
+
+def _draw_from_largest(
+    scaled: Tensor, filters: Filters, mass: Tensor, key: NoiseKey, width: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens [R] drawn from the `width` largest of each row, and for which rows those were enough to be right."""
+    vocab = scaled.shape[1]
+    values, ids = largest(scaled, width)
+    keep, complete = _kept(values, filters, mass)
+    return _pick(values, ids, keep, key, vocab), complete | (width >= vocab)
+
+
+def _kept(values: Tensor, filters: Filters, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the sorted candidates [R, W] stay, and for which rows the candidates were enough to tell.
+
+    min-p and top-k are thresholds on the value, so equals stay or go together. top-p keeps the shortest prefix whose
+    probability, renormalized over what min-p and top-k left, reaches p. `mass` [R] float64 is the sum of
+    exp(value - largest) over the whole row, for rows without min-p and top-k; sums along the sorted prefix run in
+    order, so that they do not depend on W.
+    """
+    width = values.shape[1]
+    weight = (values - values[:, :1]).to(torch.float64).exp_()
+    rank = torch.where(filters.top_k > 0, filters.top_k, width).clamp(max=width) - 1
+    left = (values > -torch.inf) & (values >= values.gather(1, rank.unsqueeze(1)))
+    left &= weight >= filters.min_p.unsqueeze(1)
+    weight.mul_(left)
+    reached = weight.cumsum(dim=-1)
+    thresholds = (filters.top_k > 0) | (filters.min_p > 0)
+    total = torch.where(thresholds, reached[:, -1], mass)
+    before = reached - weight
+    keep = left & ((before < (filters.top_p * total).unsqueeze(1)) | (filters.top_p >= 1.0).unsqueeze(1))
+    last = values[:, -1]
+    complete = _lowest(values, keep) > last
+    complete &= ~thresholds | (_lowest(values, left) > last)
+    return keep, complete | (last == -torch.inf)
+
+
+def _lowest(values: Tensor, prefix: Tensor) -> Tensor:
+    """The last value of each row's non-empty prefix."""
+    return values.gather(1, prefix.sum(dim=-1, keepdim=True) - 1).squeeze(1)
+
+
+def _pick(values: Tensor, ids: Tensor, keep: Tensor, key: NoiseKey, vocab: int) -> Tensor:
+    """The kept id with the largest value + noise, the lowest id among equals; noise is drawn for candidates only."""
+    width = int(keep.sum(dim=-1).max())
+    values, ids, keep = values[:, :width], ids[:, :width], keep[:, :width]
+    noise = gumbel_at(key, ids) if width * 4 < vocab else gumbel(key, 0, vocab).gather(1, ids)
+    score = (values + noise).masked_fill_(~keep, -torch.inf)
+    best = score.amax(dim=-1, keepdim=True)
+    return ids.masked_fill(score != best, vocab).amin(dim=-1)

@@ -1,0 +1,91 @@
+"""What a request changes in its own logits before a token is drawn: masks, bias and penalties, all in place.
+
+In this order: allowed ids, bad words, stop ids before the minimum length, bias; then penalties. Everything is worked
+out from the token history and the position, never from a running state, so a resumed request needs nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowEdits:
+    """One request's edits; ids lie within the vocabulary.
+
+    allowed     [A] int64 the only ids that may come, or None for all
+    bad_words   token sequences whose last token may not follow the rest
+    stop_ids    [S] int64, masked while the sequence is shorter than `min_length`
+    bias_ids    [B] int64, each once, with bias [B] float32
+    """
+
+    allowed: Tensor | None
+    bad_words: tuple[tuple[int, ...], ...]
+    stop_ids: Tensor
+    min_length: int
+    bias_ids: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Per row, [R] float32 each: repetition > 0 over prompt and output, frequency and presence over the output only."""
+
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int) -> None:
+    """Apply masks and bias to one row: logits [V] float32; history [L] tokens, of which `position` are known."""
+    if edits.allowed is not None:
+        survivors = logits[edits.allowed]
+        logits.fill_(-torch.inf)
+        logits[edits.allowed] = survivors
+    if edits.bad_words:
+        forbidden = completed_words(edits.bad_words, history, position)
+        if forbidden:
+            logits[torch.tensor(forbidden, device=logits.device)] = -torch.inf
+    if position < edits.min_length and edits.stop_ids.numel():
+        logits[edits.stop_ids] = -torch.inf
+    if edits.bias_ids.numel():
+        logits[edits.bias_ids] += edits.bias
+
+
+def completed_words(bad_words: Sequence[tuple[int, ...]], history: Tensor, position: int) -> list[int]:
+    """Last tokens of the sequences whose other tokens end the known history (prompt and output alike)."""
+    longest = max(len(word) for word in bad_words) - 1
+    recent = tuple(history[max(0, position - longest) : position].tolist())
+    return [word[-1] for word in bad_words if _ends_with(recent, word[:-1])]
+
+
+def _ends_with(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    return len(end) <= len(tokens) and tokens[len(tokens) - len(end) :] == end
+
+
+def penalize(logits: Tensor, penalties: Penalties, history: Tensor, positions: Tensor, num_prompt: Tensor) -> None:
+    """Apply the three penalties to logits [R, V] float32.
+
+    history [R, L] int32, of which the first positions[r] are known and the first num_prompt[r] are the prompt. With
+    c = occurrences in the output: l > 0 ? l / repetition : l * repetition for every id in prompt or output (Keskar et
+    al. 2019, CTRL), then l - c * frequency - [c > 0] * presence (OpenAI API reference). Ids outside the vocabulary in
+    the history count for nothing. Reads and writes logits only at the ids in the history.
+    """
+    rows, vocab = logits.shape
+    tokens = history[:, : int(positions.max())].to(torch.int64)
+    place = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    known = (place < positions.unsqueeze(1)) & (tokens >= 0) & (tokens < vocab)
+    generated = known & (place >= num_prompt.unsqueeze(1))
+    ids = tokens.masked_fill_(~known, 0)
+    tally = torch.zeros((rows, vocab), dtype=torch.int32, device=logits.device)
+    seen = tally.scatter_add_(1, ids, known.to(torch.int32)).gather(1, ids) > 0
+    tally.scatter_(1, ids, 0)
+    count = tally.scatter_add_(1, ids, generated.to(torch.int32)).gather(1, ids)
+    value = logits.gather(1, ids)
+    repetition = torch.where(seen, penalties.repetition.unsqueeze(1), 1.0)
+    value = torch.where(value > 0, value / repetition, value * repetition)
+    value -= count * penalties.frequency.unsqueeze(1)
+    value -= (count > 0) * penalties.presence.unsqueeze(1)
+    logits.scatter_(1, ids, value)  # an id that comes several times is written the same value each time

@@ -1,0 +1,107 @@
+"""One worker: a device with a model, a KV arena and the slot tables, which runs plans in order."""
+
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from quire.contracts.step import RowLogprobs, StepPlan, StepResult, StepTimings
+from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.sampling.logprobs import row_logprobs
+from quire.layers.context import StepContext
+from quire.layers.stack import Model, Tap, run_layers
+from quire.worker.inputs import StepInputs, build_inputs
+from quire.worker.sampler import Sampler
+from quire.worker.slots import SlotTables
+
+SCORE_ROWS = 64  # prompt rows whose logits exist at once: 64 x 152k x 4 bytes = 39 MB
+
+
+class LogitsTap(Protocol):
+    """Sees the logits [N, V] of the sampled rows, with their slots and positions (tests, verification)."""
+
+    def __call__(self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
+        """One call per step."""
+
+
+class Worker:
+    """Runs plans: tables, inputs, forward pass, sampling."""
+
+    def __init__(
+        self, model: Model, kv_views: list[KVView], tables: SlotTables, sampler: Sampler, *, block_size: int
+    ) -> None:
+        self.model = model
+        self.tables = tables
+        self.sampler = sampler
+        self.on_logits: LogitsTap | None = None
+        self.on_hidden: Tap | None = None
+        self._kv_views = kv_views
+        self._block_size = block_size
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run one plan to its end."""
+        began = time.perf_counter()
+        self.tables.apply(plan)
+        inputs = build_inputs(plan, self.tables, self._block_size)
+        hidden = self._forward(inputs)
+        logits = self._logits(hidden[inputs.sample_rows])
+        scored = self._score_prompts(inputs, hidden)
+        forward_done = time.perf_counter()
+        if self.on_logits is not None:
+            self.on_logits(inputs.sample_slots, inputs.sample_positions, logits)
+        history = self.tables.sampling.history
+        out = self.sampler.sample(logits, inputs.sample_slots, inputs.sample_positions, history)
+        self.tables.advance(inputs.slots, inputs.seq_lens)
+        self.tables.sampling.append(inputs.sample_slots, inputs.sample_positions, out.tokens)
+        slots = inputs.sample_slots.int().numpy()
+        return StepResult(
+            step=plan.step,
+            slots=slots,
+            tokens=out.tokens.int().numpy()[:, None],
+            num_accepted=np.ones(len(slots), np.int32),
+            failed={int(slots[row]): code for row, code in out.failed.items()},
+            logprobs=self.sampler.logprobs(logits, inputs.sample_slots, out.tokens),
+            prompt_logprobs=scored,
+            num_computed=len(inputs.token_ids),
+            timings=StepTimings(forward=forward_done - began, sample=time.perf_counter() - forward_done),
+        )
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        meta = AttentionMeta(
+            query_start=inputs.query_start.int(),
+            seq_lens=inputs.seq_lens.int(),
+            block_tables=inputs.block_tables,
+            kv_slots=inputs.kv_slots,
+        )
+        ctx = StepContext(positions=inputs.positions, attention=meta, kv=self._kv_views)
+        return run_layers(self.model, self.model.embed(inputs.token_ids), ctx, tap=self.on_hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.head(self.model.norm(hidden))
+
+    def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, RowLogprobs]:
+        """Each row scores the token after it; a prompt's last row has none."""
+        found = {}
+        for slot, first, count, position in inputs.scored:
+            spec = self.tables.sampling.specs[slot]
+            assert spec.num_prompt_logprobs is not None
+            rows = min(count, spec.num_prompt - 1 - position)
+            targets = self.tables.sampling.history[slot, position + 1 : position + 1 + rows].long()
+            parts = []
+            for at in range(0, rows, SCORE_ROWS):
+                stop = min(at + SCORE_ROWS, rows)
+                logits = self._logits(hidden[first + at : first + stop])
+                parts.append(row_logprobs(logits, targets[at:stop], spec.num_prompt_logprobs))
+            if parts:
+                found[slot] = _join(parts)
+        return found
+
+
+def _join(parts: list[RowLogprobs]) -> RowLogprobs:
+    return RowLogprobs(
+        np.concatenate([p.ids for p in parts]),
+        np.concatenate([p.logprobs for p in parts]),
+        np.concatenate([p.ranks for p in parts]),
+    )
