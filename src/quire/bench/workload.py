@@ -1,0 +1,118 @@
+"""Token-id workloads and the JSON row that comes of one, the same for every engine that is compared.
+
+Standard library only: the peer's environment imports this file too. Prompts are random ids from a fixed seed, outputs
+have fixed lengths (greedy, end-of-text ignored), so that two engines do the same work.
+"""
+
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+LOW_ID, HIGH_ID = 1000, 30_000  # ids every vocabulary of the compared models has, above their special tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests of one kind: `prompts[i]` (token ids) is to be continued by exactly `outputs[i]` tokens."""
+
+    name: str
+    prompts: list[list[int]]
+    outputs: list[int]
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(map(len, self.prompts))
+
+    def summary(self, seconds: float, produced: int) -> dict[str, Any]:
+        """The row of a result file: counts, seconds and tokens per second.
+
+        Raises ValueError when `produced` output tokens are not what was asked for: such a run may not be compared.
+        """
+        asked = sum(self.outputs)
+        if produced != asked:
+            raise ValueError(f"{self.name}: {produced} tokens came out, {asked} were asked for.")
+        return {
+            "workload": self.name,
+            "requests": len(self.prompts),
+            "seconds": round(seconds, 4),
+            "input_tokens": self.num_input_tokens,
+            "output_tokens": produced,
+            "output_tokens_per_s": round(produced / seconds, 1),
+            "total_tokens_per_s": round((produced + self.num_input_tokens) / seconds, 1),
+        }
+
+
+def load_workloads(
+    names: Sequence[str] | None = None, scale: float = 1.0, max_len: int | None = None
+) -> Iterator[Workload]:
+    """Workloads of `workloads.json`, all of them or `names`, in the file's order.
+
+    scale     factor on the number of requests (at least one stays), for a small machine
+    max_len   bound on every prompt, prefix and output length, in tokens
+
+    Raises ValueError for a name that is not in the file.
+    """
+    table = json.loads((HERE / "workloads.json").read_text())
+    if unknown := set(names or ()) - set(table):
+        raise ValueError(f"unknown workload {sorted(unknown)[0]!r}: the workloads are {', '.join(table)}.")
+    for name, spec in table.items():
+        if not names or name in names:
+            yield _draw(name, spec, scale, max_len)
+
+
+def _draw(name: str, spec: dict[str, Any], scale: float, max_len: int | None) -> Workload:
+    # The order of draws is part of the format: results are compared with files that hold it.
+    rng = random.Random(0)
+    count = max(1, round(spec["requests"] * scale)) if spec["requests"] > 1 else 1
+
+    def fit(length: int) -> int:
+        return max(1, min(length, max_len)) if max_len else length
+
+    def ids(length: int) -> list[int]:
+        return [rng.randrange(LOW_ID, HIGH_ID) for _ in range(length)]
+
+    prefix = ids(fit(spec["prefix"])) if spec.get("prefix") else []
+    prompts, outputs = [], []
+    for _ in range(count):
+        num_in, num_out = fit(rng.randint(*spec["input"])), fit(rng.randint(*spec["output"]))
+        prompts.append(prefix + ids(num_in))
+        outputs.append(num_out)
+    return Workload(name=name, prompts=prompts, outputs=outputs)
+
+
+def fastest_run(llm: Any, make_params: Any, work: Workload, repeat: int) -> dict[str, Any]:
+    """The row of the fastest of `repeat` runs, the prefix cache emptied before each.
+
+    llm           an offline class with `generate` and `reset_prefix_cache`
+    make_params   the class of its sampling parameters
+    """
+    params = [
+        make_params(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in work.outputs
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in work.prompts]
+    rows = []
+    for _ in range(repeat):
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        done = llm.generate(inputs, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        rows.append(work.summary(seconds, sum(len(output.outputs[0].token_ids) for output in done)))
+    return min(rows, key=lambda row: row["seconds"])
+
+
+def model_names() -> list[str]:
+    """Names of the model configurations that ship for benchmarks (random weights are enough for speed)."""
+    return sorted(path.parent.name for path in (HERE / "models").glob("*/config.json"))
+
+
+def model_folder(name: str) -> Path:
+    """Folder of a model configuration by name, as in `model_names`; raises ValueError for any other name."""
+    if name not in model_names():
+        raise ValueError(f"unknown benchmark model {name!r}: the models are {', '.join(model_names())}.")
+    return HERE / "models" / name

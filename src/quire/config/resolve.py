@@ -1,0 +1,103 @@
+"""Choices that depend on model, request and hardware, made by pure functions that return printable plans."""
+
+from dataclasses import dataclass
+
+from quire.config.engine import CacheConfig, ModelConfig
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.errors import ConfigError
+
+GIB = 1024**3
+CPU_BLOCK_SIZE = 32  # DESIGN §5: what the CPU attention kernel likes best
+ALIASES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DTypePlan:
+    """The type that weights, activations and the KV cache have, and why."""
+
+    dtype: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """How the KV cache is sized. `notes` are lines for the user."""
+
+    geometry: KVGeometry
+    num_blocks: int
+    max_model_len: int
+    kv_bytes: int
+    free_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.num_blocks * self.geometry.block_size
+
+
+def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool) -> DTypePlan:
+    """float16 has no fast path on a CPU, and bfloat16 only with bf16 units; then "auto" means float32, and says so."""
+    requested = ALIASES.get(requested, requested)
+    if requested == "float16" or (requested == "auto" and checkpoint == "float16"):
+        if requested == "float16":
+            raise ConfigError("dtype=float16 is not implemented on a CPU: use dtype=bfloat16 or dtype=float32.")
+        target = "bfloat16" if has_bf16_units else "float32"
+        return DTypePlan(dtype=target, reason=f"the checkpoint is float16, which has no CPU path; {target} instead")
+    if requested != "auto":
+        return DTypePlan(dtype=requested, reason="as asked")
+    if checkpoint == "bfloat16" and not has_bf16_units:
+        return DTypePlan(dtype="float32", reason="the checkpoint is bfloat16, but this CPU has no bf16 units")
+    return DTypePlan(dtype=checkpoint, reason="as in the checkpoint")
+
+
+def resolve_geometry(components: tuple[KVComponent, ...], num_layers: int, block_size: int | None) -> KVGeometry:
+    """The page: the components of every layer, for `block_size` tokens (default: what the CPU kernel likes best)."""
+    group = KVGroup(layers=tuple(range(num_layers)), components=components)
+    return KVGeometry(block_size=block_size or CPU_BLOCK_SIZE, groups=(group,))
+
+
+def resolve_memory(
+    geometry: KVGeometry, model: ModelConfig, cache: CacheConfig, *, context: int, max_num_seqs: int, free_bytes: int
+) -> MemoryPlan:
+    """Size the KV cache and the context length.
+
+    context      the model's longest sequence in tokens;  free_bytes  memory free after the weights
+    By default the cache takes a quarter of the free memory, or less when every slot at full length needs less. An
+    unset max_model_len shrinks to what fits; an explicit one that does not fit raises `ConfigError` with the numbers.
+    """
+    page, size = geometry.page_bytes, geometry.block_size
+    asked = model.max_model_len
+    if asked is not None and asked > context:
+        raise ConfigError(f"max_model_len={asked} exceeds the model's context of {context} tokens: lower it.")
+    length = asked or context
+    if cache.num_gpu_blocks_override is not None:
+        num_blocks, source = cache.num_gpu_blocks_override, "num_gpu_blocks_override"
+    elif cache.kv_cache_memory_bytes is not None:
+        num_blocks, source = cache.kv_cache_memory_bytes // page - 1, "kv_cache_memory_bytes"
+    else:
+        num_blocks = min(free_bytes // 4 // page - 1, max_num_seqs * geometry.num_blocks(length))
+        source = f"a quarter of the {free_bytes / GIB:.1f} GiB of free memory"
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV cache ({source}) does not hold one block of {page:,} bytes: give it more memory "
+            "with kv_cache_memory_bytes, or choose a smaller model."
+        )
+    notes: tuple[str, ...] = ()
+    if num_blocks * size < length:
+        if asked is not None:
+            raise ConfigError(
+                f"max_model_len={asked} needs {geometry.num_blocks(length) * page / GIB:.2f} GiB of KV cache, and "
+                f"{source} gives {num_blocks * page / GIB:.2f} GiB ({num_blocks * size} tokens): lower it to "
+                f"{num_blocks * size}, or raise kv_cache_memory_bytes."
+            )
+        length = num_blocks * size
+        notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
+    return MemoryPlan(
+        geometry=geometry,
+        num_blocks=num_blocks,
+        max_model_len=length,
+        kv_bytes=(num_blocks + 1) * page,
+        free_bytes=free_bytes,
+        notes=notes,
+    )

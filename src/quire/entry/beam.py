@@ -1,0 +1,84 @@
+"""Beam search over the engine: each round extends every hypothesis by one token; the prefix cache holds the rest."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.contracts.output import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from quire.contracts.sampling import BeamSearchParams, SamplingParams
+from quire.entry.front import FrontEnd
+from quire.entry.prompts import Prompt
+
+Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beam:
+    tokens: tuple[int, ...]  # prompt included
+    logprob: float = 0.0
+    finished: bool = False
+
+
+def beam_search(
+    front: FrontEnd, generate: Generate, prompts: list[Prompt], params: BeamSearchParams
+) -> list[BeamSearchOutput]:
+    """Rank by cumulative logprob / (generated length ** length_penalty), the end of sequence counted, as transformers
+    does with `early_stopping="never"`.
+
+    Each round looks at the candidates of all open hypotheses of a prompt together: an end-of-sequence id among the
+    `beam_width` best completes its hypothesis, and the `beam_width` best of the others stay open. The search of a
+    prompt ends after max_tokens rounds or when nothing is open; what is open then is complete too.
+    """
+    eos = frozenset() if params.ignore_eos else frozenset(front.limits.eos_ids)
+    width = params.beam_width
+    starts = [tuple(front.encode(prompt)) for prompt in prompts]
+    open_beams = [[_Beam(tokens=start)] for start in starts]
+    complete: list[list[_Beam]] = [[] for _ in starts]
+    # The best `width` that do not end are among the best `width + len(eos)` of their own hypothesis.
+    alternatives = min(width + len(eos), front.limits.vocab_size)
+    step = SamplingParams(
+        temperature=params.temperature, max_tokens=1, logprobs=alternatives, ignore_eos=True, detokenize=False
+    )
+    for left in reversed(range(params.max_tokens)):
+        flat = [(i, beam) for i, beams in enumerate(open_beams) for beam in beams]
+        if not flat:
+            break
+        outputs = generate([Prompt(token_ids=list(b.tokens)) for _, b in flat], step)
+        candidates: list[list[_Beam]] = [[] for _ in starts]
+        for (i, beam), output in zip(flat, outputs, strict=True):
+            candidates[i] += _grown(beam, output, eos)
+        for i, found in enumerate(candidates):
+            found.sort(key=lambda beam: -beam.logprob)
+            complete[i] += [beam for beam in found[:width] if beam.finished or not left]
+            open_beams[i] = [beam for beam in found if not beam.finished][:width]
+    return [_best(front, complete[i], len(start), params) for i, start in enumerate(starts)]
+
+
+def _grown(beam: _Beam, output: RequestOutput, eos: frozenset[int]) -> list[_Beam]:
+    """A hypothesis with each of its alternatives appended."""
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    return [
+        _Beam(tokens=(*beam.tokens, token), logprob=beam.logprob + entry.logprob, finished=token in eos)
+        for token, entry in logprobs[0].items()
+    ]
+
+
+def _best(front: FrontEnd, beams: list[_Beam], num_prompt: int, params: BeamSearchParams) -> BeamSearchOutput:
+    def score(beam: _Beam) -> float:
+        return beam.logprob / (len(beam.tokens) - num_prompt) ** params.length_penalty
+
+    best = sorted(beams, key=score, reverse=True)[: params.beam_width]
+    tokenizer = front.tokenizer
+    sequences = []
+    for beam in best:
+        shown = beam.tokens[num_prompt : len(beam.tokens) - (beam.finished and not params.include_stop_str_in_output)]
+        text = None if tokenizer is None else tokenizer.decode(list(shown))
+        sequences.append(
+            BeamSearchSequence(
+                tokens=list(beam.tokens),
+                cum_logprob=beam.logprob,
+                text=text,
+                finish_reason="stop" if beam.finished else "length",
+            )
+        )
+    return BeamSearchOutput(sequences=sequences)

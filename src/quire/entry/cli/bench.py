@@ -1,0 +1,145 @@
+"""`quire bench`: how fast start-up, one request, many requests and the engine core are."""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
+from quire.contracts.errors import ConfigError
+from quire.entry.cli.table import format_table
+
+if TYPE_CHECKING:
+    from quire.bench.engine import CoreTimes
+
+SUMMARY = "measure: latency, throughput, startup, engine"
+KINDS = {
+    "latency": "one request at a time: first token, inter-token time",
+    "throughput": "batches of requests: tokens per second",
+    "startup": "process start to first token, by phase",
+    "engine": "Python per step of the engine core, without a model",
+}
+MODEL_HELP = """\
+MODEL is the name of a bundled configuration (random weights, no tokenizer), or a folder or hub id; default: qwen3-0.6b.
+"""
+ENGINE_TABLE = """\
+Python per step of the engine core, in microseconds. p50 and mean: planning, finishing, blocks and hashes, output
+records and their encoding together. Then means: the parts, from a second run with clocks inside; and what runs
+elsewhere, the front end's output objects and a plan's encoding for workers in other processes.
+
+"""
+
+
+def configure(parser: FlagParser) -> None:
+    """Add one subcommand per kind of measurement."""
+    kinds = parser.add_subparsers(prog="quire bench", dest="kind", metavar="KIND", required=True, title="kinds",
+                                  parser_class=FlagParser)
+    for name, summary in KINDS.items():
+        model = "" if name == "engine" else " [MODEL]"
+        kind = kinds.add_parser(name, help=summary, usage=f"quire bench {name}{model} [flags]",
+                                description=f"{summary}\n\n{MODEL_HELP if model else ''}")
+        kind.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback on error")
+        kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        kind.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file")
+        if name == "engine":
+            kind.add_argument("--steps", type=_positive, default=400, metavar="N", help="steps to measure, at most 400")
+            continue
+        kind.add_argument("--repeat", type=_positive, default=2 if name != "startup" else 3, metavar="N",
+                          help="runs; the fastest counts (default: %(default)s)")
+        if name != "startup":
+            kind.add_argument("--only", metavar="NAMES", help="workloads, separated by commas")
+            kind.add_argument("--scale", type=float, default=1.0, metavar="X", help="factor on the number of requests")
+            kind.add_argument("--max-len", type=_positive, metavar="N", help="bound on prompt and output lengths")
+        add_model_argument(kind)
+        add_engine_flags(kind)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print a table or JSON."""
+    runs: dict[str, Callable[[argparse.Namespace], None]] = {
+        "latency": _workloads, "throughput": _workloads, "startup": _startup, "engine": _engine}
+    runs[args.kind](args)
+    return 0
+
+
+def _workloads(args: argparse.Namespace) -> None:
+    from quire.bench.offline import LATENCY_WORKLOAD, OfflineBench, choose_workloads
+
+    only = LATENCY_WORKLOAD if args.only is None and args.kind == "latency" else args.only
+    if args.scale <= 0:
+        raise ConfigError(f"--scale {args.scale}: must be above 0.")
+    works = choose_workloads(only.split(",") if only else (), args.scale, args.max_len)
+    engine_config(args)
+    bench = OfflineBench(given_options(args))
+    with bench.llm:
+        for note in bench.llm.engine.notes:
+            print(f"quire: note: {note}", file=sys.stderr)
+        measure = bench.latency if args.kind == "latency" else bench.throughput
+        for row in measure(works, args.repeat):
+            print(f"{row['workload']}: {row['seconds']} s", file=sys.stderr)
+            _write(args, bench.result)  # after each: a crash keeps what was measured
+    _print(args, bench.result, lambda: _workload_table(bench.result))
+
+
+def _workload_table(result: dict[str, Any]) -> str:
+    rows = result["runs"]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = format_table([c.replace("_", " ") for c in columns], [[row.get(c, "") for c in columns] for row in rows])
+    return (f"{result['engine']}, {result['model']} on {result['device']}: import {result['import_s']} s, construct "
+            f"{result['construct_s']} s\n\n{table}")
+
+
+def _startup(args: argparse.Namespace) -> None:
+    engine_config(args)
+    from quire.bench.startup import measure_startup
+
+    result = measure_startup(given_options(args), args.repeat)
+    _write(args, result)
+    _print(args, result, lambda: (
+        f"{result['model']}, fastest of {len(result['totals'])}: {' '.join(map(str, result['totals']))} s\n\n"
+        + format_table(("phase", "seconds"), [(name, f"{s:.3f}") for name, s in result["phases"].items()])))
+
+
+def _engine(args: argparse.Namespace) -> None:
+    from quire.bench.engine import CASES, MAX_STEPS, measure_core
+
+    if args.steps > MAX_STEPS:
+        raise ConfigError(f"--steps {args.steps}: at most {MAX_STEPS}, because then requests would end.")
+    rows = [_core_row(measure_core(case, args.steps)) for case in CASES]
+    result = {"unit": "microseconds of Python per step", "rows": rows}
+    _write(args, result)
+    titles = [name.replace("_", " ") for name in rows[0]]
+    _print(args, result, lambda: ENGINE_TABLE + format_table(titles, [list(row.values()) for row in rows]))
+
+
+def _core_row(times: "CoreTimes") -> dict[str, Any]:
+    case = times.case
+    return {"running": case.num_running, "depth": case.depth, "churn": "yes" if case.churn else "no",
+            "p50": round(statistics.median(times.core), 1), "mean": _mean(times.core),
+            **{name: round(value, 1) for name, value in times.parts.items()},
+            "front_end": _mean(times.front_end), "plan_encoding": _mean(times.plan_encoding)}
+
+
+def _mean(values: Iterable[float]) -> float:
+    return round(statistics.fmean(values), 1)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _write(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    if args.out is not None:
+        try:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--out {args.out}: {error.strerror}.") from None
+
+
+def _print(args: argparse.Namespace, result: dict[str, Any], table: Callable[[], str]) -> None:
+    print(json.dumps(result, indent=1) if args.json else table())

@@ -1,0 +1,115 @@
+"""`quire chat`: a conversation in the terminal, or one question with -q."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
+from quire.contracts.errors import RequestError, RequestFailed
+from quire.entry.cli.answer import Answer, print_answer
+from quire.entry.cli.sampling import add_sampling_flags, sampling_values
+
+if TYPE_CHECKING:
+    from quire.contracts.sampling import SamplingParams
+    from quire.entry.llm import LLM
+
+SUMMARY = "talk to a model"
+HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+def configure(parser: FlagParser) -> None:
+    """Add the command's flags."""
+    add_model_argument(parser)
+    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer and leave")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="the first message of every conversation")
+    parser.add_argument("--no-stats", action="store_true", help="do not print counts and speed")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, skip=("seed", "skip_tokenizer_init"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the end of the input. Exit code 130 when the answer to -q was interrupted."""
+    values = sampling_values(args)
+    engine_config(args)
+    from quire.contracts.sampling import OutputKind
+    from quire.entry.llm import LLM
+
+    with LLM(**given_options(args)) as llm:
+        for note in llm.engine.notes:
+            print(f"quire: note: {note}", file=sys.stderr)
+        params = llm.get_default_sampling_params().clone(**values, output_kind=OutputKind.DELTA)
+        chat = Conversation(llm, params, system=args.system_prompt, stats=not args.no_stats)
+        if args.quick is not None:
+            return 130 if chat.ask(args.quick).interrupted else 0
+        _talk(chat, sys.stdin.isatty())
+        return 0
+
+
+class Conversation:
+    """The messages so far, and the model that answers."""
+
+    def __init__(self, llm: "LLM", params: "SamplingParams", *, system: str | None, stats: bool) -> None:
+        self._llm = llm
+        self._params = params
+        self._stats = stats
+        self._start = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, Any]] = list(self._start)
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages = list(self._start)
+
+    def ask(self, message: str) -> Answer:
+        """Print the answer. It enters the history even when interrupted; a question without any answer does not.
+
+        Raises the `RequestError` of a conversation that cannot be answered (too long); the history is as before.
+        """
+        question = {"role": "user", "content": message}
+        answer = print_answer(self._llm.stream_chat([*self.messages, question], self._params))
+        if self._stats:
+            print(f"quire: {answer.stats()}", file=sys.stderr)
+        if answer.failure is not None:
+            raise RequestFailed(f"the request failed: {answer.failure}.", code=answer.failure)
+        if answer.text:
+            self.messages += [question, {"role": "assistant", "content": answer.text}]
+        return answer
+
+
+def _talk(chat: Conversation, terminal: bool) -> None:
+    if terminal:
+        import importlib.util
+
+        if importlib.util.find_spec("readline"):
+            import readline  # noqa: F401  input() has line editing and history from here on
+        print(HELP, file=sys.stderr)
+    while (line := _read_line(terminal)) is not None:
+        match line.strip():
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return
+            case "/reset":
+                chat.reset()
+                print("(a new conversation)", file=sys.stderr)
+            case "/help":
+                print(HELP, file=sys.stderr)
+            case command if command.startswith("/") and " " not in command:
+                print(f"unknown command {command}: {HELP}", file=sys.stderr)
+            case message:
+                try:
+                    chat.ask(message)
+                except RequestError as error:
+                    print(f"quire: error: {error} /reset starts a new conversation.", file=sys.stderr)
+
+
+def _read_line(terminal: bool) -> str | None:
+    """The next line; "" after Ctrl-C, None at the end of the input."""
+    try:
+        return input("> " if terminal else "")
+    except EOFError:
+        if terminal:
+            print(file=sys.stderr)
+        return None
+    except KeyboardInterrupt:
+        print(f"\n{HELP}", file=sys.stderr)
+        return ""

@@ -1,0 +1,24 @@
+"""`quire verify`: compare a model, layer by layer, with Hugging Face's implementation."""
+
+import argparse
+
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
+
+SUMMARY = "compare a model layer by layer with Hugging Face's implementation (needs transformers)"
+
+
+def configure(parser: FlagParser) -> None:
+    """Add the command's flags."""
+    add_model_argument(parser)
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to compare on (default: a built-in one)")
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table. Exit code 1 when the two differ."""
+    config = engine_config(args)
+    from quire.explain.parity import verify
+
+    report = verify(config.model.model, config, args.prompt)
+    print(report.render())
+    return 0 if report.ok else 1

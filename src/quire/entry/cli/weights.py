@@ -1,0 +1,69 @@
+"""`quire weights`: what a checkpoint holds, from the headers of its files; never imports torch."""
+
+import argparse
+import json
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.config.bundled import bundled_model
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
+from quire.entry.cli.table import format_bytes, format_table
+
+if TYPE_CHECKING:
+    from quire.weights.files import Checkpoint
+
+SUMMARY = "list the tensors of a model: shapes, types, files"
+FLAGS = ("model", "revision", "download_dir", "offline", "hf_token")
+
+
+def configure(parser: FlagParser) -> None:
+    """Add the command's flags."""
+    add_model_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_engine_flags(parser, only=FLAGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, or JSON."""
+    from quire.weights.files import read_checkpoint
+    from quire.weights.folder import resolve_model_folder
+
+    config = engine_config(args)
+    if config.model.model:
+        folder = resolve_model_folder(config.model.model, revision=config.model.revision, offline=config.load.offline,
+                                      download_dir=config.load.download_dir, token=config.load.hf_token)
+    else:
+        folder = bundled_model()
+    summary = summarize(folder, read_checkpoint(folder))
+    print(json.dumps(summary, indent=1) if args.json else render(summary))
+    return 0
+
+
+def summarize(folder: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
+    """Everything as plain values: tensors in file order, then totals."""
+    tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.num_bytes, "file": t.file.name}
+               for t in checkpoint.tensors.values()]
+    by_dtype: dict[str, int] = {}
+    for t in checkpoint.tensors.values():
+        by_dtype[t.dtype] = by_dtype.get(t.dtype, 0) + t.num_bytes
+    return {
+        "model": str(folder),
+        "tensors": tensors,
+        "num_tensors": len(tensors),
+        "num_elements": sum(prod(t.shape) for t in checkpoint.tensors.values()),
+        "num_bytes": checkpoint.num_bytes,
+        "bytes_by_dtype": by_dtype,
+        "files": [file.name for file in checkpoint.files],
+    }
+
+
+def render(summary: dict[str, Any]) -> str:
+    """The same as text."""
+    rows = [(t["name"], "x".join(map(str, t["shape"])) or "scalar", t["dtype"], format_bytes(t["bytes"]), t["file"])
+            for t in summary["tensors"]]
+    types = ", ".join(f"{dtype} {format_bytes(count)}" for dtype, count in summary["bytes_by_dtype"].items())
+    total = (f"{summary['num_tensors']:,} tensors, {summary['num_elements']:,} elements, "
+             f"{format_bytes(summary['num_bytes'])} ({types}) in {len(summary['files'])} "
+             f"file{'' if len(summary['files']) == 1 else 's'}")
+    return f"{summary['model']}\n\n{format_table(('tensor', 'shape', 'dtype', 'size', 'file'), rows)}\n\n{total}"

@@ -1,0 +1,136 @@
+"""One prompt and its completions while they are generated: tokens come in, text and outputs go out."""
+
+import time
+from dataclasses import dataclass, field
+
+from quire.contracts.output import (
+    CompletionOutput,
+    Finish,
+    Logprob,
+    LogprobsByToken,
+    RequestMetrics,
+    RequestOutput,
+)
+from quire.contracts.request import FinishReason
+from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.contracts.step import RowLogprobs
+from quire.text.protocol import TextTokenizer
+from quire.text.sequence import SequenceText
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """One of the n completions. `sent_*` say how much a DELTA stream has handed out."""
+
+    handle: int
+    index: int
+    text: SequenceText | None
+    eos_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobsByToken] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    sent_tokens: int = 0
+    sent_text: int = 0
+
+    def push(self, token: int, finish: Finish | None) -> bool:
+        """Take one token. Returns True when a stop string ended the completion here: the core has to be told."""
+        self.token_ids.append(token)
+        stopped = None
+        if self.text is not None:
+            by_token = finish is not None and finish.stop_id is not None
+            _, stopped = self.text.push([token], finished=finish is not None, ended_by_token=by_token)
+        if stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", stopped
+            return finish is None
+        if finish is not None:
+            self.end(finish)
+        return False
+
+    def end(self, finish: Finish) -> None:
+        """The core ended it."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason = finish.reason.value
+        if self.text is not None:
+            self.text.push([], finished=True)
+        if finish.reason is FinishReason.ERROR:
+            self.stop_reason = finish.error
+        elif finish.stop_id is not None and finish.stop_id not in self.eos_ids:
+            self.stop_reason = finish.stop_id
+
+    def output(self, delta: bool) -> CompletionOutput:
+        """The completion so far, or what is new since the last call."""
+        text = "" if self.text is None else self.text.text
+        tokens, logprobs, shown = self.token_ids, self.logprobs, text
+        if delta:
+            tokens, shown = tokens[self.sent_tokens :], text[self.sent_text :]
+            logprobs = None if logprobs is None else logprobs[self.sent_tokens :]
+            self.sent_tokens, self.sent_text = len(self.token_ids), len(text)
+        return CompletionOutput(
+            index=self.index,
+            text=shown,
+            token_ids=list(tokens),
+            logprobs=logprobs,
+            cumulative_logprob=self.cumulative_logprob,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """A prompt and its n completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    completions: list[Completion]
+    tokenizer: TextTokenizer | None
+    prompt_logprobs: list[LogprobsByToken | None] | None = None
+    num_cached: int | None = None
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(c.finish_reason is not None for c in self.completions)
+
+    def add_logprobs(self, completion: Completion, rows: RowLogprobs) -> None:
+        """Keep one token's alternatives; `logprobs` may be asked for with k = 0: the token's own only."""
+        if completion.logprobs is None:
+            completion.logprobs, completion.cumulative_logprob = [], 0.0
+        assert completion.cumulative_logprob is not None
+        completion.logprobs.append(self._named(rows, 0))
+        completion.cumulative_logprob += float(rows.logprobs[0, 0])
+
+    def add_prompt_logprobs(self, rows: RowLogprobs) -> None:
+        """Keep the next prompt tokens' alternatives; the first token has none."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs.extend(self._named(rows, i) for i in range(len(rows.ranks)))
+
+    def output(self) -> RequestOutput:
+        """What the user sees now."""
+        delta = self.params.output_kind is OutputKind.DELTA
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[c.output(delta) for c in self.completions],
+            finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached,
+            metrics=self.metrics,
+        )
+
+    def _named(self, rows: RowLogprobs, row: int) -> LogprobsByToken:
+        named: LogprobsByToken = {}
+        by_rank = not self.params.logprob_token_ids  # else the columns are the ids that were asked for
+        for i, (token, logprob) in enumerate(zip(rows.ids[row].tolist(), rows.logprobs[row].tolist(), strict=True)):
+            if token not in named:
+                text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+                rank = int(rows.ranks[row]) if i == 0 else i if by_rank else None
+                named[token] = Logprob(logprob=logprob, rank=rank, decoded_token=text)
+        return named

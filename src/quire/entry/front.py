@@ -1,0 +1,241 @@
+"""Between users and the core: prompts become requests, columns of tokens become outputs.
+
+Shared by `LLM`, `AsyncLLM` and the server. Knows text and parameters; never imports torch.
+"""
+
+import random
+import time
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.contracts.errors import InvalidParameter, PromptTooLong
+from quire.contracts.output import Finish, RequestOutput, StepOutputs
+from quire.contracts.request import NewRequest
+from quire.contracts.sampling import BIAS_LIMIT, COLDEST, OutputKind, SamplerSpec, SamplingParams
+from quire.contracts.seeds import child_seed
+from quire.entry.completion import Completion, Generation
+from quire.entry.prompts import Prompt
+from quire.text.protocol import TextTokenizer
+from quire.text.sequence import SequenceText
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the engine behind can take."""
+
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    eos_ids: tuple[int, ...] = ()
+
+
+class FrontEnd:
+    """Keeps every live `Generation`; `start` gives the core its requests, `apply` takes the core's outputs."""
+
+    def __init__(self, tokenizer: TextTokenizer | None, limits: Limits, *, seed: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._eos = frozenset(i for i in limits.eos_ids if i < limits.vocab_size)
+        self._seeds = random.Random(seed)
+        self._next_handle = 0
+        self._by_handle: dict[int, tuple[Generation, Completion]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_handle)
+
+    def start(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> tuple[Generation, list[NewRequest]]:
+        """Make the requests of one prompt; raises `RequestError` and keeps nothing when they cannot be served.
+
+        timeout   seconds after which the request fails
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameter(
+                f"sampling_params must be SamplingParams, not {type(params).__name__}.", param="sampling_params"
+            )
+        params.check()
+        token_ids = self.encode(prompt)
+        self._check(params, token_ids)
+        seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
+        first = self._next_handle
+        request_id = request_id if request_id is not None else str(first)
+        generation = Generation(
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            completions=[],
+            tokenizer=self.tokenizer if params.detokenize else None,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        packed = array("I", token_ids).tobytes()
+        room = self.limits.max_model_len - len(token_ids)
+        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        requests = []
+        for i in range(params.n):
+            completion = Completion(handle=first + i, index=i, text=self._text(token_ids, params), eos_ids=self._eos)
+            generation.completions.append(completion)
+            requests.append(
+                NewRequest(
+                    handle=first + i,
+                    request_id=request_id if params.n == 1 else f"{request_id}.{i}",
+                    token_ids=packed,
+                    max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                    sampler=self._spec(params, child_seed(seed, i), len(token_ids), tuple(sorted(stop_ids)), i),
+                    stop_ids=tuple(sorted(stop_ids)),
+                    min_tokens=params.min_tokens,
+                    priority=priority,
+                    parent=None if i == 0 else first,
+                    cache_salt=prompt.cache_salt,
+                    deadline=None if timeout is None else time.monotonic() + timeout,
+                    read_prefix_cache=not params.skip_reading_prefix_cache,
+                )
+            )
+        self._next_handle += params.n
+        self._by_handle.update((c.handle, (generation, c)) for c in generation.completions)
+        return generation, requests
+
+    def apply(self, outputs: StepOutputs) -> tuple[list[tuple[int, RequestOutput]], list[int]]:
+        """Returns (first handle, output) pairs to hand on, and the handles that a stop string ended: abort those."""
+        touched: dict[int, Generation] = {}  # by the first completion's handle
+        stopped: list[int] = []
+        finishes = {f.handle: f for f in outputs.finished}
+        for handle, num_cached in outputs.cached.items():
+            if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
+                found[0].num_cached = num_cached
+        for handle, rows in outputs.prompt_logprobs.items():
+            if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
+                found[0].add_prompt_logprobs(rows)
+        for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
+            found = self._by_handle.get(handle)
+            if found is None:
+                continue  # ended by a stop string; the core had not heard of it yet
+            generation, completion = found
+            if handle in outputs.logprobs:
+                generation.add_logprobs(completion, outputs.logprobs[handle])
+            if generation.metrics.first_token_time is None:
+                generation.metrics.first_token_time = time.monotonic()
+            if completion.push(token, finishes.get(handle)):
+                stopped.append(handle)
+                del self._by_handle[handle]
+                if generation.finished:
+                    generation.metrics.finished_time = time.monotonic()
+            touched[generation.completions[0].handle] = generation
+        touched.update((g.completions[0].handle, g) for g in self._end(finishes.values()))
+        return [(first, g.output()) for first, g in touched.items() if self._wanted(g)], stopped
+
+    def drop(self, generation: Generation) -> list[int]:
+        """Forget a prompt; returns the handles to abort in the core."""
+        return [c.handle for c in generation.completions if self._by_handle.pop(c.handle, None) is not None]
+
+    def _end(self, finishes: Iterable[Finish]) -> list[Generation]:
+        ended = []
+        for finish in finishes:
+            found = self._by_handle.pop(finish.handle, None)
+            if found is not None:
+                found[1].end(finish)
+                ended.append(found[0])
+        for generation in ended:
+            if generation.finished:
+                generation.metrics.finished_time = time.monotonic()
+        return ended
+
+    @staticmethod
+    def _wanted(generation: Generation) -> bool:
+        if generation.finished:
+            return True
+        if generation.params.output_kind is OutputKind.FINAL_ONLY:
+            return False
+        interval = generation.params.stream_interval or 1
+        newest = max(len(c.token_ids) for c in generation.completions)
+        return newest == 1 or newest % interval == 0
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, however it was given."""
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        assert prompt.text is not None
+        if self.tokenizer is None:
+            raise InvalidParameter(
+                "this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids.", param="prompt"
+            )
+        return self.tokenizer.encode(prompt.text)
+
+    def _text(self, token_ids: list[int], params: SamplingParams) -> SequenceText | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return SequenceText(self.tokenizer, token_ids, params)
+
+    def _check(self, params: SamplingParams, token_ids: list[int]) -> None:
+        limits = self.limits
+        if not token_ids:
+            raise InvalidParameter("the prompt is empty: give at least one token.", param="prompt")
+        if len(token_ids) + (params.max_tokens != 0) > limits.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: shorten "
+                "the prompt, or raise max_model_len."
+            )
+        ids = [("prompt_token_ids", min(token_ids)), ("prompt_token_ids", max(token_ids))]
+        for name, values in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("logprob_token_ids", params.logprob_token_ids),
+        ):
+            ids += [(name, i) for i in values or ()]
+        for name, token in ids:
+            if not 0 <= token < limits.vocab_size:
+                raise InvalidParameter(
+                    f"{name} holds {token}, which is outside the vocabulary of {limits.vocab_size} "
+                    f"tokens (0 to {limits.vocab_size - 1}).",
+                    param=name,
+                )
+        for name, k in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if k is not None and limits.max_logprobs >= 0 and (k > limits.max_logprobs or k < 0):
+                raise InvalidParameter(
+                    f"{name}={k} exceeds this engine's max_logprobs={limits.max_logprobs}: ask for "
+                    "fewer, or start the engine with a higher max_logprobs.",
+                    param=name,
+                )
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            name = "stop" if params.stop_strings else "bad_words"
+            raise InvalidParameter(
+                f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name
+            )
+
+    def _spec(
+        self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...], index: int
+    ) -> SamplerSpec:
+        greedy = params.greedy
+        bias = {i: max(-BIAS_LIMIT, min(BIAS_LIMIT, b)) for i, b in (params.logit_bias or {}).items()}
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            assert self.tokenizer is not None
+            bad_words = self.tokenizer.bad_word_ids(params.bad_words)
+        return SamplerSpec(
+            seed=seed,
+            num_prompt=num_prompt,
+            temperature=0.0 if greedy else max(params.temperature, COLDEST),
+            top_k=0 if greedy else max(params.top_k, 0),
+            top_p=1.0 if greedy else params.top_p,
+            min_p=0.0 if greedy else params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            min_length=num_prompt + params.min_tokens,
+            stop_ids=stop_ids,
+            logit_bias=tuple(sorted(bias.items())),
+            allowed_ids=tuple(sorted(set(params.allowed_token_ids or ()))),
+            bad_words=bad_words,
+            num_logprobs=params.logprobs,
+            logprob_ids=tuple(params.logprob_token_ids or ()),
+            num_prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+        )

@@ -1,0 +1,235 @@
+"""The offline class: prompts in, outputs out, in the caller's thread."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from quire.assemble import Engine, assemble
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import EngineClosed, EngineDead, InvalidParameter
+from quire.contracts.output import BeamSearchOutput, RequestOutput
+from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
+from quire.entry.beam import beam_search
+from quire.entry.completion import Generation
+from quire.entry.local import Messages, front_end, render_chat
+from quire.entry.prompts import Prompt, PromptLike, parse_prompts
+from quire.observe.progress import Progress
+from quire.text.protocol import TextTokenizer
+
+ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model and its engine, for batch work.
+
+        with LLM("path/or/hub-id", max_model_len=4096) as llm:
+            for out in llm.generate(["Hello"], SamplingParams(max_tokens=16)):
+                print(out.outputs[0].text)
+
+    `model` unset means the bundled quire-tiny. Keyword arguments are the options of `EngineConfig`, as
+    `quire --help` lists them. Raises a `UserError` that names the fix when the model or an option cannot be served.
+    Not thread-safe; `AsyncLLM` is for concurrent callers.
+    """
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        self._engine: Engine | None = assemble(EngineConfig.from_flat(model=model, **options))
+        self._front = front_end(self._engine)
+        self._mail: dict[int, list[RequestOutput]] = {}  # by first handle: streams may be read in turns
+        self._dead: EngineDead | None = None  # why nothing can run any more
+
+    @property
+    def engine(self) -> Engine:
+        """The parts behind: configuration, plans, core."""
+        if self._engine is None:
+            raise EngineClosed("this LLM is closed: make a new one.")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs in the order of the prompts.
+
+        prompts           a string, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these
+        sampling_params   one for all, or one per prompt; None = the model's own defaults
+        priority          one number per prompt, smaller first (with scheduling_policy="priority")
+        Raises a `RequestError` before anything runs when one prompt or its parameters cannot be served.
+        """
+        parsed = parse_prompts(prompts)
+        params = self._params(sampling_params, len(parsed))
+        final = [p.clone(output_kind=OutputKind.FINAL_ONLY) for p in params]
+        generations = self._start(parsed, final, priority)
+        done: dict[int, RequestOutput] = {}
+        with Progress("Generating", len(generations), enabled=use_tqdm, unit="prompt") as progress:
+            for output, first_handle in self._run(generations):
+                done[first_handle] = output
+                progress.advance(1)
+        return [done[g.completions[0].handle] for g in generations]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: each a list of {"role": ..., "content": ...}."""
+        several = bool(messages) and not isinstance(messages[0], dict)
+        conversations: Sequence[Any] = messages if several else [messages]
+        prompts = [
+            render_chat(
+                self.engine,
+                m,
+                chat_template=chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for m in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, an output for every step; with output_kind=DELTA each holds only what is new."""
+        params = self._params(sampling_params, 1)
+        generations = self._start(parse_prompts([prompt]), params, None)
+        for output, _ in self._run(generations):
+            yield output
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **template_kwargs: Any
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation as a stream."""
+        return self.stream(render_chat(self.engine, messages, **template_kwargs), sampling_params)
+
+    def beam_search(
+        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most likely completions of every prompt, best first."""
+
+        def generate(batch: list[Prompt], step: SamplingParams) -> list[RequestOutput]:
+            return self.generate(batch, step, use_tqdm=use_tqdm)
+
+        return beam_search(self._front, generate, parse_prompts(prompts), params)
+
+    def get_tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer; raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
+        tokenizer = self._front.tokenizer
+        if tokenizer is None:
+            raise InvalidParameter("this LLM was made with skip_tokenizer_init=True and has no tokenizer.")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """A fresh copy of what is used when no parameters are given: the model's generation_config.json."""
+        return self.engine.default_params.clone()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix."""
+        return self.engine.core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Stop the engine and free its memory; idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.engine.default_params] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        wrong = [type(p).__name__ for p in given if not isinstance(p, SamplingParams)]
+        if isinstance(given, Mapping) or wrong:
+            raise InvalidParameter(
+                f"sampling_params must be SamplingParams, or a list of them, not "
+                f"{wrong[0] if isinstance(given, list) else type(given).__name__}.",
+                param="sampling_params",
+            )
+        if len(given) != count:
+            raise InvalidParameter(
+                f"{count} prompts and {len(given)} sampling params: give one for all, or one each.",
+                param="sampling_params",
+            )
+        return list(given)
+
+    def _start(
+        self, prompts: list[Prompt], params: list[SamplingParams], priority: Sequence[int] | None
+    ) -> list[Generation]:
+        """Queue all prompts, or none."""
+        core = self.engine.core
+        if self._dead is not None:
+            raise self._dead
+        if priority is not None and len(priority) != len(prompts):
+            raise InvalidParameter(
+                f"{len(prompts)} prompts and {len(priority)} priorities: give one each.", param="priority"
+            )
+        started: list[Generation] = []
+        try:
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+                generation, requests = self._front.start(prompt, p, priority=priority[i] if priority else 0)
+                started.append(generation)
+                for request in requests:
+                    core.add(request)
+        except BaseException:
+            self._abort(started)
+            raise
+        return started
+
+    def _run(self, generations: list[Generation]) -> Iterator[tuple[RequestOutput, int]]:
+        """Step until the given generations have ended; a caller who stops listening aborts them."""
+        mine = [(g.completions[0].handle, g) for g in generations]
+        self._mail.update((handle, []) for handle, _ in mine)
+        try:
+            while any(self._mail[handle] or not g.finished for handle, g in mine):
+                for handle, _ in mine:
+                    while self._mail[handle]:
+                        yield self._mail[handle].pop(0), handle
+                if all(g.finished for _, g in mine):
+                    return
+                for handle, output in self._step():
+                    self._mail[handle].append(output)
+        finally:
+            self._abort([g for _, g in mine if not g.finished])
+            for handle, _ in mine:
+                del self._mail[handle]
+
+    def _step(self) -> list[tuple[int, RequestOutput]]:
+        """One step of the engine; a fault of it is final."""
+        core = self.engine.core
+        if self._dead is not None:
+            raise self._dead
+        try:
+            outputs, stopped = self._front.apply(core.step())
+            for handle in stopped:
+                core.abort(handle)
+        except Exception as fault:
+            self._dead = EngineDead(f"the engine stopped: {fault}")
+            raise self._dead from fault
+        return outputs
+
+    def _abort(self, generations: list[Generation]) -> None:
+        dropped = [handle for generation in generations for handle in self._front.drop(generation)]
+        if self._engine is None or self._dead is not None:
+            return
+        for handle in dropped:
+            self._engine.core.abort(handle)
+        while self._engine.core.has_work and not len(self._front):
+            self._step()

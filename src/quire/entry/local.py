@@ -1,0 +1,55 @@
+"""What the offline classes need of an engine in the same process: its front end, and chat prompts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.assemble import Engine
+from quire.contracts.errors import InvalidParameter
+from quire.entry.front import FrontEnd, Limits
+from quire.entry.prompts import Prompt
+from quire.text.chat import ChatTemplate, encode_chat, no_template
+
+Messages = Sequence[dict[str, Any]]
+
+
+def front_end(engine: Engine) -> FrontEnd:
+    """The front end of an assembled engine."""
+    facts, model = engine.core.facts, engine.config.model
+    limits = Limits(
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        max_logprobs=model.max_logprobs,
+        eos_ids=engine.eos_ids,
+    )
+    return FrontEnd(engine.tokenizer, limits, seed=model.seed)
+
+
+def render_chat(
+    engine: Engine,
+    messages: Messages,
+    *,
+    chat_template: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    **kwargs: Any,
+) -> Prompt:
+    """The prompt of one conversation, its text and token ids (no doubled BOS)."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise InvalidParameter(
+            "chat needs a tokenizer, and this engine has none (skip_tokenizer_init).", param="messages"
+        )
+    template = engine.chat_template
+    if chat_template is not None:
+        template = ChatTemplate.load(engine.tokenizer_folder, override=chat_template)
+    if template is None:
+        raise no_template(engine.config.model.model)
+    text = template.render(
+        messages,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **kwargs,
+    )
+    return Prompt(text=text, token_ids=encode_chat(tokenizer, text))

@@ -1,0 +1,78 @@
+"""The prompt spellings that `generate` takes, made one: text or token ids with a cache salt."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from quire.contracts.errors import InvalidParameter
+
+PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+MAX_SALT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt: `text`, `token_ids` or both (then the ids count)."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    cache_salt: str = ""
+
+
+PromptLike = str | Sequence[int] | Mapping[str, object] | Prompt
+
+
+def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
+    """One prompt or a list of them: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}."""
+    if isinstance(prompts, (str, Mapping, Prompt)) or _is_ids(prompts):
+        return [parse_prompt(prompts)]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidParameter(
+            f"prompts must be a string, token ids, a dict or a list of these, not {type(prompts).__name__}.",
+            param="prompts",
+        )
+    return [parse_prompt(p) for p in prompts]
+
+
+def parse_prompt(prompt: object) -> Prompt:
+    """One prompt in any spelling."""
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt)
+    if _is_ids(prompt):
+        return Prompt(token_ids=list(prompt))
+    raise InvalidParameter(
+        f"a prompt must be a string, a list of token ids, {{'prompt': text}} or "
+        f"{{'prompt_token_ids': ids}}, not {type(prompt).__name__}.",
+        param="prompt",
+    )
+
+
+def _parse_mapping(prompt: Mapping[str, object]) -> Prompt:
+    unknown = sorted(set(prompt) - PROMPT_KEYS)
+    if unknown:
+        raise InvalidParameter(
+            f"prompt key {unknown[0]!r} is not implemented; known: {', '.join(sorted(PROMPT_KEYS))}.", param=unknown[0]
+        )
+    text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
+    if text is None and ids is None:
+        raise InvalidParameter("a prompt dict needs 'prompt' or 'prompt_token_ids'.", param="prompt")
+    if text is not None and not isinstance(text, str):
+        raise InvalidParameter("'prompt' must be a string.", param="prompt")
+    if ids is not None and not _is_ids(ids):
+        raise InvalidParameter("'prompt_token_ids' must be a non-empty list of integers.", param="prompt_token_ids")
+    if not isinstance(salt, str) or len(salt) > MAX_SALT:
+        raise InvalidParameter(f"'cache_salt' must be a string of at most {MAX_SALT} characters.", param="cache_salt")
+    return Prompt(text=text, token_ids=None if ids is None else list(ids), cache_salt=salt)
+
+
+def _is_ids(value: object) -> TypeGuard[Sequence[int]]:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, (str, bytes))
+        and len(value) > 0
+        and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    )

@@ -1,0 +1,67 @@
+"""The executor that runs one worker in this process, in the caller's thread or in one of its own."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from quire.contracts.errors import EngineDead
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.step import StepPlan, StepResult
+
+
+class InProcessExecutor:
+    """Depth 1 runs a plan when it is submitted; depth 2 runs it in a worker thread while the core plans the next."""
+
+    def __init__(self, run: Callable[[StepPlan], StepResult], facts: ExecutorFacts) -> None:
+        self._run = run
+        self._facts = facts
+        self._results: deque[StepResult | Exception] = deque()
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if facts.depth > 1:
+            self._thread = threading.Thread(target=self._work, name="quire-worker", daemon=True)
+            self._thread.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Run or queue one step. A fault is kept for `collect`."""
+        if self._thread is None:
+            self._results.append(self._attempt(plan))
+        else:
+            self._plans.put(plan)
+
+    def release(self, step: int, late: dict[int, bytes]) -> None:
+        """Nothing waits for masks yet."""
+        assert not late, "this executor takes no grammar masks"
+
+    def collect(self) -> StepResult:
+        """The oldest step's result; raises `EngineDead` with the cause when the step failed as a whole."""
+        result = self._results.popleft() if self._thread is None else self._done.get()
+        if isinstance(result, Exception):
+            raise EngineDead(f"the step failed: {type(result).__name__}: {result}") from result
+        return result
+
+    def control(self, message: str) -> object:
+        """No message is known yet."""
+        raise ValueError(f"unknown control message {message!r}")
+
+    def facts(self) -> ExecutorFacts:
+        """Sizes and resolved plans."""
+        return self._facts
+
+    def shutdown(self) -> None:
+        """Stop the worker thread; idempotent."""
+        if self._thread is not None and self._thread.is_alive():
+            self._plans.put(None)
+            self._thread.join()
+
+    def _attempt(self, plan: StepPlan) -> StepResult | Exception:
+        try:
+            return self._run(plan)
+        except Exception as fault:  # whatever the device raises stops the engine, with its cause, at collect
+            return fault
+
+    def _work(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            self._done.put(self._attempt(plan))

@@ -1,0 +1,78 @@
+"""What crosses a process boundary as bytes: plans, outputs and requests in msgpack, arrays as they lie in memory.
+
+No pickle: what comes from a socket can only become the records of `contracts`. An array is a msgpack extension of type
+ARRAY whose data is, little-endian throughout:
+
+    byte 0         index of the element type in ELEMENT_TYPES
+    byte 1         number of dimensions n
+    4 n bytes      uint32 lengths
+    the rest       elements, C order
+
+Knows nothing of sockets and processes.
+"""
+
+import math
+import struct
+import sys
+from typing import Any, TypeVar, get_args
+
+import msgspec
+import numpy as np
+
+from quire.contracts.output import StepOutputs
+from quire.contracts.request import NewRequest
+from quire.contracts.step import StepPlan, StepResult
+
+ARRAY = 1  # msgpack extension type
+ELEMENT_TYPES = tuple(map(np.dtype, ("int32", "float32", "uint8")))
+_INDEX = {dtype: index for index, dtype in enumerate(ELEMENT_TYPES)}
+
+Message = StepPlan | StepResult | StepOutputs | NewRequest
+M = TypeVar("M", StepPlan, StepResult, StepOutputs, NewRequest)
+
+
+def _to_extension(value: object) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray) or value.dtype not in _INDEX:
+        raise TypeError(f"{type(value).__name__} does not cross process boundaries")
+    header = struct.pack(f"<BB{value.ndim}I", _INDEX[value.dtype], value.ndim, *value.shape)
+    return msgspec.msgpack.Ext(ARRAY, header + value.tobytes())
+
+
+def _from_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
+    start = 2 + 4 * data[1] if len(data) >= 2 else 2
+    if code != ARRAY or len(data) < start or data[0] >= len(ELEMENT_TYPES):
+        raise msgspec.DecodeError(f"extension {code} of {len(data)} bytes is no array")
+    dtype, shape = ELEMENT_TYPES[data[0]], struct.unpack_from(f"<{data[1]}I", data, 2)
+    if len(data) - start != math.prod(shape) * dtype.itemsize:
+        raise msgspec.DecodeError(f"an array of shape {shape} does not have {len(data) - start} bytes")
+    array = np.empty(shape, dtype)  # its own memory: aligned, writable, and the message can go
+    array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data[start:], np.uint8)
+    return array
+
+
+def _check_array(kind: Any, value: object) -> object:
+    """msgspec asks for every field of a type that it does not know: only arrays of the right element type pass."""
+    wanted = get_args(get_args(kind)[1])[0]
+    if not isinstance(value, np.ndarray) or value.dtype != wanted:
+        raise msgspec.ValidationError(f"expected an array of {wanted.__name__}")
+    return value
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_extension)
+_DECODERS = {kind: msgspec.msgpack.Decoder(kind, dec_hook=_check_array, ext_hook=_from_extension)
+             for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """The message as bytes."""
+    assert sys.byteorder == "little", "arrays travel little-endian"
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes | memoryview, kind: type[M]) -> M:
+    """The message of type `kind` in `data`. Its arrays own their memory.
+
+    Raises `msgspec.DecodeError` (of which `msgspec.ValidationError` is one) when the bytes hold anything else.
+    """
+    decoded: M = _DECODERS[kind].decode(data)
+    return decoded

@@ -1,0 +1,230 @@
+"""Flags are the options of the dataclasses, what is given wins over the environment, and mistakes are answered."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.config import env
+from quire.config.engine import EngineConfig, flat_names
+from quire.config.flags import (
+    FlagParser,
+    add_engine_flags,
+    add_model_argument,
+    describe_engine_flags,
+    engine_config,
+    given_options,
+    option_warnings,
+    parse_bool,
+    parse_size,
+)
+from quire.contracts.errors import ConfigError
+
+# The command line is a promise: a flag that goes or changes its name breaks somebody's script.
+FLAGS = """
+--model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
+--dtype --max-model-len --generation-config --seed --max-logprobs --chat-template --served-model-name
+--load-format --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
+--block-size --kv-cache-memory-bytes --num-gpu-blocks-override --num-blocks
+--enable-prefix-caching --no-enable-prefix-caching
+--max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
+--device --num-threads --async-depth
+""".split()
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(env.os.environ):
+        if name.startswith(("QUIRE_", "VLLM_")) or name == "HF_TOKEN":
+            monkeypatch.delenv(name)
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(prog="quire test")
+    add_model_argument(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def options(args: Sequence[str]) -> dict[str, object]:
+    return given_options(make_parser().parse_args(args))
+
+
+def test_the_flags_are_these() -> None:
+    flags = {flag for flag in make_parser()._option_string_actions if flag not in ("-h", "--help")}
+    assert flags == set(FLAGS)
+
+
+def test_nothing_given_is_the_default_configuration() -> None:
+    assert options([]) == {}
+    assert engine_config(make_parser().parse_args([])) == EngineConfig()
+
+
+@pytest.mark.parametrize(("args", "expected"), [
+    (["--max-model-len", "4096"], {"max_model_len": 4096}),
+    (["--max_model_len=32k"], {"max_model_len": 32_000}),
+    (["--max-model-len", "1m"], {"max_model_len": 1_000_000}),
+    (["--max-model-len", "-1"], {"max_model_len": None}),
+    (["--max-model-len", "auto"], {"max_model_len": None}),
+    (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+    (["--no_enable_prefix_caching"], {"enable_prefix_caching": False}),
+    (["--enable-prefix-caching"], {"enable_prefix_caching": True}),
+    (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
+    (["--num-blocks", "7"], {"num_gpu_blocks_override": 7}),
+    (["--kv_cache_memory_bytes", "4G"], {"kv_cache_memory_bytes": 4 << 30}),
+    (["--watermark", "0.25"], {"watermark": 0.25}),
+    (["some/model"], {"model": "some/model"}),
+    (["--model", "some/model_a"], {"model": "some/model_a"}),
+    (["m", "--model", "m"], {"model": "m"}),
+    (["--chat-template", "{{ a_b }}"], {"chat_template": "{{ a_b }}"}),
+])
+def test_what_is_given_is_what_comes_out(args: list[str], expected: dict[str, object]) -> None:
+    assert options(args) == expected
+    config = engine_config(make_parser().parse_args(args))
+    flat = {f.name: getattr(getattr(config, part), f.name) for f, part in _fields()}
+    assert {name: flat[name] for name in expected} == expected
+
+
+def _fields() -> list[tuple[dataclasses.Field, str]]:
+    parts = dataclasses.fields(EngineConfig)
+    return [(f, part.name) for part in parts for f in dataclasses.fields(type(part.default))]
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if not flag.startswith("--no-")])
+def test_every_flag_reaches_its_option(flag: str) -> None:
+    """Whatever the type of a field, its flag parses to a value of that type."""
+    texts = {"--dtype": "half", "--load-format": "dummy", "--scheduling-policy": "priority", "--device": "cpu"}
+    boolean = f"--no-{flag[2:]}" in FLAGS
+    args = [flag] if boolean else [flag, texts.get(flag, "1")]
+    (name, value), = options(args).items()
+    assert name in flat_names()
+    field = next(f for f, _ in _fields() if f.name == name)
+    assert isinstance(value, field.type)
+
+
+def test_after_two_dashes_nothing_is_changed() -> None:
+    assert options(["--", "--my_model"]) == {"model": "--my_model"}
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["--max-modl-len", "5"], "unknown flag --max-modl-len. Did you mean --max-model-len?"),
+    (["--enable_prefix_cachin"], "unknown flag --enable-prefix-cachin. Did you mean --enable-prefix-caching?"),
+    (["--max-model"], "unknown flag --max-model."),  # no abbreviations: they break when a flag is added
+    (["--zzzzzz=4"], "unknown flag --zzzzzz."),
+    (["a", "b"], "unexpected argument 'b'"),
+    (["--dtype", "int3"], "invalid choice: 'int3'"),
+    (["--max-num-seqs", "many"], "'many' is no whole number"),
+    (["--max-num-seqs", "1.5"], "'1.5' is no whole number"),
+    (["--watermark", "x"], "'x' is no number"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(args: list[str], message: str,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        options(args)
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("quire: error: ") and message in lines[0]
+
+
+def test_two_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'a' and --model 'b'"):
+        options(["a", "--model", "b"])
+
+
+def test_values_that_cannot_work_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match="block_size=0"):
+        engine_config(make_parser().parse_args(["--block-size", "0"]))
+
+
+def test_other_flags_of_a_command_are_not_options() -> None:
+    parser = FlagParser(prog="quire test")
+    add_engine_flags(parser, skip=("seed",))
+    parser.add_argument("--seed", type=int, dest="seed")
+    assert given_options(parser.parse_args(["--seed", "4"])) == {}
+
+
+def test_only_some_flags() -> None:
+    parser = FlagParser(prog="quire test")
+    add_engine_flags(parser, only=("revision", "offline"))
+    assert given_options(parser.parse_args(["--revision", "v1", "--offline"])) == {"revision": "v1", "offline": True}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--dtype", "half"])
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("0", 0), ("-1", -1), ("32768", 32768), ("32k", 32_000), ("32K", 32_768), ("1.5k", 1500), ("32KiB", 32_768),
+    ("32kB", 32_000), ("2g", 2 * 10**9), ("2GiB", 2 << 30), ("2GB", 2 << 30), ("1T", 1 << 40), (" 7 ", 7),
+    ("9007199254740993", 9007199254740993),
+])
+def test_sizes(text: str, value: int) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1e3", "0x10", "12 34", "32kk", "5B", "0.0001k", "nan", "--5"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        parse_size(text)
+
+
+def test_help_names_every_flag_and_its_default() -> None:
+    text = describe_engine_flags()
+    assert all(flag in text for flag in FLAGS)
+    assert "token budget of one step (default: 2048)" in " ".join(text.split())
+
+
+def test_the_environment_gives_what_flags_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "8k")
+    monkeypatch.setenv("QUIRE_ENABLE_PREFIX_CACHING", "off")
+    monkeypatch.setenv("QUIRE_DTYPE", "")
+    monkeypatch.setenv("QUIRE_MODEL", "from/environment")
+    assert options([]) == {"max_model_len": 8000, "enable_prefix_caching": False, "model": "from/environment"}
+    assert options(["--max-model-len", "16", "given"])["max_model_len"] == 16
+    assert options(["given"])["model"] == "given"
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("QUIRE_MAX_NUM_SEQS", "lots", "environment variable QUIRE_MAX_NUM_SEQS: 'lots' is no whole number"),
+    ("QUIRE_OFFLINE", "perhaps", "environment variable QUIRE_OFFLINE: 'perhaps' is neither 1/true"),
+])
+def test_a_bad_value_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str,
+                                                 message: str) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=message):
+        options([])
+
+
+def test_booleans() -> None:
+    assert [parse_bool(t) for t in ("1", "True", "YES", "on")] == [True] * 4
+    assert [parse_bool(t) for t in ("0", "false", "No", "off")] == [False] * 4
+
+
+def test_the_hub_token_comes_from_its_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert options([]) == {"hf_token": "secret"}
+    monkeypatch.setenv("QUIRE_HF_TOKEN", "ours")
+    assert options([]) == {"hf_token": "ours"}
+    assert options(["--hf-token", "given"]) == {"hf_token": "given"}
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert env.cache_dir() == tmp_path / "quire"
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "own"))
+    assert env.cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("QUIRE_CACHE_DIR")
+    assert env.cache_dir() == Path.home() / ".cache" / "quire"
+
+
+def test_variables_that_are_not_read_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert option_warnings() == []
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "1")
+    monkeypatch.setenv("QUIRE_FULL", "1")  # of the tests
+    monkeypatch.setenv("QUIRE_CACHE_DIR", "x")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    misspelt, peer = option_warnings()
+    assert misspelt == "QUIRE_MAX_MODEL_LENGTH is not read: did you mean QUIRE_MAX_MODEL_LEN?"
+    assert peer.startswith("VLLM_CPU_KVCACHE_SPACE, VLLM_USE_V1 are not read by Quire.")
+    assert "--kv-cache-memory-bytes" in peer

@@ -1,0 +1,128 @@
+"""The command line as a whole: help, exit codes, and errors in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire import __version__
+from quire.contracts.errors import EngineDead, InvalidParameter, QuireError, WeightsError
+from quire.entry.cli import weights
+from quire.entry.cli.main import COMMANDS, main
+
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+
+
+def test_the_commands_are_these() -> None:
+    assert list(COMMANDS) == ["complete", "chat", "weights", "verify", "bench"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"quire {__version__}\n"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["-h"], []])
+def test_help_lists_commands_and_engine_flags(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {name} " in text for name in COMMANDS)
+    assert "--max-num-batched-tokens N" in text
+
+
+@pytest.mark.parametrize("args", [[name] for name in COMMANDS] + [["bench", kind] for kind in
+                                                                 ("latency", "throughput", "startup", "engine")])
+def test_every_command_has_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*args, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: quire {' '.join(args)}")
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["frobnicate"], "invalid choice: 'frobnicate'"),
+    (["complete", "--max-modl-len", "4"], "Did you mean --max-model-len? (`quire complete --help`"),
+    (["bench"], "the following arguments are required: KIND"),
+    (["bench", "latency", "--repeat", "0"], "'0' is no whole number above 0 (`quire bench latency --help`"),
+    (["--no-such"], "unknown flag --no-such."),
+    (["weights", "a", "--model", "b"], "two models are named"),
+    (["weights", "/no/such/folder"], "'/no/such/folder' does not exist"),
+    (["complete", "-p", "x", "--temperature", "9"], "temperature=9.0 is out of range"),
+    (["complete", "-p", "x", "--block-size", "0"], "block_size=0: must be at least 1"),
+    (["bench", "throughput", "--only", "nothing"], "unknown workload 'nothing'"),
+    (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
+    (["bench", "engine", "--steps", "9999"], "--steps 9999: at most"),
+])
+def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert err.startswith("quire: error: ") and message in err
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (WeightsError("model.safetensors is truncated:\n  download it again."), 2),
+    (InvalidParameter("n=0 is out of range."), 2),
+    (EngineDead("the engine stopped: out of memory"), 1),
+    (KeyboardInterrupt(), 130),
+    (BrokenPipeError(), 141),
+])
+def test_what_a_command_raises_becomes_an_exit_code(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(weights, "run", fail)
+    assert main(["weights"]) == code
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    if isinstance(error, QuireError):
+        assert err == f"quire: error: {' '.join(str(error).split())}\n"
+
+
+@pytest.mark.parametrize("args", [["--debug", "weights", "/no/such"], ["weights", "/no/such", "--debug"]])
+def test_debug_shows_the_traceback(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(weights, "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["weights"])
+
+
+def test_unread_variables_are_mentioned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    main(["weights"])
+    assert "quire: warning: VLLM_USE_V1" in capsys.readouterr().err
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SOURCE, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_and_weights_leave_torch_out() -> None:
+    lines = run_python("""
+import sys
+from quire.entry.cli.main import main
+for args in (["--help"], ["complete", "--help"], ["bench", "engine", "--help"], ["weights"], ["weights", "--json"]):
+    assert main(args) == 0, args
+print("torch loaded:", "torch" in sys.modules)
+""").splitlines()
+    assert lines[-1] == "torch loaded: False"
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    code = "import sys; from quire.entry.cli.main import main; sys.exit(main(['weights']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          cwd=SOURCE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141

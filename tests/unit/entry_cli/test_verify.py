@@ -1,0 +1,35 @@
+"""`quire verify` hands over model, configuration and prompt, and answers with the report."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from quire.entry.cli.main import main
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+def test_the_report_decides(ok: bool, code: int, monkeypatch: pytest.MonkeyPatch,
+                            capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[Any] = []
+
+    class Report:
+        def __init__(self) -> None:
+            self.ok = ok
+
+        def render(self) -> str:
+            return "layer 0: equal"
+
+    def verify(model: str, config: Any, prompt: str | None) -> Report:
+        calls.append((model, config.model.dtype, prompt))
+        return Report()
+
+    module = types.ModuleType("quire.explain.parity")
+    module.verify = verify  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quire.explain.parity", module)
+    if "quire.explain" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "quire.explain", types.ModuleType("quire.explain"))
+    assert main(["verify", "some/model", "-p", "text", "--dtype", "float32"]) == code
+    assert calls == [("some/model", "float32", "text")]
+    assert capsys.readouterr().out == "layer 0: equal\n"
