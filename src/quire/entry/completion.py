@@ -96,7 +96,10 @@ class Generation:
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
-        return all(c.finish_reason is not None for c in self.completions)
+        for completion in self.completions:  # not all(...): this runs for every request in every step
+            if completion.finish_reason is None:
+                return False
+        return True
 
     def add_logprobs(self, completion: Completion, rows: RowLogprobs) -> None:
         """Keep one token's alternatives; `logprobs` may be asked for with k = 0: the token's own only."""

@@ -150,13 +150,13 @@ class FrontEnd:
 
     @staticmethod
     def _wanted(generation: Generation) -> bool:
-        if generation.finished:
+        params = generation.params
+        if params.output_kind is OutputKind.FINAL_ONLY:
+            return generation.finished
+        if params.stream_interval is None or generation.finished:
             return True
-        if generation.params.output_kind is OutputKind.FINAL_ONLY:
-            return False
-        interval = generation.params.stream_interval or 1
         newest = max(len(c.token_ids) for c in generation.completions)
-        return newest == 1 or newest % interval == 0
+        return newest == 1 or newest % params.stream_interval == 0
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, however it was given."""

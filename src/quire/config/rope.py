@@ -1,0 +1,119 @@
+"""Rotary position settings as config.json spells them: `rope_theta` + `rope_scaling` (old), `rope_parameters` (new).
+
+Knows which scaling kinds are implemented and validates their numbers; the formulas live with the rotary layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.contracts.errors import ModelError, UnsupportedModel
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+DEFAULT_THETA = 10_000.0
+_KNOWN = frozenset(
+    "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
+    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeArgs:
+    """How positions become rotations.
+
+    kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn
+    original_max_position   trained length in tokens, for llama3 and yarn
+    attention_factor        multiplies cos and sin (yarn); None = from factor, mscale and mscale_all_dim
+    """
+
+    theta: float = DEFAULT_THETA
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @property
+    def extended_positions(self) -> int:
+        """Positions that yarn makes usable beyond max_position_embeddings; 0 for the other kinds."""
+        return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
+
+
+def read_rope(keys: Mapping[str, Any], max_positions: int, source: str) -> tuple[RopeArgs, tuple[str, ...]]:
+    """The rotary settings of a config.json and notes about keys that were ignored.
+
+    Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
+    As in Hugging Face, `rope_scaling` wins over `rope_parameters`, and a theta inside them over the outer one.
+    """
+    raw = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
+        raise UnsupportedModel(f"{source}: rope settings that differ by layer are not implemented.")
+    if raw.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
+        raise UnsupportedModel(f"{source}: partial_rotary_factor={raw['partial_rotary_factor']} is not implemented.")
+    if raw.get("mrope_section") is not None:
+        raise UnsupportedModel(f"{source}: mrope_section is not implemented.")
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if kind not in KINDS:
+        raise UnsupportedModel(f"{source}: rope type {kind!r} is not implemented (one of {', '.join(KINDS)}).")
+    outer = keys.get("rope_theta")
+    theta = _number({"rope_theta": DEFAULT_THETA if outer is None else outer, **raw}, "rope_theta", source)
+    notes = _notes(raw, kind, max_positions)
+    if kind == "default":
+        return RopeArgs(theta=theta), notes
+    factor = _number(raw, "factor", source)
+    if factor < 1:
+        raise ModelError(f"{source}: rope factor={factor} must be at least 1.")
+    if kind in ("linear", "dynamic"):
+        return RopeArgs(theta=theta, kind=kind, factor=factor), notes
+    trained = "original_max_position_embeddings"
+    original = keys.get(trained) or raw.get(trained) or max_positions
+    if not isinstance(original, int) or original < 1:
+        raise ModelError(f"{source}: original_max_position_embeddings={original!r} must be a positive integer.")
+    if kind == "llama3":
+        return _llama3(raw, theta, factor, original, source), notes
+    return _yarn(raw, theta, factor, original, source), notes
+
+
+def _llama3(raw: Mapping[str, Any], theta: float, factor: float, original: int, source: str) -> RopeArgs:
+    low, high = _number(raw, "low_freq_factor", source), _number(raw, "high_freq_factor", source)
+    if high <= low:
+        raise ModelError(f"{source}: high_freq_factor={high} must be above low_freq_factor={low}.")
+    return RopeArgs(
+        theta=theta, kind="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high,
+        original_max_position=original,
+    )  # fmt: skip
+
+
+def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, source: str) -> RopeArgs:
+    optional = {
+        key: _number(raw, key, source)
+        for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        if raw.get(key) is not None
+    }
+    return RopeArgs(
+        theta=theta, kind="yarn", factor=factor, original_max_position=original,
+        truncate=bool(raw.get("truncate", True)), **optional,
+    )  # fmt: skip
+
+
+def _number(values: Mapping[str, Any], key: str, source: str) -> float:
+    value = values.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise ModelError(f"{source}: {key}={value!r} in the rope settings must be a positive number.")
+    return float(value)
+
+
+def _notes(raw: Mapping[str, Any], kind: str, max_positions: int) -> tuple[str, ...]:
+    notes = []
+    unknown = sorted(set(raw) - _KNOWN)
+    if unknown:
+        notes.append(f"rope settings that are not known and were ignored: {', '.join(unknown)}")
+    if kind == "dynamic":
+        notes.append(f"dynamic rope scaling changes nothing up to {max_positions} tokens, the context length used")
+    return tuple(notes)

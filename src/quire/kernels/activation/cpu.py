@@ -1,0 +1,14 @@
+"""silu(gate) * up in two passes, the second in place."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.select import Support
+
+SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}))
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `quire.kernels.activation`."""
+    half = gate_up.shape[-1] // 2
+    return F.silu(gate_up[:, :half]).mul_(gate_up[:, half:])

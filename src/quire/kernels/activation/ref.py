@@ -1,0 +1,14 @@
+"""silu(gate) * up, as the formula reads, in float32."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.select import Support
+
+SUPPORT = Support(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}))
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `quire.kernels.activation`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)

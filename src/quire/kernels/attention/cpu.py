@@ -1,0 +1,140 @@
+"""Paged attention on a CPU through PyTorch's flash kernel, which also returns each row's log-sum-exp.
+
+A decode treats blocks as a batch: block b of the arena is keys [Hkv, block_size, D], its query rows are the heads that
+share a KV head. Outputs of a sequence's blocks are merged by log-sum-exp (Dao, 2023, flash-decoding). A chunk of a
+prompt gathers its context once, then attends to the past without a mask and to itself with a causal one. Both layouts
+were the fastest of those measured at 128 to 3072 tokens of context (at 1024 tokens of bfloat16 in blocks of 32, 8 KV
+heads of 128, 2 cores: strided 303 us, gathered 738, batched products 508).
+"""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.attention.plan import ChunkPlan, Copied, DecodePlan, Merge, Run, Tail, plan_step
+from quire.kernels.select import Support
+
+
+def _missing() -> str:
+    """Why the flash kernel cannot be used in this build of PyTorch, or ""."""
+    if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        return "this PyTorch has no flash attention for CPUs"
+    return ""
+
+
+SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}), missing=_missing())
+
+
+def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
+    """See `quire.kernels.attention`."""
+    size = kv.block_size
+    place = (kv_slots // size, kv_slots % size)
+    kv.k.transpose(1, 2).index_put_(place, k)
+    kv.v.transpose(1, 2).index_put_(place, v)
+
+
+def paged_attention(
+    q: Tensor,
+    kv: KVView,
+    meta: AttentionMeta,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in SUPPORT)."""
+    assert window is None and soft_cap is None and sinks is None, "selected for features it does not declare"
+    plan = plan_step(meta, kv.block_size)
+    decode = plan.decode
+    if decode is not None and decode.rows is None:
+        return _decode(q, kv, decode, scale)
+    out = torch.empty_like(q)
+    if decode is not None and decode.rows is not None:
+        out[decode.rows] = _decode(q[decode.rows], kv, decode, scale)
+    for chunk in plan.chunks:
+        out[chunk.first : chunk.last] = _chunk(q[chunk.first : chunk.last], kv, chunk, scale)
+    return out
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, M, D], k and v [B, H, L, D] -> output [B, H, M, D], log-sum-exp [B, H, M] float32."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+
+
+def _decode(q: Tensor, kv: KVView, plan: DecodePlan, scale: float) -> Tensor:
+    """q [S, Hq, D], one row per sequence -> [S, Hq, D]."""
+    rows, heads, dim = q.shape
+    kv_heads = kv.k.shape[1]
+    grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
+    parts = [_attend(grouped, kv, call, scale) for call in plan.calls]
+    if len(parts) == 1:
+        output, lse = parts[0]
+    else:
+        output, lse = torch.cat([o for o, _ in parts]), torch.cat([s for _, s in parts])
+    if len(plan.merges) == 1:
+        return _merge(output, lse, plan.merges[0]).view(rows, heads, dim)
+    merged = torch.empty_like(grouped)
+    for merge in plan.merges:
+        merged[merge.rows] = _merge(output, lse, merge)
+    return merged.view(rows, heads, dim)
+
+
+def _attend(q: Tensor, kv: KVView, call: Run | Tail | Copied, scale: float) -> tuple[Tensor, Tensor]:
+    """q [S, Hkv, G, D] -> output [n, Hkv, G, D] and log-sum-exp [n, Hkv, G] of the call's n blocks."""
+    if isinstance(call, Tail):
+        seen = slice(call.block, call.block + 1)
+        return _flash(q, kv.k[seen, :, : call.num_tokens], kv.v[seen, :, : call.num_tokens], scale)
+    owned = q.expand(len(call.owners), -1, -1, -1) if len(q) == 1 else q.index_select(0, call.owners)
+    if isinstance(call, Run):
+        return _flash(owned, kv.k[call.start : call.stop], kv.v[call.start : call.stop], scale)
+    k, v = kv.k.index_select(0, call.blocks), kv.v.index_select(0, call.blocks)
+    if call.mask is not None:  # whatever lies past the end may be NaN, and 0 * NaN is NaN: a mask alone is not enough
+        keep = call.keep[k.dtype]
+        for side in (k, v):
+            side[-len(keep) :].view(keep.dtype).bitwise_and_(keep)
+    return _flash(owned, k, v, scale, mask=call.mask)
+
+
+def _merge(output: Tensor, lse: Tensor, merge: Merge) -> Tensor:
+    """Weight the parts of every row by exp(log-sum-exp) -> [R, Hkv, G, D].
+
+    A block that was attended to for nobody (a gap in a run) has some output and log-sum-exp, and a fully masked one
+    would have log-sum-exp 0: neither is ever among `parts`, and padding gets weight 0.
+    """
+    if merge.parts is None:
+        output, lse = output[None], lse[None]
+    else:
+        parts = merge.parts.view(-1)
+        output = output.index_select(0, parts).view(*merge.parts.shape, *output.shape[1:])
+        lse = lse.index_select(0, parts).view(*merge.parts.shape, *lse.shape[1:])
+    if output.shape[1] == 1:
+        return output[:, 0]
+    weights = lse
+    if merge.dead is not None:
+        weights = weights.masked_fill(merge.dead[:, :, None, None], float("-inf"))
+    weights = weights.softmax(1).unsqueeze(-1)
+    return torch.mul(output, weights).sum(1).to(output.dtype)
+
+
+def _chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tensor:
+    """q [M, Hq, D], consecutive positions of one sequence -> [M, Hq, D]."""
+    rows, heads, dim = q.shape
+    kv_heads = kv.k.shape[1]
+    group = heads // kv_heads
+    # Indexing, because index_select along dim 1 of a strided view copies the whole arena first.
+    k, v = (
+        side[chunk.blocks].transpose(0, 1).reshape(kv_heads, 1, -1, dim).expand(-1, group, -1, -1)
+        for side in (kv.k, kv.v)
+    )
+    grouped = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
+    now = slice(chunk.past, chunk.total)
+    output, lse = _flash(grouped, k[:, :, now], v[:, :, now], scale, causal=True)
+    if chunk.past:
+        before, before_lse = _flash(grouped, k[:, :, : chunk.past], v[:, :, : chunk.past], scale)
+        weight = torch.sigmoid(before_lse - lse).unsqueeze(-1)  # exp(b) / (exp(a) + exp(b))
+        output = torch.lerp(output.float(), before.float(), weight).to(q.dtype)
+    return output.permute(2, 0, 1, 3).reshape(rows, heads, dim)

@@ -1,0 +1,90 @@
+"""Random steps over a paged cache, for tests and measurements of the attention kernels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView
+
+
+@dataclass(frozen=True)
+class Case:
+    """query_lens and seq_lens of each sequence, heads, and how block ids are dealt: "apart", "runs" or "shared"."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 16
+    block_size: int = 8
+    deal: str = "apart"
+
+
+CASES = (
+    Case((1,), (1,)),
+    Case((1,), (8,)),
+    Case((1,), (9,)),
+    Case((1,), (100,), deal="runs"),
+    Case((1,), (96,), deal="runs"),
+    Case((1, 1, 1), (1, 8, 50), heads=(3, 3)),
+    Case((1, 1, 1, 1), (17, 64, 65, 7), deal="runs"),
+    Case((1, 1, 1), (40, 45, 47), deal="shared"),
+    Case((5,), (5,), heads=(6, 1)),
+    Case((5,), (12,)),
+    Case((16,), (16,)),
+    Case((7,), (64,), heads=(5, 5), head_dim=20, block_size=16),
+    Case((3, 1, 9, 1), (3, 30, 25, 1), heads=(6, 2)),
+    Case((1, 4, 1), (33, 36, 129), heads=(7, 1), block_size=16, deal="runs"),
+    Case((2, 40), (80, 40), heads=(8, 4), head_dim=32, deal="shared"),
+)
+
+
+def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView, AttentionMeta]:
+    """q and a cache whose every slot that must not be read holds NaN, inside an arena of wider pages."""
+    generator = torch.Generator().manual_seed(seed)
+    size, kv_heads = case.block_size, case.heads[1]
+    counts = [-(-length // size) for length in case.seq_lens]
+    tables, num_blocks = _deal(case, counts, generator)
+    arena = torch.full((num_blocks, 3, 2, kv_heads, size, case.head_dim), float("nan"), dtype=dtype)
+    kv = KVView(arena[:, 1, 0], arena[:, 1, 1])
+    for s, length in enumerate(case.seq_lens):
+        for position in range(length):
+            block, offset = int(tables[s, position // size]), position % size
+            if torch.isnan(kv.k[block, 0, offset, 0]):
+                kv.k[block, :, offset] = torch.randn(kv_heads, case.head_dim, generator=generator).to(dtype)
+                kv.v[block, :, offset] = torch.randn(kv_heads, case.head_dim, generator=generator).to(dtype)
+    starts = [0, *torch.tensor(case.query_lens).cumsum(0).tolist()]
+    q = torch.randn(starts[-1], case.heads[0], case.head_dim, generator=generator).to(dtype)
+    slots = torch.cat(
+        [
+            torch.tensor([int(tables[s, p // size]) * size + p % size for p in range(length - rows, length)])
+            for s, (rows, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True))
+        ]
+    )
+    meta = AttentionMeta(
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32),
+        block_tables=tables,
+        kv_slots=slots,
+    )
+    return q, kv, meta
+
+
+def _deal(case: Case, counts: list[int], generator: torch.Generator) -> tuple[Tensor, int]:
+    """Block tables [S, max] int32 and the number of blocks of the arena; entries that are never read are huge."""
+    total = sum(counts)
+    num_blocks = 2 * total + 2
+    if case.deal == "apart":
+        ids = (torch.randperm(num_blocks - 1, generator=generator)[:total] + 1).tolist()
+    else:  # consecutive ids, with a small gap between sequences
+        ids = [1 + i for i in range(total)]
+    tables = torch.full((len(counts), max(counts) + 1), 2**30, dtype=torch.int32)
+    taken = 0
+    for s, count in enumerate(counts):
+        gap = s if case.deal == "runs" else 0
+        tables[s, :count] = torch.tensor(ids[taken : taken + count], dtype=torch.int32) + gap
+        taken += count
+    if case.deal == "shared":  # full blocks at the front belong to everyone
+        common = min(min(counts) - 1, 4)
+        tables[:, :common] = tables[0, :common]
+    return tables, num_blocks + len(counts)

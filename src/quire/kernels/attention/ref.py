@@ -1,0 +1,53 @@
+"""Paged attention, one row at a time, in float32."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView, as_list
+from quire.kernels.select import Support
+
+SUPPORT = Support(
+    devices=frozenset({"cpu", "cuda"}),
+    dtypes=frozenset({"float32", "bfloat16", "float16"}),
+    features=frozenset({"window", "soft_cap", "sinks"}),
+)
+
+
+def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
+    """See `quire.kernels.attention`."""
+    for row, slot in enumerate(kv_slots.tolist()):
+        block, offset = divmod(slot, kv.block_size)
+        kv.k[block, :, offset] = k[row]
+        kv.v[block, :, offset] = v[row]
+
+
+def paged_attention(
+    q: Tensor,
+    kv: KVView,
+    meta: AttentionMeta,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See `quire.kernels.attention`."""
+    out = torch.zeros_like(q)
+    starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
+    group = q.shape[1] // kv.k.shape[1]
+    for s, length in enumerate(lengths):
+        blocks = meta.block_tables[s, : -(-length // kv.block_size)].long()
+        keys = kv.k[blocks].transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
+        values = kv.v[blocks].transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
+        num_rows = starts[s + 1] - starts[s]
+        for i in range(num_rows):
+            position = length - num_rows + i
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = slice(first, position + 1)
+            scores = torch.einsum("hd,lhd->hl", q[starts[s] + i].float(), keys[seen]) * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.float()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : position + 1 - first]
+            out[starts[s] + i] = torch.einsum("hl,lhd->hd", weights, values[seen]).to(q.dtype)
+    return out

@@ -1,0 +1,18 @@
+"""The matrix product in float32."""
+
+from torch import Tensor
+
+from quire.kernels.select import Support
+
+SUPPORT = Support(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}))
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The weight as it is."""
+    return weight
+
+
+def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    product = x.float() @ packed.float().t()
+    return (product if bias is None else product + bias.float()).to(x.dtype)

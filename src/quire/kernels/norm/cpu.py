@@ -1,0 +1,22 @@
+"""RMS normalization through PyTorch's fused CPU operator."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.select import Support
+
+SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `quire.kernels.norm`."""
+    width = x.shape[-1:]
+    if weight.dim() == 1:
+        return F.rms_norm(x, width, weight, eps)
+    return F.rms_norm(x, width, None, eps).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.norm`."""
+    total = x + residual
+    return F.rms_norm(total, total.shape[-1:], weight, eps), total

@@ -1,0 +1,23 @@
+"""RMS normalization, as the formula reads."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.select import Support
+
+SUPPORT = Support(
+    devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}), features=frozenset()
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `quire.kernels.norm`."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.norm`."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total

@@ -1,0 +1,14 @@
+"""Rotary embedding in three passes over x: multiply, swap halves, multiply and add."""
+
+from torch import Tensor
+
+from quire.kernels.select import Support
+
+SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}))
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `quire.kernels.rope`."""
+    dtype = x.dtype
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return (x * cos.to(dtype)[:, None]).addcmul_(swapped, sin.to(dtype)[:, None])

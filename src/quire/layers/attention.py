@@ -1,0 +1,49 @@
+"""Grouped-query attention over the paged cache."""
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.checkpoint import ModelArgs
+from quire.kernels.attention import KVView
+from quire.layers.context import Build, StepContext
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rotation
+
+
+class Attention(nn.Module):
+    """Projections, optional RMS norm of each query and key head, rotation, cache write, attention, output."""
+
+    def __init__(self, args: ModelArgs, build: Build) -> None:
+        super().__init__()
+        self.kernels = build.kernels
+        self.num_heads, self.num_kv_heads, self.head_dim = args.num_heads, args.num_kv_heads, args.head_dim
+        self.eps = args.norm_eps
+        self.scale = args.head_dim**-0.5
+        q_size, kv_size = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+        parts = {"q": q_size, "k": kv_size, "v": kv_size}
+        self.qkv = Linear(args.hidden_size, parts, args.attention_bias, build)
+        self.output = Linear(q_size, {"": args.hidden_size}, args.output_bias, build)
+        self.q_norm = RMSNorm(args.head_dim, args.norm_eps, build) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, args.norm_eps, build) if args.qk_norm else None
+        self.head_norm: Tensor | None = None
+
+    def pack(self) -> None:
+        """Stack the two norms' weights by head, so that q and k are normalized in one call."""
+        if self.q_norm is None or self.k_norm is None:
+            return
+        q, k = self.q_norm.weight, self.k_norm.weight
+        self.head_norm = torch.cat((q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1))).detach()
+
+    def forward(self, x: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; writes this step's keys and values to `kv` before attending."""
+        tokens, rotated = x.shape[0], self.num_heads + self.num_kv_heads
+        qkv = self.qkv(x).view(tokens, rotated + self.num_kv_heads, self.head_dim)
+        qk, v = qkv[:, :rotated], qkv[:, rotated:]
+        if self.head_norm is not None:
+            qk = self.kernels.norm.rms_norm(qk, self.head_norm, self.eps)
+        qk = self.kernels.rope.apply_rope(qk, *rotation)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        self.kernels.attention.write_kv(k, v, kv, ctx.attention.kv_slots)
+        attended = self.kernels.attention.paged_attention(q, kv, ctx.attention, self.scale)
+        return self.output(attended.view(tokens, self.num_heads * self.head_dim))

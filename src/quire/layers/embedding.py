@@ -1,0 +1,43 @@
+"""Token ids to hidden states, and hidden states to logits."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.layers.context import Build
+from quire.quantization import unquantized
+
+
+class VocabEmbedding(nn.Module):
+    """A row per token id; the weight is [V, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
+        super().__init__()
+        self.weight = build.parameter(vocab_size, hidden_size)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[T] int32 or int64 ids in [0, V) -> [T, hidden]."""
+        return F.embedding(token_ids, self.weight)
+
+
+class LMHead(nn.Module):
+    """Scores of every token id. With `tied` it uses the embedding's rows and has no parameter of its own."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None, build: Build) -> None:
+        super().__init__()
+        self.kernel = build.kernels.linear
+        self.weight: nn.Parameter | None = None if tied is not None else build.parameter(vocab_size, hidden_size)
+        self.tied = (tied,)  # in a tuple, so that the embedding stays a child of the model alone
+        self.packed: unquantized.PackedLinear | None = None
+
+    def pack(self) -> None:
+        """Reorder the weights; a tied embedding keeps its plain rows too, because lookups need them."""
+        (tied,) = self.tied
+        weight = self.weight if tied is None else tied.weight
+        assert weight is not None, "packed twice"
+        self.packed = unquantized.pack(self.kernel, weight, None)
+        self.weight = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V] float32 logits."""
+        assert self.packed is not None, "run before pack()"
+        return unquantized.run(self.kernel, hidden, self.packed).float()

@@ -1,0 +1,72 @@
+"""Positions to rotations, with the scalings Hugging Face defines."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.config.rope import RopeArgs
+
+Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
+
+
+class Rotary:
+    """Rotation angles of a model: frequencies [D / 2] float32 and the factor on cos and sin."""
+
+    def __init__(self, args: RopeArgs, head_dim: int, device: torch.device) -> None:
+        frequencies, self.scale = rope_frequencies(args, head_dim)
+        self.frequencies = frequencies.to(device)
+
+    def rows(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """cos and sin [T, D] of positions [T]; angles in float32. The first half of sin is negated, as kernels want."""
+        angles = positions[:, None].float() * self.frequencies
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
+    """Radians per position of each pair [head_dim / 2] float32, and what cos and sin are multiplied by."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (args.theta**exponents)
+    if args.kind == "linear":
+        return plain / args.factor, 1.0
+    if args.kind == "llama3":
+        return _llama3(plain, args), 1.0
+    if args.kind == "yarn":
+        return _yarn(plain, args, head_dim), _yarn_scale(args)
+    return plain, 1.0  # default, and dynamic up to the trained length
+
+
+def _llama3(plain: Tensor, args: RopeArgs) -> Tensor:
+    """Llama 3.1: wavelengths above original / low are stretched by factor, below original / high kept, else blended."""
+    turns = args.original_max_position * plain / (2 * math.pi)  # rotations over the trained length
+    kept = ((turns - args.low_freq_factor) / (args.high_freq_factor - args.low_freq_factor)).clamp(0, 1)
+    return plain * kept + plain / args.factor * (1 - kept)
+
+
+def _yarn(plain: Tensor, args: RopeArgs, head_dim: int) -> Tensor:
+    """YaRN (Peng et al., 2023, section 3.2): pairs that turn often are kept, slow ones stretched, a ramp between."""
+
+    def pair_with(turns: float) -> float:
+        return head_dim * math.log(args.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(args.theta))
+
+    low, high = pair_with(args.beta_fast), pair_with(args.beta_slow)
+    if args.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain * kept + plain / args.factor * (1 - kept)
+
+
+def _yarn_scale(args: RopeArgs) -> float:
+    """YaRN's attention temperature as a factor on cos and sin (section 3.4 of the paper)."""
+    if args.attention_factor is not None:
+        return args.attention_factor
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(args.factor) + 1.0 if args.factor > 1 else 1.0
+
+    if args.mscale and args.mscale_all_dim:
+        return temperature(args.mscale) / temperature(args.mscale_all_dim)
+    return temperature(1.0)

@@ -1,0 +1,53 @@
+"""The only loop over layers, and what a model must show to be run by it."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from quire.config.checkpoint import ModelArgs
+from quire.kernels.select import Kernels
+from quire.layers.context import StepContext
+from quire.layers.rope import Rotary
+
+Tap = Callable[[int | str, Tensor], None]
+NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i} stands for a layer index
+
+
+class Model(Protocol):
+    """A decoder: token ids -> embed -> layers -> norm -> head -> logits."""
+
+    args: ModelArgs
+    kernels: Kernels
+    name_map: NameMap
+    embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
+    layers: Sequence[Callable[..., Tensor]]  # (hidden, rotation, ctx, kv view) -> hidden
+    norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
+    head: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, V] float32
+    rotary: Rotary
+
+    def pack(self) -> None:
+        """Turn loaded weights into the kernels' layout; once, before the first step."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, tensor) of every parameter not packed yet."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(name, layer) of every layer, nested ones too."""
+
+
+def run_layers(
+    model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None, tap: Tap | None = None
+) -> Tensor:
+    """Run `layers` (all of them by default) over hidden [T, hidden] -> [T, hidden].
+
+    `tap` sees the hidden state that enters, under "embed", and the one that leaves each layer, under its index.
+    """
+    rotation = model.rotary.rows(ctx.positions, hidden.dtype)
+    if tap is not None:
+        tap("embed", hidden)
+    for index in range(len(model.layers)) if layers is None else layers:
+        hidden = model.layers[index](hidden, rotation, ctx, ctx.kv[index])
+        if tap is not None:
+            tap(index, hidden)
+    return hidden

@@ -1,0 +1,4 @@
+"""What a device can do, as facts.
+
+Knows the hardware of this machine; knows nothing of models, kernels or configuration. No torch.
+"""

@@ -1,0 +1,112 @@
+"""Facts about the CPU this process runs on: cores, memory, bfloat16 units.
+
+Reads `/proc` and the standard library only (no torch), so that any command may ask. Knows nothing of kernels: they
+decide what to do with these facts.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 flags, and the arm64 `Features` word
+ASSUMED_MEMORY = 4 << 30  # bytes, where the system does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuFacts:
+    """One CPU as seen by this process.
+
+    cores         physical cores this process may use
+    free_memory   bytes that can be allocated without swapping, when asked
+    bf16_units    instruction sets that multiply bfloat16 natively, best first; empty: bfloat16 would be emulated
+    """
+
+    cores: int
+    free_memory: int
+    total_memory: int
+    bf16_units: tuple[str, ...]
+    device: str = "cpu"
+
+    def pick_dtype(self, wanted: str) -> tuple[str, str]:
+        """The dtype to compute in for a checkpoint stored as `wanted`, and a note ("" when it is kept).
+
+        float16 has no fast path here; bfloat16 needs native units. Both fall back to float32.
+        """
+        if wanted == "float32" or (wanted == "bfloat16" and self.bf16_units):
+            return wanted, ""
+        if wanted == "bfloat16":
+            return "float32", "this CPU has no bfloat16 units (AMX or AVX512-BF16): computing in float32"
+        if self.bf16_units:
+            return "bfloat16", f"{wanted} has no fast path on a CPU: computing in bfloat16"
+        return "float32", f"{wanted} has no fast path on a CPU: computing in float32"
+
+
+def read_cpu_facts() -> CpuFacts:
+    """Look at this machine; a few milliseconds."""
+    cpuinfo = _read(Path("/proc/cpuinfo"))
+    words = _cpu_flags(cpuinfo)
+    free, total = _memory()
+    return CpuFacts(
+        cores=_physical_cores(cpuinfo),
+        free_memory=free,
+        total_memory=total,
+        bf16_units=tuple(unit for unit in BF16_UNITS if unit in words),
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _cpu_flags(cpuinfo: str) -> frozenset[str]:
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip().lower() in ("flags", "features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _allowed_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _physical_cores(cpuinfo: str) -> int:
+    """Allowed logical CPUs, counting the threads of one core once."""
+    allowed = _allowed_cpus()
+    cores: set[tuple[str, str]] = set()
+    for entry in cpuinfo.split("\n\n"):
+        fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in entry.splitlines())}
+        if not {"processor", "physical id", "core id"} <= fields.keys():
+            continue
+        if int(fields["processor"]) in allowed:
+            cores.add((fields["physical id"], fields["core id"]))
+    return len(cores) or len(allowed)
+
+
+def _memory() -> tuple[int, int]:
+    """Free and total bytes; a container's limit counts when it is smaller."""
+    fields: dict[str, int] = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        key, _, value = line.partition(":")
+        fields[key] = int(value.split()[0]) * 1024
+    if "MemTotal" not in fields:
+        return _memory_without_proc()
+    free, total = fields.get("MemAvailable", fields["MemTotal"]), fields["MemTotal"]
+    limit = _read(Path("/sys/fs/cgroup/memory.max")).strip()
+    if limit.isdigit():
+        used = int(_read(Path("/sys/fs/cgroup/memory.current")).strip() or 0)
+        free, total = min(free, max(int(limit) - used, 0)), min(total, int(limit))
+    return free, total
+
+
+def _memory_without_proc() -> tuple[int, int]:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return ASSUMED_MEMORY, ASSUMED_MEMORY
+    return total // 2, total

@@ -1,0 +1,146 @@
+"""What a checkpoint folder holds: safetensors headers and the index, read without touching the weights.
+
+A safetensors file is 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}} and
+the bytes; offsets count from the end of the header (https://github.com/huggingface/safetensors, format). No torch.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quire.contracts.errors import WeightsError
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100 << 20  # bytes, the format's own limit
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+_AGAIN = "download it again."
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor on disk: `offset` is from the start of `file`; dtype in safetensors' spelling (BF16, ...)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All tensors of a folder by name, in file order, and the files in the order they are read."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read every header and check it against its file and the index.
+
+    Raises WeightsError naming the file, the tensor and the fix: no safetensors, missing shard, truncated or damaged
+    file, a tensor in two files, a tensor that the index promises and no file holds.
+    """
+    folder = Path(folder)
+    placed = _read_index(folder)
+    files = sorted({folder / name for name in placed.values()}) if placed else _find_files(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        if not path.is_file():
+            raise WeightsError(f"{path} is missing ({INDEX} names it): download it again.")
+        for tensor in read_header(path):
+            other = tensors.setdefault(tensor.name, tensor)
+            if other is not tensor:
+                raise WeightsError(f"{tensor.name} is in both {other.file.name} and {path.name}: remove one of them.")
+    for name, file_name in placed.items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise WeightsError(f"{folder / file_name} has no tensor {name}, which {INDEX} promises: download it again.")
+    return Checkpoint(folder, tuple(files), tensors)
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file, by offset. Raises WeightsError when it is damaged or cut short."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > MAX_HEADER or 8 + length > size:
+            raise WeightsError(f"{path} is truncated (a header of {length} bytes in a file of {size}): {_AGAIN}")
+        try:
+            header = json.loads(file.read(length))
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            raise WeightsError(f"{path} has a damaged header: {_AGAIN}") from None
+    if not isinstance(header, dict):
+        raise WeightsError(f"{path} has a damaged header: {_AGAIN}")
+    header.pop("__metadata__", None)
+    tensors = [_stored(path, name, entry, 8 + length, size) for name, entry in header.items()]
+    return sorted(tensors, key=lambda tensor: tensor.offset)
+
+
+def _stored(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        exact = prod(shape) * ITEM_BYTES[dtype]
+    except (KeyError, TypeError, ValueError):
+        raise WeightsError(f"{path}: the header entry of {name} is damaged or of an unknown dtype: {_AGAIN}") from None
+    if end - start != exact or start < 0:
+        raise WeightsError(f"{path}: {name} {list(shape)} {dtype} needs {exact} bytes, has {end - start}: {_AGAIN}")
+    if data + end > size:
+        raise WeightsError(f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}: {_AGAIN}")
+    return StoredTensor(name, dtype, shape, path, data + start, exact)
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, or {} when there is no index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(name, str) and Path(file).name == file for name, file in placed.items()):
+            raise ValueError
+    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError):
+        raise WeightsError(f"{path} is damaged: {_AGAIN}") from None
+    return dict(placed)
+
+
+def _find_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder without an index; a set of shards must be complete."""
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if (folder / "model.safetensors") in files:
+        return [folder / "model.safetensors"]
+    if not files:
+        raise WeightsError(_no_files(folder))
+    present = {path.name for path in files}
+    for path in files:
+        match = _SHARD.fullmatch(path.name)
+        if match is None:
+            continue
+        for number in range(1, int(match["total"]) + 1):
+            name = f"{match['stem']}-{number:05}-of-{match['total']}.safetensors"
+            if name not in present:
+                raise WeightsError(f"{folder / name} is missing (its sister {path.name} is there): {_AGAIN}")
+    return files
+
+
+def _no_files(folder: Path) -> str:
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} has only {pickles[0]}: .bin and .pt files can run code when opened and are not read. "
+            "Load it once with transformers and call save_pretrained(folder), which writes safetensors."
+        )
+    return f"{folder} has no .safetensors file: give a folder with the weights, or use load_format=dummy."

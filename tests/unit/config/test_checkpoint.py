@@ -1,0 +1,248 @@
+"""Reading config.json: spellings, refusals by name, notes, and every real configuration at hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.checkpoint import FAMILIES, parse_checkpoint_config, read_checkpoint_config
+from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [3, 5],
+    "tie_word_embeddings": True,
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """QWEN3 with some keys replaced; None removes nothing, `...` removes the key."""
+    return {key: value for key, value in (QWEN3 | changes).items() if value is not ...}
+
+
+def as_family(model_type: str, **changes: Any) -> dict[str, Any]:
+    named = {"model_type": model_type, "architectures": [FAMILIES[model_type].architecture]}
+    return changed(**(named | changes))
+
+
+def test_reads_every_field() -> None:
+    args = parse_checkpoint_config(QWEN3)
+    assert (args.num_heads, args.num_kv_heads, args.head_dim, args.num_layers) == (4, 2, 32, 4)
+    assert args.rope.theta == 5000.0 and args.rope.kind == "default"
+    assert args.dtype == "bfloat16" and args.eos_token_ids == (3, 5) and args.tie_word_embeddings
+    assert args.qk_norm and not args.attention_bias and args.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"torch_dtype": ..., "dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float32", "dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({"torch_dtype": None}, "float32"),
+    ],
+    ids=str,
+)
+def test_dtype_spellings(changes: dict[str, Any], dtype: str) -> None:
+    assert parse_checkpoint_config(changed(**changes)).dtype == dtype
+
+
+def test_missing_dtype_is_said() -> None:
+    assert "float32" in parse_checkpoint_config(changed(torch_dtype=...)).notes[0]
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+        {"rope_scaling": LLAMA3 | {"type": "llama3"}},
+        {"rope_theta": ..., "rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5000.0}},
+        {"rope_parameters": LLAMA3 | {"rope_type": "llama3"}},
+        {"rope_scaling": LLAMA3 | {"type": "llama3"}, "rope_parameters": {"rope_type": "default"}},
+    ],
+    ids=["old", "older", "new", "mixed", "both"],
+)
+def test_rope_spellings(changes: dict[str, Any]) -> None:
+    rope = parse_checkpoint_config(changed(**changes)).rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original_max_position) == ("llama3", 5000.0, 8.0, 512)
+
+
+def test_rope_theta_defaults_as_transformers_does() -> None:
+    assert parse_checkpoint_config(changed(rope_theta=...)).rope.theta == 10_000.0
+    inner = changed(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
+    assert parse_checkpoint_config(inner).rope.theta == 7.0
+
+
+def test_yarn_extends_the_context() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert parse_checkpoint_config(changed(rope_scaling=yarn)).max_position_embeddings == 16384
+    assert parse_checkpoint_config(changed(rope_scaling={"type": "yarn", "factor": 2.0})).rope.original_max_position == 4096
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "head_dim"),
+    [
+        ("llama", {"head_dim": None}, 16),
+        ("llama", {"head_dim": ...}, 16),
+        ("qwen2", {"head_dim": ...}, 16),
+        ("qwen3", {"head_dim": ...}, 128),
+        ("mistral", {"head_dim": 32, "sliding_window": None}, 32),
+    ],
+    ids=str,
+)
+def test_head_dim(model_type: str, changes: dict[str, Any], head_dim: int) -> None:
+    assert parse_checkpoint_config(as_family(model_type, **changes)).head_dim == head_dim
+
+
+def test_biases_by_family() -> None:
+    def biases(model_type: str, **changes: Any) -> tuple[bool, bool, bool]:
+        args = parse_checkpoint_config(as_family(model_type, sliding_window=None, **changes))
+        return args.attention_bias, args.output_bias, args.mlp_bias
+
+    assert biases("llama", attention_bias=True, mlp_bias=True) == (True, True, True)
+    assert biases("llama") == biases("mistral") == biases("qwen3") == (False, False, False)
+    assert biases("qwen2") == (True, False, False)
+    assert biases("qwen3", attention_bias=True) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (as_family("mistral", sliding_window=4095), "sliding_window=4095"),
+        (as_family("mistral", max_position_embeddings=8192), "sliding_window=4096"),
+        (as_family("llama", sliding_window=512), "sliding_window=512"),
+        (changed(use_sliding_window=True, sliding_window=512, max_window_layers=2), "sliding_window=512"),
+        (changed(use_sliding_window=True, sliding_window=512), "sliding_window=512"),
+        (changed(layer_types=["full_attention", "linear_attention"]), "linear_attention"),
+        (changed(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
+        (changed(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
+        (changed(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        (changed(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5"),
+        (changed(rope_scaling={"type": "longrope", "factor": 2.0}), "longrope"),
+        (changed(rope_scaling={"type": "default", "mrope_section": [1, 2, 3]}), "mrope_section"),
+        (changed(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer"),
+        (changed(hidden_act="gelu"), "hidden_act='gelu'"),
+        (changed(num_experts=8), "num_experts=8"),
+        (changed(quantization_config={"quant_method": "awq"}), "awq"),
+        (changed(vision_config={"depth": 2}), "vision_config"),
+        (changed(torch_dtype="float8_e4m3fn"), "float8_e4m3fn"),
+        (changed(architectures=["Qwen3ForSequenceClassification"]), "Qwen3ForSequenceClassification"),
+        (changed(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "gpt2"),
+        (changed(model_type="own", auto_map={"AutoModel": "own.py"}), "auto_map"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_by_name(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        parse_checkpoint_config(config)
+    assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_unknown_architecture_lists_ours() -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        parse_checkpoint_config(changed(model_type="gpt2", architectures=["GPT2LMHeadModel"]))
+    assert all(family.architecture in str(refusal.value) for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        as_family("mistral", sliding_window=4096),
+        as_family("mistral"),
+        changed(use_sliding_window=False, sliding_window=512),
+        changed(use_sliding_window=True, sliding_window=512, max_window_layers=4),
+        changed(use_sliding_window=True, sliding_window=4096),
+        changed(layer_types=["full_attention"] * 4),
+        changed(attn_logit_softcapping=None, residual_multiplier=1.0),
+        changed(architectures=...),
+        changed(model_type=...),
+    ],
+    ids=str,
+)
+def test_inactive_keys_pass(config: dict[str, Any]) -> None:
+    assert parse_checkpoint_config(config).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": ...}, "vocab_size is missing"),
+        ({"hidden_size": -4}, "hidden_size=-4"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"intermediate_size": "96"}, "intermediate_size='96'"),
+        ({"num_attention_heads": True}, "num_attention_heads=True"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"head_dim": None, "hidden_size": 66}, "hidden_size=66"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        ({"rope_theta": -1.0}, "rope_theta=-1.0"),
+        ({"rope_scaling": {"type": "linear"}}, "factor=None"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5"),
+        ({"rope_scaling": LLAMA3 | {"type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor=1.0"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as error:
+        parse_checkpoint_config(changed(**changes), "/models/x/config.json")
+    assert named in str(error.value) and "/models/x/config.json" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_notes_list_what_was_ignored() -> None:
+    notes = parse_checkpoint_config(changed(auto_map={"AutoModel": "x.py"}, sparkle=1, glitter=2)).notes
+    assert any("auto_map" in note for note in notes) and any("glitter, sparkle" in note for note in notes)
+    notes = parse_checkpoint_config(changed(rope_scaling={"type": "linear", "factor": 2.0, "odd": 1})).notes
+    assert any("odd" in note for note in notes)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        read_checkpoint_config(tmp_path)
+    for text in ("{", "[1]", '"x"'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match="download it again"):
+            read_checkpoint_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert read_checkpoint_config(tmp_path) == parse_checkpoint_config(QWEN3)
+
+
+DENSE = {
+    "Llama-3.1-8B", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct", "Mistral-7B-Instruct-v0.3", "Qwen2.5-7B",
+    "Qwen2.5-7B-Instruct", "Qwen3-0.6B", "Qwen3-8B",
+}  # fmt: skip
+
+
+def test_every_real_configuration(shared: Path) -> None:
+    """Each one parses without a note, or is refused by the name of what is missing."""
+    parsed, refused = set(), {}
+    for path in sorted((shared / "hf").glob("*/config.json")):
+        try:
+            assert read_checkpoint_config(path.parent).notes == ()
+            parsed.add(path.parent.name)
+        except UnsupportedModel as error:
+            refused[path.parent.name] = str(error)
+    assert parsed == DENSE
+    raws = {name: json.loads((shared / "hf" / name / "config.json").read_text()) for name in refused}
+    for name, message in refused.items():
+        raw = raws[name]
+        reason = raw["model_type"] if raw["model_type"] not in FAMILIES else raw["quantization_config"]["quant_method"]
+        assert reason in message, name

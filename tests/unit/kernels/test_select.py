@@ -1,0 +1,52 @@
+"""The choice of implementations is a value with reasons."""
+
+import pytest
+
+from quire.contracts.errors import ConfigError
+from quire.kernels.attention import cpu, ref
+from quire.kernels.select import IMPLEMENTATIONS, Needs, Support, objection, select, select_kernels
+
+
+def test_best_that_fits() -> None:
+    choice, module = select("attention", Needs(device="cpu", dtype="float32"))
+    assert module is cpu and choice.name == "cpu" and choice.rejected == ()
+
+
+def test_reasons_for_the_rejected() -> None:
+    choice, module = select("attention", Needs(device="cpu", dtype="float32", features=frozenset({"window", "sinks"})))
+    assert module is ref and choice.rejected == (("cpu", "has no sinks, window"),)
+    assert "not cpu: has no sinks, window" in str(choice)
+    choice, _ = select("norm", Needs(device="cpu", dtype="float16"))
+    assert choice.name == "ref" and "not in float16" in choice.rejected[0][1]
+
+
+def test_forced() -> None:
+    choice, module = select("attention", Needs(device="cpu", dtype="float32"), forced="ref")
+    assert module is ref and choice.reason == "asked for" and choice.rejected[0][0] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("op", "features", "forced", "said"),
+    [
+        ("attention", frozenset({"window"}), "cpu", "has no window"),
+        ("attention", frozenset(), "triton", "does not exist"),
+        ("attention", frozenset({"tree_mask"}), None, "has no tree_mask"),
+    ],
+)
+def test_impossible_is_an_error_with_the_table(op: str, features: frozenset[str], forced: str | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        select(op, Needs(device="cpu", dtype="float32", features=features), forced)
+
+
+def test_objections_in_order() -> None:
+    support = Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), missing="no compiler")
+    assert "not on cpu" in objection(support, Needs(device="cpu", dtype="float32"))
+    assert objection(support, Needs(device="cuda", dtype="float32")) == "no compiler"
+
+
+def test_kernels_of_a_model() -> None:
+    kernels = select_kernels("cpu", "float32", forced={"linear": "ref"})
+    assert [choice.op for choice in kernels.choices] == list(IMPLEMENTATIONS)
+    assert kernels.linear.__name__.endswith("linear.ref") and kernels.attention is cpu
+    with pytest.raises(ConfigError, match="lineer"):
+        select_kernels("cpu", "float32", forced={"lineer": "ref"})

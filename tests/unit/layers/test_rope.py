@@ -1,0 +1,47 @@
+"""Rotary frequencies against transformers' own functions, for every scaling we accept."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quire.config.rope import RopeArgs, read_rope
+from quire.layers.rope import Rotary, rope_frequencies
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+SETTINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "dynamic", "factor": 2.5},
+    {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    YARN,
+    YARN | {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0},
+    YARN | {"attention_factor": 1.7},
+    YARN | {"mscale": 0.7, "mscale_all_dim": 1.4},
+    YARN | {"factor": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+def test_as_transformers(settings: dict[str, Any], theta: float) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 2048}
+    config = LlamaConfig(**sizes, rope_parameters=settings | {"rope_theta": theta})
+    expected, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"))
+    args, _ = read_rope({"rope_theta": theta, "rope_scaling": settings}, 2048, "config.json")
+    frequencies, scale = rope_frequencies(args, 64)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(factor)
+
+
+def test_rows_are_signed_and_float32_at_far_positions() -> None:
+    rotary = Rotary(RopeArgs(theta=10_000.0), 8, torch.device("cpu"))
+    cos, sin = rotary.rows(torch.tensor([0, 100_000]), torch.float32)
+    exact = 100_000 * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    assert torch.equal(cos[0], torch.ones(8)) and torch.equal(sin[0].abs(), torch.zeros(8))
+    torch.testing.assert_close(cos[1, :4].double(), exact.cos(), rtol=0, atol=1e-2)
+    assert torch.equal(sin[1, :4], -sin[1, 4:])

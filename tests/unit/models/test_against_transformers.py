@@ -1,0 +1,159 @@
+"""Random tiny checkpoints written by transformers: our logits through paged attention equal theirs in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire.config.checkpoint import read_checkpoint_config
+from quire.kernels.attention import AttentionMeta, KVView
+from quire.layers.context import StepContext
+from quire.layers.stack import Model, run_layers
+from quire.models.registry import build_model
+from quire.platforms.cpu import read_cpu_facts
+from quire.weights.load import load_weights
+
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-biases-tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear-rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}}),
+    "llama-dynamic-rope": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-odd-heads": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "llama-one-kv-head": ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 20}),
+    "mistral-yarn": ("Mistral", {"sliding_window": None, "rope_parameters": YARN}),
+    "qwen2": ("Qwen2", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "qwen2-yarn-tied": ("Qwen2", {"rope_parameters": YARN | {"truncate": False}, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-tied-biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-odd-one-kv": ("Qwen3", {"head_dim": 16, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    "qwen3-yarn-mscale": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+}
+
+
+def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: int = 0) -> torch.nn.Module:
+    """A random model of transformers in float32, saved in small shards. Norms and biases are random too."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**(BASE | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return model
+
+
+def load(folder: Path, dtype: str = "float32", kernels: dict[str, str] | None = None) -> Model:
+    model = build_model(
+        read_checkpoint_config(folder), dtype=dtype, device="cpu", platform=read_cpu_facts(), kernels=kernels
+    )
+    load_weights(model, folder)
+    model.pack()
+    return model
+
+
+@torch.inference_mode()
+def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], block: int = 8) -> list[torch.Tensor]:
+    """Logits of every position, computed in steps: step j advances prompt i by chunks[i][j] tokens (0: sits out).
+
+    Block ids are dealt round robin, so they are interleaved, and the cache starts full of NaN.
+    """
+    args = model.args
+    longest = max(len(prompt) for prompt in prompts)
+    width = -(-longest // block)
+    arena = torch.full((1 + width * len(prompts), args.num_layers, 2, args.num_kv_heads, block, args.head_dim), torch.nan)
+    kv = [KVView(arena[:, layer, 0], arena[:, layer, 1]) for layer in range(args.num_layers)]
+    tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()
+    done = [0] * len(prompts)
+    logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for step in range(len(chunks[0])):
+        active = [i for i in range(len(prompts)) if chunks[i][step]]
+        counts = [chunks[i][step] for i in active]
+        positions = [torch.arange(done[i], done[i] + n) for i, n in zip(active, counts, strict=True)]
+        slots = [tables[i, p // block].long() * block + p % block for i, p in zip(active, positions, strict=True)]
+        tokens = [torch.tensor(prompts[i][done[i] : done[i] + n]) for i, n in zip(active, counts, strict=True)]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        meta = AttentionMeta(
+            query_start=starts,
+            seq_lens=[done[i] + n for i, n in zip(active, counts, strict=True)],
+            block_tables=tables[active],
+            kv_slots=torch.cat(slots),
+        )
+        hidden = run_layers(model, model.embed(torch.cat(tokens)), StepContext(torch.cat(positions), meta, kv))
+        rows = model.head(model.norm(hidden)).split(counts)
+        for i, n, part in zip(active, counts, rows, strict=True):
+            logits[i].append(part)
+            done[i] += n
+    return [torch.cat(parts) for parts in logits]
+
+
+def ragged(length: int, pieces: list[int], steps: int) -> list[int]:
+    """`pieces`, then single tokens to `length`, padded with idle steps in front."""
+    plan = pieces + [1] * (length - sum(pieces))
+    return [0] * (steps - len(plan)) + plan
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal(case: str, tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, *CASES[case])
+    ours = load(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in (37, 24, 9)]
+    with torch.inference_mode():
+        expected = [theirs(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    whole = run_paged(ours, prompts, [[len(prompt)] for prompt in prompts])
+    chunked = run_paged(ours, prompts, [ragged(37, [7, 16], 16), ragged(24, [11, 5], 16), ragged(9, [], 16)])
+    for want, a, b in zip(expected, whole, chunked, strict=True):
+        assert want.std() > 0.3, "logits too flat to tell anything"
+        torch.testing.assert_close(a, want, rtol=0, atol=1e-4)
+        torch.testing.assert_close(b, want, rtol=0, atol=1e-4)
+
+
+def test_reference_kernels_give_the_same(tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, *CASES["qwen3"])
+    ops = ("norm", "rope", "activation", "linear", "attention")
+    ours = load(tmp_path, kernels=dict.fromkeys(ops, "ref"))
+    assert {choice.name for choice in ours.kernels.choices} == {"ref"}
+    prompt = list(range(40))
+    (actual,) = run_paged(ours, [prompt], [[13, 20, 1, 6]])
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def test_bundled_model(shared: Path) -> None:
+    folder = shared / "models" / "quire-tiny"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt = torch.randint(0, 8192, (70,), generator=torch.Generator().manual_seed(3))
+    (actual,) = run_paged(load(folder), [prompt.tolist()], [[33, 1, 30, 1, 5]], block=32)
+    with torch.inference_mode():
+        expected = theirs(prompt[None]).logits[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+def test_no_rows_give_no_logits(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *CASES["llama"])
+    model = load(tmp_path)
+    with torch.inference_mode():
+        assert model.head(model.norm(torch.empty(0, 48))).shape == (0, 97)

@@ -1,0 +1,42 @@
+"""The registry and the families agree, and a model's KV geometry is known without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from quire.config.checkpoint import FAMILIES, parse_checkpoint_config
+from quire.contracts.blocks import KVComponent
+from quire.contracts.errors import ConfigError
+from quire.models.registry import MODELS, build_model, kv_components
+from quire.platforms.cpu import read_cpu_facts
+
+ARGS = parse_checkpoint_config(
+    {
+        "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    }
+)  # fmt: skip
+
+
+def test_every_family_has_a_class() -> None:
+    assert set(MODELS) == set(FAMILIES)
+
+
+def test_kv_components() -> None:
+    assert kv_components(ARGS, "bfloat16") == tuple(KVComponent(name, 2, 8, "bfloat16", 2) for name in ("k", "v"))
+
+
+def test_wrong_dtype_or_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="int3"):
+        build_model(ARGS, dtype="int3", device="cpu", platform=read_cpu_facts())
+    with pytest.raises(ConfigError, match="cuda"):
+        build_model(ARGS, dtype="float32", device="cuda", platform=read_cpu_facts())
+
+
+def test_facts_do_not_import_torch() -> None:
+    code = (
+        "import sys, quire.models.registry, quire.platforms.cpu, quire.weights.files, quire.weights.folder; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

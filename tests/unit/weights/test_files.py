@@ -1,0 +1,110 @@
+"""Safetensors headers and folders: what is read, and one clear line for each kind of damage."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.contracts.errors import WeightsError
+from quire.weights.files import INDEX, read_checkpoint
+
+
+def write(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    """A safetensors file from (dtype, shape, bytes) by name."""
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def two_shards(folder: Path, index: bool = True) -> None:
+    write(folder / "model-00001-of-00002.safetensors", {"a": ("F32", [2], bytes(8)), "b": ("BF16", [3], bytes(6))})
+    write(folder / "model-00002-of-00002.safetensors", {"c": ("F16", [1, 1], bytes(2))})
+    if index:
+        placed = {name: f"model-0000{1 + (name == 'c')}-of-00002.safetensors" for name in "abc"}
+        (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_shards(tmp_path: Path, index: bool) -> None:
+    two_shards(tmp_path, index)
+    checkpoint = read_checkpoint(tmp_path)
+    assert list(checkpoint.tensors) == ["a", "b", "c"] and checkpoint.num_bytes == 16
+    b = checkpoint.tensors["b"]
+    assert (b.dtype, b.shape, b.num_bytes, b.file.name) == ("BF16", (3,), 6, "model-00001-of-00002.safetensors")
+    assert b.offset == checkpoint.tensors["a"].offset + 8
+
+
+def test_second_copies_are_not_read(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": ("F32", [1], bytes(4))})
+    write(tmp_path / "consolidated.safetensors", {"x": ("F32", [1], bytes(4))})
+    assert list(read_checkpoint(tmp_path).tensors) == ["a"]
+
+
+def damage(folder: Path, kind: str) -> str:
+    """Break the two shards in one way; returns what the message must name."""
+    first, second = (folder / f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    match kind:
+        case "truncated":
+            first.write_bytes(first.read_bytes()[:-1])
+            return "model-00001-of-00002.safetensors is truncated: b ends"
+        case "cut in the header":
+            first.write_bytes(first.read_bytes()[:20])
+            return "model-00001-of-00002.safetensors is truncated"
+        case "empty":
+            first.write_bytes(b"")
+            return "model-00001-of-00002.safetensors is truncated"
+        case "not safetensors":
+            first.write_bytes((5).to_bytes(8, "little") + b"{bad}" + bytes(99))
+            return "damaged header"
+        case "missing shard":
+            second.unlink()
+            return "model-00002-of-00002.safetensors is missing"
+        case "missing shard without index":
+            second.unlink()
+            (folder / INDEX).unlink()
+            return "model-00002-of-00002.safetensors is missing"
+        case "tensor missing":
+            write(second, {"d": ("F16", [1], bytes(2))})
+            return "has no tensor c"
+        case "tensor twice":
+            write(second, {"c": ("F16", [1], bytes(2)), "a": ("F32", [2], bytes(8))})
+            return "a is in both"
+        case "wrong length":
+            write(second, {"c": ("F16", [3], bytes(2))})
+            return "c [3] F16 needs 6 bytes"
+        case "unknown dtype":
+            write(second, {"c": ("Q4", [4], bytes(2))})
+            return "entry of c"
+        case "damaged index":
+            (folder / INDEX).write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+            return f"{INDEX} is damaged"
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "truncated", "cut in the header", "empty", "not safetensors", "missing shard", "missing shard without index",
+        "tensor missing", "tensor twice", "wrong length", "unknown dtype", "damaged index",
+    ],
+)  # fmt: skip
+def test_damage_is_named(tmp_path: Path, kind: str) -> None:
+    two_shards(tmp_path)
+    named = damage(tmp_path, kind)
+    with pytest.raises(WeightsError) as error:
+        read_checkpoint(tmp_path)
+    message = str(error.value)
+    assert named in message and "\n" not in message
+    assert "download it again" in message or "remove one" in message
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin.*save_pretrained"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(WeightsError, match=r"no \.safetensors file"):
+        read_checkpoint(tmp_path)

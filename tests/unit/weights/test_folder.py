@@ -1,0 +1,72 @@
+"""Where a model name leads, without a network."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from quire.contracts.errors import ModelNotFound
+from quire.weights import folder
+
+
+class FakeResponse:
+    """What the hub client's errors read of an answer."""
+
+    status_code = 503
+    headers: dict[str, str] = {}
+    request = None
+    url = "https://example.invalid"
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert folder.resolve_model_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("typed", ["./nowhere", "/no/such/folder", "a/b/c", "~/nothing-here", "plain", "bad name/x"])
+def test_paths_that_lead_nowhere(typed: str) -> None:
+    with pytest.raises(ModelNotFound) as error:
+        folder.resolve_model_folder(typed)
+    assert typed in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelNotFound, match="give the folder"):
+        folder.resolve_model_folder(str(tmp_path / "model.safetensors"))
+
+
+def test_offline_makes_no_call_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="without --offline"):
+        folder.resolve_model_folder("nobody/nothing", offline=True, download_dir=tmp_path)
+
+
+def test_revision_reaches_the_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **kw: calls.append((model, kw)) or tmp_path)
+    found = folder.resolve_model_folder("a/b", revision="abc", token="t", download_dir=tmp_path)
+    assert found == tmp_path
+    ((model, asked),) = calls
+    assert model == "a/b" and asked["revision"] == "abc" and asked["token"] == "t" and not asked["local_files_only"]
+    assert not any(pattern.endswith((".bin", ".pt", "*")) and pattern == "*" for pattern in asked["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: errors.GatedRepoError("m", response=FakeResponse()), "gated"),
+        (lambda: errors.RepositoryNotFoundError("m", response=FakeResponse()), "neither a folder here nor"),
+        (lambda: errors.RevisionNotFoundError("m", response=FakeResponse()), "no revision 'abc'"),
+        (lambda: errors.LocalEntryNotFoundError("m"), "cannot be reached"),
+        (lambda: errors.HfHubHTTPError("m", response=FakeResponse()), "503"),
+        (lambda: OSError("disk full\nmore"), "disk full"),
+    ],
+)
+def test_hub_errors_become_one_line(monkeypatch: pytest.MonkeyPatch, make, said: str) -> None:  # type: ignore[no-untyped-def]
+    def fail(*_: object, **__: object) -> None:
+        raise make()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelNotFound) as error:
+        folder.resolve_model_folder("a/b", revision="abc")
+    assert said in str(error.value) and "'a/b'" in str(error.value) and "\n" not in str(error.value)

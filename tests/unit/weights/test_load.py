@@ -1,0 +1,130 @@
+"""The loader's proof: every part exactly once, shapes as the config says, leftovers named on both sides."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.contracts.errors import WeightsError
+from quire.layers.linear import parameter_rows
+from quire.layers.stack import Model
+from quire.models.registry import build_model
+from quire.platforms.cpu import read_cpu_facts
+from quire.weights.dummy import load_dummy
+from quire.weights.load import load_weights
+from quire.weights.names import NameIndex, Target
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "dtype": "float32",
+}  # fmt: skip
+
+
+def build(dtype: str = "float32", **changes: object) -> Model:
+    args = parse_checkpoint_config(CONFIG | changes)
+    return build_model(args, dtype=dtype, device="cpu", platform=read_cpu_facts())
+
+
+def write_weights(folder: Path, model: Model) -> dict[str, torch.Tensor]:
+    """Random tensors for every place of `model`, under their checkpoint names, in one file."""
+    index = NameIndex(model.name_map)
+    tensors = {}
+    for name, parameter, rows in parameter_rows(model.named_modules()):
+        for part, (_, count) in rows.items():
+            tensors[index.stored(Target(name, part))] = torch.randn(count, *parameter.shape[1:])
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def test_parts_land_in_their_rows(tmp_path: Path) -> None:
+    model = build(attention_bias=True)
+    tensors = write_weights(tmp_path, model)
+    seen: list[tuple[int, int]] = []
+    report = load_weights(model, tmp_path, progress=lambda done, total: seen.append((done, total)))
+    loaded = dict(model.named_parameters())
+    prefix = "model.layers.1.self_attn"
+    for kind in ("weight", "bias"):
+        stacked = torch.cat([tensors[f"{prefix}.{p}_proj.{kind}"] for p in "qkv"])
+        assert torch.equal(loaded[f"layers.1.attention.qkv.{kind}"], stacked)
+    gate_up = torch.cat([tensors[f"model.layers.0.mlp.{p}_proj.weight"] for p in ("gate", "up")])
+    assert torch.equal(loaded["layers.0.mlp.gate_up.weight"], gate_up)
+    assert torch.equal(loaded["head.weight"], tensors["lm_head.weight"])
+    assert report.num_tensors == len(tensors) == len(seen) and report.skipped == ()
+    assert seen[-1] == (report.num_bytes, report.num_bytes) and seen == sorted(seen)
+
+
+def test_converts_dtypes(tmp_path: Path) -> None:
+    tensors = write_weights(tmp_path, build())
+    model = build("bfloat16")
+    load_weights(model, tmp_path)
+    assert torch.equal(dict(model.named_parameters())["embed.weight"], tensors["model.embed_tokens.weight"].bfloat16())
+
+
+def test_layer_ten_is_not_layer_one() -> None:
+    index = NameIndex(build(num_hidden_layers=11).name_map)
+    for layer in (1, 10):
+        target = index.target(f"model.layers.{layer}.self_attn.k_proj.weight")
+        assert target == Target(f"layers.{layer}.attention.qkv.weight", "k")
+    assert index.target("other.layers.1.self_attn.k_proj.weight") is None
+    assert index.target("model.layers.1.self_attn.k_proj.weight.extra") is None
+
+
+def test_harmless_leftovers_are_reported_not_refused(tmp_path: Path) -> None:
+    model = build(tie_word_embeddings=True)
+    tensors = write_weights(tmp_path, model)
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(20, 16)}
+    save_file(tensors | old, tmp_path / "model.safetensors")
+    assert set(load_weights(model, tmp_path).skipped) == set(old)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model.layers.1.mlp.up_proj.weight": None}, "lacks model.layers.1.mlp.up_proj.weight"),
+        ({"lm_head.weight": None}, "tie_word_embeddings"),
+        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, "model.layers.0.self_attn.q_proj.bias (in model"),
+        ({"model.layers.2.mlp.up_proj.weight": torch.ones(24, 16)}, "model.layers.2.mlp.up_proj.weight (in model"),
+        ({"model.norm.weight": torch.ones(15)}, "model.norm.weight has shape [15], config.json makes it [16]"),
+        ({"model.layers.0.self_attn.k_proj.weight": torch.ones(32, 16)}, "has shape [32, 16]"),
+        ({"model.norm.weight": torch.ones(16, dtype=torch.int8)}, "stored as I8"),
+    ],
+    ids=["missing", "head", "extra", "layer", "shape", "part", "dtype"],
+)
+def test_mismatch_is_named(tmp_path: Path, change: dict[str, torch.Tensor | None], named: str) -> None:
+    model = build()
+    tensors = write_weights(tmp_path, model) | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError) as error:
+        load_weights(model, tmp_path)
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+def test_shards_of_a_real_index(tmp_path: Path) -> None:
+    model = build()
+    tensors = write_weights(tmp_path, model)
+    names = sorted(tensors)
+    (tmp_path / "model.safetensors").unlink()
+    placed = {}
+    for shard, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, tmp_path / f"part-{shard}.safetensors")
+        placed |= dict.fromkeys(part, f"part-{shard}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    assert load_weights(model, tmp_path).num_tensors == len(names)
+    assert set(load_file(tmp_path / "part-0.safetensors")) == set(names[::2])
+
+
+def test_dummy_is_small_seeded_and_everywhere() -> None:
+    one, same, other = build(), build(), build()
+    for _, parameter in one.named_parameters():
+        parameter.data.fill_(float("nan"))
+    load_dummy(one, seed=4)
+    load_dummy(same, seed=4)
+    load_dummy(other, seed=5)
+    pairs = zip(one.named_parameters(), same.named_parameters(), other.named_parameters(), strict=True)
+    for (name, a), (_, b), (_, c) in pairs:
+        assert torch.equal(a, b) and not torch.equal(a, c), name
+        assert a.abs().max() <= 1e-3 and a.std() > 4e-4, name
