@@ -4,9 +4,10 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from quire.config.engine import SchedulerConfig
-from quire.contracts.errors import InvalidParameter, PromptTooLong
+from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
 from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
@@ -104,7 +105,8 @@ class EngineCore:
         """Collect what is in flight and stop the executor."""
         while self._in_flight:
             self._in_flight.popleft()
-            self.executor.collect()
+            with suppress(EngineDead):  # whoever waited has been told
+                self.executor.collect()
         self.executor.shutdown()
 
     def check(self) -> None:
@@ -140,8 +142,10 @@ class EngineCore:
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
-            request = self._requests.pop(heapq.heappop(self._deadlines)[1], None)
-            if request is not None:
+            deadline, handle = heapq.heappop(self._deadlines)
+            request = self._requests.get(handle)
+            if request is not None and request.new.deadline == deadline:  # else an entry of the handle's last owner
+                del self._requests[handle]
                 self._finished.append(self._finisher.end(request, FinishReason.ERROR, error="deadline"))
 
     def _extras(self, new: NewRequest) -> bytes:

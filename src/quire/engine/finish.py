@@ -22,12 +22,18 @@ class Finisher:
             self._num_stopping[token] += 1
 
     def end(
-        self, request: Request, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_id: int | None = None,
+        error: str | None = None,
+        distrust: bool = False,
     ) -> Finish:
-        """End a request in any state and free what it holds."""
+        """End a request in any state and free what it holds; `distrust`: nobody may reuse what it computed."""
         for token in request.stop_ids:
             self._num_stopping[token] -= 1
-        self._scheduler.remove(request, failed=error is not None)
+        self._scheduler.remove(request, distrust=distrust)
         return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=error)
 
     def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
@@ -35,12 +41,12 @@ class Finisher:
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         tokens = result.tokens[:, 0]
         failed = self._failures(step, result)
-        scored = self._score_prompts(step, result)
+        scored, cached = self._score_prompts(step, result), self._cached(step)
         live, slots = self._confirm(step, tokens, failed)
         ended, finished = self._finish(step, tokens, live, slots)
         for request, code in failed.items():
             if request.state is not RequestState.FINISHED:
-                finished.append(self.end(request, FinishReason.ERROR, error=code))
+                finished.append(self.end(request, FinishReason.ERROR, error=code, distrust=True))
                 ended.append(request)
         for request in step.unsampled:
             if request.state is not RequestState.FINISHED:
@@ -52,7 +58,7 @@ class Finisher:
             handles=step.handles if all_live else step.handles[live],
             tokens=tokens if all_live else tokens[live],
             finished=tuple(finished),
-            cached=self._cached(step),
+            cached=cached,
             logprobs=logprobs,
             prompt_logprobs=scored,
             stats=self._stats(step),
@@ -151,7 +157,7 @@ class Finisher:
 
     @staticmethod
     def _cached(step: InFlight) -> dict[int, int]:
-        return {r.new.handle: r.num_cached for r in step.admitted if r.num_preemptions == 0}
+        return {r.new.handle: r.num_cached for r in step.admitted if r.state is not RequestState.FINISHED}
 
     def _stats(self, step: InFlight) -> StepStats:
         s = self._scheduler

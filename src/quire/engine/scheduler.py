@@ -25,7 +25,7 @@ class InFlight:
     requests: list[Request]  # of `sampling`
     handles: I32
     version: int  # of the table when planned
-    admitted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)  # for the first time
     scored: list[tuple[int, Request, int]] = field(default_factory=list)  # slot, request, position of its first row
     unsampled: list[Request] = field(default_factory=list)  # prompt done, nothing to sample (max_tokens=0)
 
@@ -65,20 +65,28 @@ class Scheduler:
             self.queue.push(request)
         return request
 
-    def remove(self, request: Request, *, failed: bool = False) -> None:
-        """End a request in any state and free what it holds; `failed` also withdraws the blocks it published."""
+    def remove(self, request: Request, *, distrust: bool = False) -> None:
+        """End a request in any state and free what it holds; `distrust` also withdraws the blocks it published."""
         before = request.state
         if before is RequestState.RUNNING:
-            (self.allocator.forget if failed else self.allocator.free)(request.slot)
+            (self.allocator.forget if distrust else self.allocator.free)(request.slot)
             self._released.append(self.table.leave(request))
         request.to(RequestState.FINISHED)
         if before is RequestState.WAITING:
             self.queue.drop(request)
+            if distrust:
+                self._withdraw(request)
         for waiting in self._children.values():
             if request in waiting:
                 waiting.remove(request)
         self._unblock_children(request)
         del self._chains[request.new.handle]
+
+    def _withdraw(self, request: Request) -> None:
+        """Make the blocks of a preempted request unfindable: it failed in a step that was still in flight."""
+        chain, pool = self._chains[request.new.handle], self.allocator.pool
+        found = map(pool.lookup, chain.keys(chain.num_hashed))
+        pool.forget([block for block in found if block is not None])
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """Index the full blocks among the first `num_tokens` tokens, which are known and computed."""
@@ -97,6 +105,7 @@ class Scheduler:
         preempted = self.num_preempted
         slots, num_tokens = share_budget(self.table, self._budget, self._lag)
         slots, num_tokens, appended = self._grow(slots, num_tokens)
+        self._offer_chunks(slots, num_tokens)
         admitted: list[Admission] = []
         if self.num_preempted == preempted and len(self.queue):
             slots, num_tokens = self._admit(slots, num_tokens, admitted)
@@ -194,6 +203,16 @@ class Scheduler:
             sampler=request.new.sampler,
         )
 
+    def _offer_chunks(self, slots: I32, num_tokens: I32) -> None:
+        """Let the requests admitted next share what running prompts are about to compute."""
+        planned = self.table.planned[slots]
+        for i in np.flatnonzero(planned < self.table.goal[slots]).tolist():
+            request = self.table.requests[int(slots[i])]
+            assert request is not None
+            self._publish_planned(request, int(planned[i] + num_tokens[i]))
+            if planned[i] + num_tokens[i] == len(request.tokens):
+                self._unblock_children(request)
+
     def _publish_planned(self, request: Request, num_tokens: int) -> None:
         # Valid in the same step: each layer writes all KV before any row attends (a kernel contract).
         self.publish(request, min(num_tokens, len(request.tokens)))
@@ -213,11 +232,8 @@ class Scheduler:
         for i in np.flatnonzero(catching_up).tolist():
             request = table.requests[int(slots[i])]
             assert request is not None
-            self._publish_planned(request, int(after[i]))
-            if after[i] == total[i]:
-                self._unblock_children(request)
-                if not samples[i]:
-                    unsampled.append(request)
+            if after[i] == total[i] and not samples[i]:
+                unsampled.append(request)
             if request.new.sampler.num_prompt_logprobs is not None and before[i] < request.num_prompt - 1:
                 outputs[i] |= PROMPT_LOGPROBS
                 num_rows[i] = num_tokens[i]
@@ -235,7 +251,7 @@ class Scheduler:
             released=np.array(self._released, np.int32),
         )
         requests, handles = self._who(sampling)
-        newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None]
+        newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None and r.num_preemptions == 0]
         return InFlight(
             plan=plan,
             sampling=sampling,

@@ -1,0 +1,152 @@
+"""What `SamplingParams` accepts and refuses: every field, with its range in the message."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.sampling import (
+    MAX_LOGPROB_IDS,
+    MAX_N,
+    BeamSearchParams,
+    OutputKind,
+    SamplerSpec,
+    SamplingParams,
+)
+
+DEFAULTS: dict[str, Any] = {
+    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "ignore_eos": False,
+    "max_tokens": None, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None,
+    "detokenize": True, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False, "output_kind": OutputKind.CUMULATIVE, "stream_interval": None,
+    "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "skip_reading_prefix_cache": False,
+}
+UNBOUNDED = {"ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+             "include_stop_str_in_output", "output_kind", "skip_reading_prefix_cache"}  # a choice, not a range
+
+NO_NUMBERS = (math.nan, math.inf, -math.inf, "1", None, True)
+PENALTY = ((-2.0, 2.0, 0, 1.5), (-2.001, 2.001, *NO_NUMBERS), "a number in [-2, 2]")
+LOGPROBS = ((None, -1, 0, 5, 10**6), (-2, 1.0, "all", True), "an integer >= -1 (-1 means the whole vocabulary)")
+IDS = "a list of token ids >= 0"
+
+# field -> (accepted, refused, what the message says is allowed)
+BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
+    "n": ((1, 2, MAX_N), (0, -1, MAX_N + 1, 1.0, "2", None, True), "an integer in [1, 16384]"),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": ((1e-9, 1, 50.0), (0, -0.1, *NO_NUMBERS), "a finite number above 0"),
+    "temperature": ((0, 0.0, 1e-9, 2, 2.0), (-1e-9, 2.0001, *NO_NUMBERS), "a number in [0, 2]"),
+    "top_p": ((1e-9, 0.5, 1), (0, -0.1, 1.0001, *NO_NUMBERS), "a number in (0, 1]"),
+    "top_k": ((-1, 0, 1, 10**6), (-2, 1.5, "1", None, True), "an integer >= -1 (0 and -1 mean off)"),
+    "min_p": ((0, 0.5, 1), (-0.001, 1.0001, *NO_NUMBERS), "a number in [0, 1]"),
+    "seed": ((None, -1, 0, 2**64 - 1), (-2, 2**64, 1.0, "7", True), "an integer in [0, 2^64), or -1 or None"),
+    "stop": ((None, "x", [], ["x", "yz"]), ([""], ["x", 3]), "a non-empty string or a list of non-empty strings"),
+    "stop_token_ids": ((None, [], [0, 7]), ([-1], [1.0], ["a"], [True]), IDS),
+    "max_tokens": ((None, 0, 1, 10**9), (-1, 1.5, "1", True), "an integer >= 0, or None for the rest of the context"),
+    "min_tokens": ((0, 1, 10**9), (-1, 1.5, None, True), "an integer >= 0"),
+    "logprobs": LOGPROBS,
+    "prompt_logprobs": LOGPROBS,
+    "logprob_token_ids": ((None, [], [0, 5], list(range(MAX_LOGPROB_IDS))), ([-1], [0.5]), IDS),
+    "stream_interval": ((None, 1, 100), (0, -1, 1.5, True), "an integer >= 1"),
+    "logit_bias": ((None, {}, {0: 1.5, 7: -1000}), ({-1: 0.0}, {"a": 1.0}, {1: math.nan}, {1: "x"}, {True: 1.0}),
+                   "a map from token ids to finite numbers (clamped to [-100, 100])"),
+    "allowed_token_ids": ((None, [3], [0, 1]), ([-3], ["x"]), IDS),
+    "bad_words": ((None, [], ["no"]), ([""], ["ok", 5]), "a list of non-empty strings"),
+}
+
+
+def cases(which: int) -> list[Any]:
+    return [pytest.param(name, value, id=f"{name}={str(value)[:20]}")
+            for name, bounds in BOUNDS.items() for value in bounds[which]]
+
+
+def test_every_field_has_its_default_and_a_bound_or_is_a_choice() -> None:
+    assert {f: getattr(SamplingParams(), f) for f in SamplingParams.__struct_fields__} == DEFAULTS
+    assert BOUNDS.keys() | UNBOUNDED == DEFAULTS.keys() and not BOUNDS.keys() & UNBOUNDED
+
+
+@pytest.mark.parametrize(("name", "value"), cases(0))
+def test_accepted(name: str, value: Any) -> None:
+    params = SamplingParams(**{name: value})
+    assert getattr(params, name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), cases(1))
+def test_refused_with_the_range(name: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter) as error:
+        SamplingParams(**{name: value})
+    assert error.value.param == name
+    assert str(error.value).startswith(f"{name}=") and f"{name} must be {BOUNDS[name][2]}" in str(error.value)
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), [
+    ({"n": 2, "temperature": 0.0}, "n", "n must be 1 when temperature is 0"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", r"min_tokens must be at most max_tokens \(4\)"),
+    ({"stop": "x", "detokenize": False}, "stop", "set detokenize=True, or use stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "non-empty: nothing could be sampled"),
+    ({"logprob_token_ids": list(range(129))}, "logprob_token_ids", "129 ids.*at most 128 ids"),
+    ({"logprob_token_ids": [1, 2], "logprobs": 3}, "logprobs", r"the number of logprob_token_ids \(2\)"),
+])
+def test_refused_together(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message) as error:
+        SamplingParams(**fields)
+    assert error.value.param == param
+
+
+def test_accepted_together() -> None:
+    SamplingParams(n=2, temperature=1e-5)
+    SamplingParams(min_tokens=4, max_tokens=4)
+    SamplingParams(logprob_token_ids=[1, 2], logprobs=2)
+    SamplingParams(stop=[], detokenize=False)
+
+
+def test_unknown_fields_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+def test_assigned_values_are_checked_on_request() -> None:
+    params = SamplingParams()
+    params.temperature = 3.0
+    with pytest.raises(InvalidParameter, match=r"temperature=3.0 is out of range"):
+        params.check()
+
+
+def test_clone_replaces_and_checks_and_leaves_the_original() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"], seed=3)
+    changed = params.clone(temperature=0.7, max_tokens=9)
+    assert (changed.temperature, changed.max_tokens, changed.stop, changed.seed) == (0.7, 9, ["a"], 3)
+    assert (params.temperature, params.max_tokens) == (0.5, None)
+    with pytest.raises(InvalidParameter):
+        params.clone(top_p=0)
+    assert params.clone() == params
+
+
+def test_greedy_and_stop_strings() -> None:
+    assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=9e-6).greedy
+    assert not SamplingParams(temperature=1e-5).greedy
+    assert [SamplingParams(stop=s).stop_strings for s in (None, "ab", ["a", "b"])] == [[], ["ab"], ["a", "b"]]
+
+
+def test_params_and_specs_cross_a_wire_unchanged() -> None:
+    params = SamplingParams(n=2, stop=["a"], logit_bias={3: 1.0}, output_kind=OutputKind.DELTA)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    spec = SamplerSpec(seed=2**64 - 1, num_prompt=3, bad_words=((1, 2), (3,)), logit_bias=((1, 0.5),))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=SamplerSpec) == spec
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"beam_width": 0}, r"beam_width must be an integer >= 1"),
+    ({"beam_width": 2.0}, r"beam_width must be an integer >= 1"),
+    ({"max_tokens": 0}, r"max_tokens must be an integer >= 1"),
+    ({"temperature": -0.1}, r"temperature must be a number in \[0, 2\]"),
+    ({"temperature": 2.1}, r"temperature must be a number in \[0, 2\]"),
+    ({"length_penalty": math.inf}, "length_penalty must be a finite number"),
+])
+def test_beam_search_bounds(fields: dict[str, Any], message: str) -> None:
+    BeamSearchParams(beam_width=2, max_tokens=3)
+    with pytest.raises(InvalidParameter, match=message):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **fields})

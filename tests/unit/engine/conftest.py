@@ -1,0 +1,192 @@
+"""A core on the mock executor with a record of all it says, checked after every step; fixture `Rig` is the class."""
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.config.engine import SchedulerConfig
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.output import Finish, StepOutputs
+from quire.contracts.request import FinishReason, NewRequest
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import StepPlan, StepResult
+from quire.engine.core import EngineCore
+from quire.engine.mock_executor import MockExecutor, mock_tokens
+from quire.kv.allocator import KVAllocator
+from quire.kv.pool import BlockPool
+
+
+class EngineRig:
+    """`add` and `step` as a front end would, keeping per handle what was asked and what came.
+
+    asked      handle -> the request;  prompts  handle -> its token ids
+    tokens     handle -> tokens so far;  finish  handle -> its end
+    rows       handle -> prompt rows so far, as (how many came before, id, value)
+    cached     handle -> reused prompt tokens, as reported
+    plans      every plan submitted;  events  ("submit" | "collect", step number), in order
+    now        what the core's clock shows
+    """
+
+    def __init__(self, depth: int = 1, *, slots: int = 8, blocks: int = 40, block_size: int = 4, budget: int = 16,
+                 max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int = 1000,
+                 watermark: float = 0.0, caching: bool = True, mock: type[MockExecutor] = MockExecutor) -> None:
+        self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
+                         max_model_len=max_len, depth=depth)
+        self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
+        component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
+        geometry = KVGeometry(block_size=block_size, groups=(KVGroup(layers=(0,), components=(component,)),))
+        self.pool = BlockPool(blocks)
+        self.allocator = KVAllocator(self.pool, geometry, num_slots=slots)
+        config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=slots, max_waiting=max_waiting,
+                                 scheduling_policy=policy, watermark=watermark)
+        self.now = 0.0
+        self.core = EngineCore(self.mock, config, self.allocator, root_key=bytes(32), prefix_caching=caching,
+                               clock=lambda: self.now)
+        self.scheduler, self.table = self.core.scheduler, self.core.scheduler.table
+        self.asked: dict[int, NewRequest] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.finish: dict[int, Finish] = {}
+        self.rows: dict[int, list[tuple[int, int, float]]] = {}
+        self.cached: dict[int, int] = {}
+        self.plans: list[StepPlan] = []
+        self.events: list[tuple[str, int]] = []
+        self.outputs = StepOutputs(handles=np.empty(0, np.int32), tokens=np.empty(0, np.int32))
+        self._listen()
+
+    def _listen(self) -> None:
+        submit, collect = self.mock.submit, self.mock.collect
+
+        def submitted(plan: StepPlan) -> None:
+            self.plans.append(plan)
+            self.events.append(("submit", plan.step))
+            submit(plan)
+
+        def collected() -> StepResult:
+            result = collect()
+            self.events.append(("collect", result.step))
+            return result
+
+        self.mock.submit, self.mock.collect = submitted, collected  # type: ignore[method-assign]
+
+    # --- what a front end does ----------------------------------------------------------------------------------
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 4, *, handle: int | None = None, seed: int | None = None,
+            fail_after: int | None = None, scored: bool = False, **fields: Any) -> int:
+        """Add a request; `fail_after` plants a device failure after so many outputs; `scored` asks for prompt rows."""
+        handle = len(self.asked) if handle is None else handle
+        sampler = SamplerSpec(seed=handle if seed is None else seed, num_prompt=len(prompt),
+                              num_prompt_logprobs=0 if scored else None)
+        new = NewRequest(handle=handle, request_id=str(handle), token_ids=array("I", prompt).tobytes(),
+                         max_tokens=max_tokens, sampler=sampler, **fields)
+        self.core.add(new)
+        if fail_after is not None:
+            self.mock.fail[str(handle)] = fail_after
+        self.asked[handle], self.prompts[handle] = new, list(prompt)
+        self.tokens[handle], self.rows[handle] = [], []
+        self.finish.pop(handle, None)
+        self.cached.pop(handle, None)
+        self.core.check()
+        return handle
+
+    def abort(self, handle: int) -> None:
+        """Abort, then check."""
+        self.core.abort(handle)
+        self.core.check()
+
+    def step(self, times: int = 1) -> StepOutputs:
+        """Run steps, record and check each; returns the last one's outputs."""
+        for _ in range(times):
+            self.outputs = self.core.step()
+            self.core.check()
+            self._record(self.outputs)
+        return self.outputs
+
+    def drain(self, limit: int = 20_000) -> "EngineRig":
+        """Step until there is nothing left to do; everything must be back then."""
+        while self.core.has_work:
+            self.step()
+            limit -= 1
+            assert limit > 0, "the engine makes no progress"
+        assert self.pool.num_free == self.num_blocks and self.table.num_free == self.num_slots
+        assert len(self.events) == 2 * len(self.plans), "a step was not collected"
+        assert not self.core._finisher._num_stopping.any(), "stop ids of requests that are gone are watched"
+        assert self.finish.keys() == self.asked.keys(), "a request was never reported as finished"
+        return self
+
+    def _record(self, outputs: StepOutputs) -> None:
+        for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
+            assert handle not in self.finish, f"a token of {handle} after its end"
+            self.tokens[handle].append(token)
+        for handle, rows in outputs.prompt_logprobs.items():
+            assert handle not in self.finish, f"prompt rows of {handle} after its end"
+            for token, value in zip(rows.ids[:, 0].tolist(), rows.logprobs[:, 0].tolist(), strict=True):
+                self.rows[handle].append((len(self.rows[handle]), token, value))
+        for handle, num in outputs.cached.items():
+            assert handle not in self.finish, f"cached tokens of {handle} after its end"
+            assert handle not in self.cached, f"cached tokens of {handle} reported twice"
+            self.cached[handle] = num
+        for finish in outputs.finished:
+            assert finish.handle not in self.finish, f"{finish.handle} finished twice"
+            self.finish[finish.handle] = finish
+
+    # --- what is right ------------------------------------------------------------------------------------------
+
+    def answer(self, handle: int) -> tuple[list[int], FinishReason]:
+        """The tokens and the reason of a request that nothing disturbs."""
+        new = self.asked[handle]
+        tokens = mock_tokens(self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab)
+        for i, token in enumerate(tokens):
+            if token in new.stop_ids and i + 1 > new.min_tokens:
+                return tokens[: i + 1], FinishReason.STOP
+        return tokens, FinishReason.LENGTH
+
+    def judge(self, handle: int) -> None:
+        """Assert that a finished request got exactly what it should, whatever ended it."""
+        tokens, reason = self.answer(handle)
+        finish, got = self.finish[handle], self.tokens[handle]
+        planted = self.mock.fail.get(str(handle), math.inf)
+        failing = planted < len(tokens)
+        if finish.reason is FinishReason.ABORT or finish.error == "deadline":
+            assert got == tokens[: len(got)] and len(got) <= planted
+        elif failing:
+            assert (finish.reason, finish.error) == (FinishReason.ERROR, "nan_logits")
+            assert got == tokens[: int(planted)]
+        else:
+            assert (got, finish.reason, finish.error) == (tokens, reason, None)
+            assert finish.stop_id == (tokens[-1] if reason is FinishReason.STOP else None)
+            assert handle in self.cached
+        self._judge_rows(handle, complete=finish.reason in (FinishReason.STOP, FinishReason.LENGTH))
+
+    def _judge_rows(self, handle: int, *, complete: bool) -> None:
+        prompt = self.prompts[handle]
+        wanted = self.asked[handle].sampler.num_prompt_logprobs is not None
+        rows = [(p, prompt[p + 1], -float(p)) for p in range(len(prompt) - 1)] if wanted else []
+        got = self.rows[handle]
+        assert got == rows[: len(got)], f"prompt rows of {handle}"
+        assert not complete or len(got) == len(rows), f"prompt rows of {handle} are missing"
+
+    def request(self, handle: int) -> Any:
+        """The core's record of a live request."""
+        return self.core._requests[handle]
+
+    def plan_of(self, index: int = -1) -> dict[int, int]:
+        """A submitted plan as {slot: tokens}."""
+        plan = self.plans[index]
+        return dict(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
+
+
+@pytest.fixture(name="Rig", scope="session")
+def rig_class() -> type[EngineRig]:
+    """The class itself: every test sizes its own."""
+    return EngineRig
+
+
+@pytest.fixture(params=[1, 2], ids=["depth1", "depth2"])
+def depth(request: pytest.FixtureRequest) -> int:
+    """Steps in flight."""
+    return int(request.param)

@@ -1,0 +1,184 @@
+"""Anything a front end may do, in any order: nothing leaks, and every request gets exactly its tokens."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from quire.contracts.errors import PromptTooLong, QueueFull
+from quire.contracts.request import FinishReason, RequestState
+from quire.contracts.step import SAMPLE
+
+VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
+STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
+PROMPTS = st.builds(list.__add__, STEMS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
+MAYBE_STOPS = st.sampled_from([(), (), (), (3,), (1, 5)])
+
+
+every_depth = pytest.mark.parametrize("depth", [1, 2, 3])  # from 3 on a preempted request can be due before its token
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """The core of one depth on the mock; the rig keeps the record, and checks it and the pool after every step."""
+
+    def __init__(self, rig_class: Any, depth: int) -> None:
+        super().__init__()
+        self.rig_class, self.depth = rig_class, depth
+
+    @initialize(blocks=st.integers(5, 12), slots=st.integers(1, 5), extra=st.integers(0, 20), caching=st.booleans(),
+                policy=st.sampled_from(["fcfs", "priority"]), max_waiting=st.sampled_from([2, 1000]),
+                watermark=st.sampled_from([0.0, 0.3]))
+    def start(self, blocks: int, slots: int, extra: int, caching: bool, policy: str, max_waiting: int,
+              watermark: float) -> None:
+        self.rig = self.rig_class(self.depth, blocks=blocks, slots=slots, budget=slots + extra, caching=caching,
+                                  policy=policy, max_waiting=max_waiting, watermark=watermark, max_len=MAX_LEN,
+                                  vocab=VOCAB)
+        self.bound = max_waiting
+
+    @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 18, 20]), seed=st.integers(0, 3), stops=MAYBE_STOPS,
+          min_tokens=st.integers(0, 5), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "", "a"]),
+          reads=st.sampled_from([True, True, True, False]), lives=st.sampled_from([None] * 6 + [0, 3]),
+          fail_after=st.sampled_from([None] * 8 + [0, 2, 9]), scored=st.sampled_from([False, False, True]),
+          children=st.sampled_from([0, 1, 3]))
+    def add(self, prompt: list[int], max_tokens: int, seed: int, stops: tuple[int, ...], min_tokens: int,
+            priority: int, salt: str, reads: bool, lives: float | None, fail_after: int | None, scored: bool,
+            children: int) -> None:
+        rig = self.rig
+        fields = {"stop_ids": stops, "min_tokens": min_tokens, "priority": priority, "cache_salt": salt,
+                  "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives}
+        end = len(prompt) + max_tokens
+        if end > min(MAX_LEN, rig.num_blocks * rig.block_size):
+            with pytest.raises(PromptTooLong):
+                rig.add(prompt, max_tokens, **fields)
+            return
+        if len(rig.scheduler.queue) >= self.bound:
+            with pytest.raises(QueueFull):
+                rig.add(prompt, max_tokens, **fields)
+            return
+        parent = rig.add(prompt, max_tokens, seed=seed, fail_after=fail_after, scored=scored, **fields)
+        for index in range(children):
+            rig.add(prompt, max_tokens, seed=seed + 100 + index, parent=parent, **fields)
+
+    @precondition(lambda self: self.rig.asked)
+    @rule(data=st.data())
+    def late_child(self, data: st.DataObject) -> None:
+        """A child whose parent may be in any state, or gone."""
+        rig = self.rig
+        parent = data.draw(st.sampled_from(sorted(rig.asked)))
+        live = parent not in rig.finish and parent in rig.core._requests
+        if not live and len(rig.scheduler.queue) >= self.bound:
+            return
+        rig.add(rig.prompts[parent], rig.asked[parent].max_tokens, parent=parent)
+        event(f"child of a parent {'live' if live else 'gone'}")
+
+    @precondition(lambda self: self.rig.asked)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(sorted(self.rig.asked)))
+        request = self.rig.core._requests.get(handle)
+        event(f"abort {request.state.value if request else 'finished'}")
+        self.rig.abort(handle)
+
+    @rule(times=st.integers(1, 12))
+    def step(self, times: int) -> None:
+        rig = self.rig
+        before = rig.scheduler.num_preempted
+        rig.step(times)
+        if rig.scheduler.num_preempted > before:
+            event("preempted")
+        late = [h for h, new in rig.asked.items()
+                if h not in rig.finish and new.deadline is not None and new.deadline <= rig.now]
+        assert not late, f"{late} outlived their deadline"
+
+    @rule()
+    def time_passes(self) -> None:
+        self.rig.now += 2
+
+    @precondition(lambda self: self.rig.core._requests)
+    @rule(data=st.data(), after=st.integers(0, 3))
+    def plant_failure(self, data: st.DataObject, after: int) -> None:
+        """At an output that the device has not reached yet."""
+        rig = self.rig
+        handle = data.draw(st.sampled_from(sorted(rig.core._requests)))
+        rig.mock.fail.setdefault(str(handle), len(rig.tokens[handle]) + self.depth + after)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        assert self.rig.core.reset_prefix_cache() == (len(self.rig.table) == 0)
+        self.rig.core.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.drain()
+        for handle in self.rig.asked:
+            self.rig.judge(handle)
+
+
+@every_depth
+def test_state_machine(Rig: Any, depth: int, full: bool) -> None:
+    run_state_machine_as_test(
+        lambda: EngineMachine(Rig, depth),
+        settings=settings(max_examples=3000 if full else 150, stateful_step_count=40, deadline=None))
+
+
+def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int) -> None:
+    """Requests come, grow and go at random until all are done; `seen` counts what happened."""
+    while len(rig.asked) < num_requests or rig.core.has_work:
+        if len(rig.asked) < num_requests and rng.random() < 0.5:
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 24))]
+            max_tokens = rng.choice([0, 1, 5, 16])
+            fields = {"stop_ids": rng.choice([(), (), (3, 5)]), "scored": rng.random() < 0.2,
+                      "fail_after": rng.choice([None] * 5 + [3])}
+            parent = rig.add(prompt, max_tokens, **fields)
+            for _ in range(rng.choice([0, 0, 0, 2])):
+                child = rig.add(prompt, max_tokens, parent=parent)
+                seen["blocked"] += rig.request(child).state is RequestState.BLOCKED
+        live = sorted(rig.core._requests)
+        if live and rng.random() < 0.04:
+            victim = rig.request(rng.choice(live))
+            in_flight = victim.in_flight or (victim.slot >= 0 and rig.table.in_flight[victim.slot])
+            seen[f"abort {victim.state.value}{' in flight' if in_flight else ''}"] += 1
+            rig.abort(victim.new.handle)
+        seen["waits for its own token"] += any(
+            r.in_flight and r.state is RequestState.WAITING for r in rig.core._requests.values())
+        got = rig.step()
+        preempted = {h for h, r in rig.core._requests.items() if r.state is RequestState.WAITING}
+        seen["token after preemption"] += len(preempted.intersection(got.handles.tolist()))
+        seen["resumed"] += sum(
+            r.num_preemptions > 0 and r.state is RequestState.RUNNING for r in rig.core._requests.values())
+
+
+@every_depth
+def test_a_long_run_meets_everything(Rig: Any, depth: int) -> None:
+    """The same on fixed seeds, so that what was exercised can be counted and compared with zero."""
+    seen: Counter[str] = Counter()
+    for seed in range(12):
+        rng = random.Random(seed)
+        rig = Rig(depth, blocks=rng.choice([11, 14, 20]), slots=rng.choice([3, 6]), budget=rng.choice([7, 16]),
+                  vocab=VOCAB, caching=seed % 4 > 0, policy=rng.choice(["fcfs", "priority"]))
+        chaos(rig, rng, seen, num_requests=40)
+        rig.drain()
+        for handle in rig.asked:
+            rig.judge(handle)
+            seen["scored"] += bool(rig.rows[handle])
+            seen[f"finish {rig.finish[handle].reason.value}"] += 1
+            parent = rig.asked[handle].parent
+            seen["shared with the parent"] += parent is not None and rig.cached.get(handle, 0) > 0
+        seen["preempted"] += rig.scheduler.num_preempted
+        seen["evicted"] += rig.pool.evictions
+        seen["hits"] += rig.scheduler.prefix_hits
+        seen["dropped"] += sum(int((p.outputs & SAMPLE).sum()) for p in rig.plans) - sum(map(len, rig.tokens.values()))
+    expected = {"preempted": 30, "evicted": 100, "hits": 500, "resumed": 100, "blocked": 50, "scored": 20,
+                "shared with the parent": 20, "dropped": 20, "abort waiting": 3, "abort running": 1,
+                **{f"finish {reason.value}": 10 for reason in FinishReason}}
+    if depth >= 2:
+        expected |= {"token after preemption": 10, "abort running in flight": 5}
+    if depth >= 3:
+        expected |= {"waits for its own token": 10}
+    short = {name: (seen[name], least) for name, least in expected.items() if seen[name] < least}
+    assert not short, f"seen less often than the test is worth: {short}; all: {dict(seen)}"
