@@ -49,7 +49,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     handle       the front end's number for it; unique among live requests
     token_ids    the prompt, packed little-endian uint32
     max_tokens   0 = only score the prompt; prompt + max_tokens fits the context
-    stop_ids     end-of-sequence and stop token ids; effective from the `min_tokens`-th output on
+    stop_ids     end-of-sequence and stop token ids; effective after the first `min_tokens` outputs
     parent       handle of the first of n completions, whose prompt this one shares
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt

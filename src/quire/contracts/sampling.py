@@ -11,6 +11,14 @@ from quire.contracts.errors import InvalidParameter
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as users of the field expect
 COLDEST = 0.01  # temperatures between greedy and this are raised to it: logits / t would overflow
 MAX_N = 16_384
+FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "skip_reading_prefix_cache",
+)
 MAX_LOGPROB_IDS = 128
 BIAS_LIMIT = 100.0
 
@@ -142,21 +150,30 @@ def _check_lengths(p: SamplingParams) -> None:
 
 
 def _check_text(p: SamplingParams) -> None:
-    stops = p.stop_strings
-    if any(not isinstance(s, str) or not s for s in stops):
-        _refuse("stop", p.stop, "a non-empty string or a list of non-empty strings")
-    if stops and not p.detokenize:
+    for name, value in (("stop", p.stop), ("bad_words", p.bad_words)):
+        words = [value] if isinstance(value, str) and name == "stop" else value
+        if words is None:
+            continue
+        if not isinstance(words, (list, tuple)) or any(not isinstance(w, str) or not w for w in words):
+            text = "a non-empty string or a list" if name == "stop" else "a list"
+            _refuse(name, value, f"{text} of non-empty strings")
+    if p.stop and not p.detokenize:
         raise InvalidParameter(
             "stop strings are matched on text: set detokenize=True, or use stop_token_ids.", param="stop"
         )
-    if p.bad_words is not None and any(not isinstance(w, str) or not w for w in p.bad_words):
-        _refuse("bad_words", p.bad_words, "a list of non-empty strings")
+    for name in FLAGS:
+        if not isinstance(getattr(p, name), bool):
+            _refuse(name, getattr(p, name), "True or False")
+    if p.output_kind not in tuple(OutputKind):
+        _refuse("output_kind", p.output_kind, "one of OutputKind.CUMULATIVE, DELTA and FINAL_ONLY")
 
 
 def _check_ids(p: SamplingParams) -> None:
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         value = getattr(p, name)
-        if value is not None and any(not _is_int(i) or i < 0 for i in value):
+        if value is None:
+            continue
+        if not isinstance(value, (list, tuple, set, frozenset)) or any(not _is_int(i) or i < 0 for i in value):
             _refuse(name, value, "a list of token ids >= 0")
     if p.allowed_token_ids is not None and not p.allowed_token_ids:
         _refuse("allowed_token_ids", p.allowed_token_ids, "non-empty: nothing could be sampled")
@@ -164,11 +181,10 @@ def _check_ids(p: SamplingParams) -> None:
         if len(p.logprob_token_ids) > MAX_LOGPROB_IDS:
             _refuse("logprob_token_ids", f"{len(p.logprob_token_ids)} ids", f"at most {MAX_LOGPROB_IDS} ids")
         if p.logprobs is not None and p.logprobs != len(p.logprob_token_ids):
-            _refuse(
-                "logprobs",
-                p.logprobs,
-                f"the number of logprob_token_ids ({len(p.logprob_token_ids)}) when both are set",
-            )
+            count = len(p.logprob_token_ids)
+            _refuse("logprobs", p.logprobs, f"the number of logprob_token_ids ({count}) when both are set")
+    if p.logit_bias is not None and not isinstance(p.logit_bias, dict):
+        _refuse("logit_bias", p.logit_bias, "a map from token ids to finite numbers (clamped to [-100, 100])")
     for token, bias in (p.logit_bias or {}).items():
         if not _is_int(token) or token < 0 or not _is_number(bias):
             _refuse("logit_bias", {token: bias}, "a map from token ids to finite numbers (clamped to [-100, 100])")

@@ -7,7 +7,7 @@ immutable sandbox. The sandbox bounds what a template can touch, not how long it
 
 import json
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -20,7 +20,9 @@ from jinja2.utils import Namespace
 class GenerationTag(Extension):
     """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training; its body is kept as it is."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         """A scope around the body."""

@@ -150,3 +150,21 @@ def test_beam_search_bounds(fields: dict[str, Any], message: str) -> None:
     BeamSearchParams(beam_width=2, max_tokens=3)
     with pytest.raises(InvalidParameter, match=message):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **fields})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop_token_ids", 5),
+        ("allowed_token_ids", 5),
+        ("logit_bias", [1]),
+        ("bad_words", "abc"),
+        ("output_kind", 9),
+        ("ignore_eos", "no"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidParameter, match=field):
+        SamplingParams(**{field: value})
