@@ -183,11 +183,9 @@ def _check_ids(p: SamplingParams) -> None:
         if p.logprobs is not None and p.logprobs != len(p.logprob_token_ids):
             count = len(p.logprob_token_ids)
             _refuse("logprobs", p.logprobs, f"the number of logprob_token_ids ({count}) when both are set")
-    if p.logit_bias is not None and not isinstance(p.logit_bias, dict):
+    pairs: Any = p.logit_bias or {}  # whatever the caller really gave
+    if not isinstance(pairs, dict) or any(not _is_int(i) or i < 0 or not _is_number(b) for i, b in pairs.items()):
         _refuse("logit_bias", p.logit_bias, "a map from token ids to finite numbers (clamped to [-100, 100])")
-    for token, bias in (p.logit_bias or {}).items():
-        if not _is_int(token) or token < 0 or not _is_number(bias):
-            _refuse("logit_bias", {token: bias}, "a map from token ids to finite numbers (clamped to [-100, 100])")
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
