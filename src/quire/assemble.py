@@ -1,5 +1,6 @@
 """The only composition root: configuration -> facts -> plans -> engine."""
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.slots import SlotTables
 from quire.worker.worker import Worker
+
+LOG = logging.getLogger("quire")
 
 
 @dataclass(kw_only=True)
@@ -85,12 +88,14 @@ def assemble(config: EngineConfig) -> Engine:
     phases = _Phases()
     facts = read_cpu_facts()
     torch.set_num_threads(config.device.num_threads or facts.cores)
-    folder = _model_folder(config)
+    folder = _folder(config, config.model.model) if config.model.model else bundled_model()
     args = read_checkpoint_config(folder)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units))
     phases.end("config")
-    tokenizer_folder = Path(config.model.tokenizer) if config.model.tokenizer else folder
+    tokenizer_folder = _folder(config, config.model.tokenizer) if config.model.tokenizer else folder
     tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
+    template = None if tokenizer is None else ChatTemplate.load(tokenizer_folder, config.model.chat_template)
+    eos_ids, default_params = load_eos_ids(folder, tokenizer), _default_params(config, folder)
     phases.end("tokenizer")
     model = _load_model(config, folder, args, dtype, facts)
     phases.end("weights")
@@ -105,6 +110,9 @@ def assemble(config: EngineConfig) -> Engine:
     )
     worker, core = _build_engine(config, args, model, memory, dtype)
     phases.end("engine")
+    notes = _notes(args, dtype, memory, config)
+    for note in notes:
+        LOG.warning("%s", note)
     return Engine(
         config=config,
         folder=folder,
@@ -116,19 +124,17 @@ def assemble(config: EngineConfig) -> Engine:
         worker=worker,
         tokenizer=tokenizer,
         tokenizer_folder=tokenizer_folder,
-        chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, config.model.chat_template),
-        eos_ids=load_eos_ids(folder, tokenizer),
-        default_params=_default_params(config, folder),
+        chat_template=template,
+        eos_ids=eos_ids,
+        default_params=default_params,
         phases=phases.seconds,
-        notes=_notes(args, dtype, memory, config),
+        notes=notes,
     )
 
 
-def _model_folder(config: EngineConfig) -> Path:
-    if not config.model.model:
-        return bundled_model()
+def _folder(config: EngineConfig, model: str) -> Path:
     return resolve_model_folder(
-        config.model.model,
+        model,
         revision=config.model.revision,
         offline=config.load.offline,
         download_dir=config.load.download_dir,

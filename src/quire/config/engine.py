@@ -1,7 +1,7 @@
 """The configuration of an engine: small frozen dataclasses, one per component. Flags are derived from them."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from quire.contracts.errors import ConfigError
 
@@ -29,7 +29,6 @@ class ModelConfig:
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
     max_logprobs: int = option(20, "most alternatives a request may ask for; -1: the whole vocabulary")
     chat_template: str | None = option(None, "chat template: a file, or the template itself")
-    served_model_name: str | None = option(None, "name the model answers to (default: as given)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +117,11 @@ def check_config(config: EngineConfig) -> None:
     """Refuse values that can never work, naming the option and the range."""
     for part in fields(EngineConfig):
         component = getattr(config, part.name)
+        types = get_type_hints(type(component))
         for f in fields(component):
             choices, value = f.metadata["choices"], getattr(component, f.name)
+            if not _is_a(value, types[f.name]):
+                raise ConfigError(f"{f.name}={value!r}: must be {_words(types[f.name])}, not {type(value).__name__}.")
             if choices and value not in choices:
                 raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}.")
     s, c, m = config.scheduler, config.cache, config.model
@@ -129,6 +131,7 @@ def check_config(config: EngineConfig) -> None:
         ("max_waiting", s.max_waiting),
         ("block_size", c.block_size),
         ("max_model_len", m.max_model_len),
+        ("num_threads", config.device.num_threads),
         ("kv_cache_memory_bytes", c.kv_cache_memory_bytes),
         ("num_gpu_blocks_override", c.num_gpu_blocks_override),
     ):
@@ -143,3 +146,16 @@ def check_config(config: EngineConfig) -> None:
             f"max_num_batched_tokens={s.max_num_batched_tokens} is below max_num_seqs={s.max_num_seqs}: a step could "
             f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens."
         )
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether an option's value has its declared type; an int is a float, a bool is not an int."""
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+
+
+def _words(kind: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+    return " or ".join(names[k] for k in get_args(kind) or (kind,))

@@ -203,8 +203,8 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
             _refuse("beam_width", self.beam_width, "an integer >= 1")
         if not _is_int(self.max_tokens) or self.max_tokens < 1:
             _refuse("max_tokens", self.max_tokens, "an integer >= 1")
-        if not _is_number(self.temperature) or not 0.0 <= self.temperature <= 2.0:
-            _refuse("temperature", self.temperature, "a number in [0, 2]")
+        if self.temperature != 0.0:
+            _refuse("temperature", self.temperature, "0: a beam search follows the likeliest tokens, it draws none")
         if not _is_number(self.length_penalty):
             _refuse("length_penalty", self.length_penalty, "a finite number")
 

@@ -12,6 +12,7 @@ from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
 from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
 from quire.engine.finish import Finisher
+from quire.engine.queue import SLACK
 from quire.engine.scheduler import InFlight, Scheduler
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import extras_digest
@@ -45,6 +46,7 @@ class EngineCore:
         self._prefix_caching = prefix_caching
         self._clock = clock
         self._step = 0
+        self._torn = False
 
     @property
     def has_work(self) -> bool:
@@ -74,6 +76,9 @@ class EngineCore:
         self._finisher.watch(request)
         if new.deadline is not None:
             heapq.heappush(self._deadlines, (new.deadline, new.handle))
+            if len(self._deadlines) > 2 * len(self._requests) + SLACK:  # most of them have ended
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
+                heapq.heapify(self._deadlines)
 
     def abort(self, handle: int) -> None:
         """End a request in any state; unknown handles (already finished) are ignored."""
@@ -82,7 +87,19 @@ class EngineCore:
             self._finished.append(self._finisher.end(request, FinishReason.ABORT))
 
     def step(self) -> StepOutputs:
-        """Plan and submit one step if the pipeline has room, and confirm the oldest one if it is full or drained."""
+        """Plan and submit one step if the pipeline has room, and confirm the oldest one if it is full or drained.
+
+        A step that raises, for whatever reason, is final: what was planned and what was computed may differ, so every
+        later one raises `EngineDead`.
+        """
+        if self._torn:
+            raise EngineDead("an earlier step of this engine did not come to its end: make a new engine.")
+        self._torn = True
+        outputs = self._advance()
+        self._torn = False
+        return outputs
+
+    def _advance(self) -> StepOutputs:
         self._expire()
         planned = None
         if len(self._in_flight) < self.facts.depth and self._requests:
@@ -120,8 +137,8 @@ class EngineCore:
             assert pool.num_free == self.facts.num_blocks, f"{self.facts.num_blocks - pool.num_free} blocks leaked"
 
     def _confirm(self) -> StepOutputs:
-        oldest = self._in_flight.popleft()
-        outputs, ended = self._finisher.apply(oldest, self.executor.collect())
+        result = self.executor.collect()
+        outputs, ended = self._finisher.apply(self._in_flight.popleft(), result)
         for request in ended:
             self._requests.pop(request.new.handle, None)
         return self._report(outputs)

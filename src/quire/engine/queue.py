@@ -5,6 +5,8 @@ import heapq
 from quire.contracts.errors import QueueFull
 from quire.contracts.request import Request, RequestState
 
+SLACK = 64  # ended entries that may always stay
+
 
 class WaitingQueue:
     """A heap on (priority, arrival). A preempted request keeps its arrival, so it returns to its old place."""
@@ -44,3 +46,6 @@ class WaitingQueue:
         """Count a waiting request out; call when it leaves WAITING without being popped."""
         assert request.state is RequestState.FINISHED
         self._size -= 1
+        if len(self._heap) > 2 * self._size + SLACK:  # entries that ended deep in the heap would pile up
+            self._heap = [entry for entry in self._heap if entry[2].state is RequestState.WAITING]
+            heapq.heapify(self._heap)

@@ -38,13 +38,13 @@ class Scheduler:
         self.table = RunningTable(facts.num_slots)
         self.queue = WaitingQueue(self.by_priority, config.max_waiting)
         self.allocator = allocator
-        self.num_preempted = self.prefix_queries = self.prefix_hits = 0
+        self.num_preempted = self.num_blocked = self.prefix_queries = self.prefix_hits = 0
         self._budget = config.max_num_batched_tokens
         self._lag = facts.decode_lag
         self._headroom = int(config.watermark * facts.num_blocks)
         self._root = root_key
         self._chains: dict[int, KeyChain] = {}
-        self._children: dict[int, list[Request]] = {}  # parent's handle -> requests blocked on its prompt
+        self._children: dict[int, dict[int, Request]] = {}  # parent's handle -> those blocked on its prompt, by handle
         self._released: list[int] = []
         self._arrivals = 0
         self._sampling: tuple[int, I32, list[Request], I32] | None = None
@@ -60,7 +60,8 @@ class Scheduler:
         self._chains[new.handle] = KeyChain(self._root, self.allocator.block_size, request.tokens, extras)
         if parent is not None and not self._prompt_planned(parent):
             request.to(RequestState.BLOCKED, BlockReason.PARENT)
-            self._children.setdefault(parent.new.handle, []).append(request)
+            self._children.setdefault(parent.new.handle, {})[new.handle] = request
+            self.num_blocked += 1
         else:
             self.queue.push(request)
         return request
@@ -76,9 +77,10 @@ class Scheduler:
             self.queue.drop(request)
             if distrust:
                 self._withdraw(request)
-        for waiting in self._children.values():
-            if request in waiting:
-                waiting.remove(request)
+        if before is RequestState.BLOCKED:
+            assert request.new.parent is not None
+            del self._children[request.new.parent][request.new.handle]
+            self.num_blocked -= 1
         self._unblock_children(request)
         del self._chains[request.new.handle]
 
@@ -92,11 +94,6 @@ class Scheduler:
         """Index the full blocks among the first `num_tokens` tokens, which are known and computed."""
         full = num_tokens // self.allocator.block_size
         self.allocator.publish(request.slot, self._chains[request.new.handle], full)
-
-    @property
-    def num_blocked(self) -> int:
-        """Requests that wait for their parent."""
-        return sum(map(len, self._children.values()))
 
     # --- planning -----------------------------------------------------------------------------------------------
 
@@ -281,7 +278,8 @@ class Scheduler:
         return parent.state is RequestState.FINISHED or len(parent.tokens) > parent.num_prompt
 
     def _unblock_children(self, parent: Request) -> None:
-        for child in self._children.pop(parent.new.handle, ()):
+        for child in self._children.pop(parent.new.handle, {}).values():
+            self.num_blocked -= 1
             child.to(RequestState.WAITING)
             self.queue.push(child)
 

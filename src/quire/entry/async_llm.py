@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ from quire.contracts.output import RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
 from quire.entry.local import Messages, front_end, render_chat
-from quire.entry.prompts import PromptLike, parse_prompt
+from quire.entry.prompts import Prompt, PromptLike, parse_prompt
 
 Inbox = Callable[[RequestOutput | Exception], None]
 
@@ -29,8 +30,8 @@ class AsyncLLM:
     Options as for `LLM`. The engine runs in a thread of its own; a caller that stops iterating aborts its request.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
-        self._engine: Engine | None = assemble(EngineConfig.from_flat(model=model, **options))
+    def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
+        self._engine: Engine | None = assemble(EngineConfig.from_flat(model=fspath(model), **options))
         self._front = front_end(self._engine)
         self._inboxes: dict[int, Inbox] = {}  # by first handle
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -65,10 +66,17 @@ class AsyncLLM:
         started: list[Generation] = []
 
         def deliver(item: RequestOutput | Exception) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, item)
+            try:
+                loop.call_soon_threadsafe(inbox.put_nowait, item)
+            except RuntimeError:  # the caller's event loop is closed: nobody listens any more
+                self._abort(started)
+
+        ready = parse_prompt(prompt)
+        if ready.token_ids is None and self._front.tokenizer is not None:  # long texts must not stall anyone's stream
+            ready = await loop.run_in_executor(None, self._front.tokenized, ready)
 
         def start() -> None:
-            self._start(prompt, params, deliver, started, request_id=request_id, priority=priority, timeout=timeout)
+            self._start(ready, params, deliver, started, request_id=request_id, priority=priority, timeout=timeout)
 
         self._send(start)
         try:
@@ -108,12 +116,12 @@ class AsyncLLM:
     # --- in the engine thread -----------------------------------------------------------------------------------
 
     def _start(
-        self, prompt: PromptLike, params: SamplingParams, deliver: Inbox, started: list[Generation], **options: Any
+        self, prompt: Prompt, params: SamplingParams, deliver: Inbox, started: list[Generation], **options: Any
     ) -> None:
         try:
             if self._ended is not None:
                 raise self._ended
-            generation, requests = self._front.start(parse_prompt(prompt), params, **options)
+            generation, requests = self._front.start(prompt, params, **options)
             started.append(generation)
             for request in requests:
                 self.engine.core.add(request)
@@ -141,7 +149,7 @@ class AsyncLLM:
             while not self._commands.empty():
                 if (command := self._commands.get()) is not None:
                     command()
-        for deliver in self._inboxes.values():
+        for deliver in list(self._inboxes.values()):  # a copy: a closed event loop's inbox removes itself
             deliver(ended)
         self._inboxes.clear()
 

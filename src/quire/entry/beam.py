@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.contracts.sampling import BeamSearchParams, SamplingParams
 from quire.entry.front import FrontEnd
@@ -14,6 +15,7 @@ Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
 @dataclass(frozen=True, kw_only=True)
 class _Beam:
     tokens: tuple[int, ...]  # prompt included
+    salt: str
     logprob: float = 0.0
     finished: bool = False
 
@@ -31,18 +33,23 @@ def beam_search(
     eos = frozenset() if params.ignore_eos else frozenset(front.limits.eos_ids)
     width = params.beam_width
     starts = [tuple(front.encode(prompt)) for prompt in prompts]
-    open_beams = [[_Beam(tokens=start)] for start in starts]
+    open_beams = [[_Beam(tokens=s, salt=p.cache_salt)] for s, p in zip(starts, prompts, strict=True)]
     complete: list[list[_Beam]] = [[] for _ in starts]
     # The best `width` that do not end are among the best `width + len(eos)` of their own hypothesis.
     alternatives = min(width + len(eos), front.limits.vocab_size)
-    step = SamplingParams(
-        temperature=params.temperature, max_tokens=1, logprobs=alternatives, ignore_eos=True, detokenize=False
-    )
-    for left in reversed(range(params.max_tokens)):
+    if 0 <= front.limits.max_logprobs < alternatives:
+        raise InvalidParameter(
+            f"beam_width={width} looks at {alternatives} alternatives a step, and this engine's max_logprobs is "
+            f"{front.limits.max_logprobs}: narrow the beam, or start the engine with a higher max_logprobs.",
+            param="beam_width",
+        )
+    room = front.limits.max_model_len - max(map(len, starts))
+    step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=alternatives, ignore_eos=True, detokenize=False)
+    for left in reversed(range(min(params.max_tokens, room))):
         flat = [(i, beam) for i, beams in enumerate(open_beams) for beam in beams]
         if not flat:
             break
-        outputs = generate([Prompt(token_ids=list(b.tokens)) for _, b in flat], step)
+        outputs = generate([Prompt(token_ids=list(b.tokens), cache_salt=b.salt) for _, b in flat], step)
         candidates: list[list[_Beam]] = [[] for _ in starts]
         for (i, beam), output in zip(flat, outputs, strict=True):
             candidates[i] += _grown(beam, output, eos)
@@ -58,14 +65,15 @@ def _grown(beam: _Beam, output: RequestOutput, eos: frozenset[int]) -> list[_Bea
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     return [
-        _Beam(tokens=(*beam.tokens, token), logprob=beam.logprob + entry.logprob, finished=token in eos)
+        _Beam(tokens=(*beam.tokens, token), salt=beam.salt, logprob=beam.logprob + entry.logprob, finished=token in eos)
         for token, entry in logprobs[0].items()
     ]
 
 
 def _best(front: FrontEnd, beams: list[_Beam], num_prompt: int, params: BeamSearchParams) -> BeamSearchOutput:
     def score(beam: _Beam) -> float:
-        return beam.logprob / (len(beam.tokens) - num_prompt) ** params.length_penalty
+        normalized: float = beam.logprob / (len(beam.tokens) - num_prompt) ** params.length_penalty
+        return normalized
 
     best = sorted(beams, key=score, reverse=True)[: params.beam_width]
     tokenizer = front.tokenizer

@@ -72,7 +72,7 @@ class Completion:
             index=self.index,
             text=shown,
             token_ids=list(tokens),
-            logprobs=logprobs,
+            logprobs=None if logprobs is None else list(logprobs),
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,

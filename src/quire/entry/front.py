@@ -3,11 +3,13 @@
 Shared by `LLM`, `AsyncLLM` and the server. Knows text and parameters; never imports torch.
 """
 
+import math
 import random
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from quire.contracts.errors import InvalidParameter, PromptTooLong
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
@@ -28,6 +30,7 @@ class Limits:
     vocab_size: int
     max_logprobs: int
     eos_ids: tuple[int, ...] = ()
+    by_priority: bool = False
 
 
 class FrontEnd:
@@ -62,6 +65,7 @@ class FrontEnd:
                 f"sampling_params must be SamplingParams, not {type(params).__name__}.", param="sampling_params"
             )
         params.check()
+        self._check_options(priority, timeout)
         token_ids = self.encode(prompt)
         self._check(params, token_ids)
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
@@ -96,7 +100,7 @@ class FrontEnd:
                     parent=None if i == 0 else first,
                     cache_salt=prompt.cache_salt,
                     deadline=None if timeout is None else time.monotonic() + timeout,
-                    read_prefix_cache=not params.skip_reading_prefix_cache,
+                    read_prefix_cache=i > 0 or not params.skip_reading_prefix_cache,
                 )
             )
         self._next_handle += params.n
@@ -168,6 +172,22 @@ class FrontEnd:
                 "this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids.", param="prompt"
             )
         return self.tokenizer.encode(prompt.text)
+
+    def tokenized(self, prompt: Prompt) -> Prompt:
+        """The prompt with its token ids, so that `start` need not encode it; any thread may call this."""
+        return replace(prompt, token_ids=self.encode(prompt))
+
+    def _check_options(self, priority: int, timeout: float | None) -> None:
+        given: Any = priority  # whatever the caller really gave
+        if not isinstance(given, int) or not -(2**31) <= given < 2**31:
+            raise InvalidParameter(f"priority={given!r}: must be an integer of 32 bits.", param="priority")
+        if given and not self.limits.by_priority:
+            raise InvalidParameter(
+                f"priority={given} needs scheduling_policy='priority'; this engine serves first come, first served.",
+                param="priority",
+            )
+        if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
+            raise InvalidParameter(f"timeout={timeout!r}: must be a number of seconds above 0.", param="timeout")
 
     def _text(self, token_ids: list[int], params: SamplingParams) -> SequenceText | None:
         if self.tokenizer is None or not params.detokenize:

@@ -1,6 +1,8 @@
 """The offline class: prompts in, outputs out, in the caller's thread."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,6 +13,7 @@ from quire.contracts.output import BeamSearchOutput, RequestOutput
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
+from quire.entry.interrupt import uninterrupted
 from quire.entry.local import Messages, front_end, render_chat
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
 from quire.observe.progress import Progress
@@ -31,10 +34,10 @@ class LLM:
     Not thread-safe; `AsyncLLM` is for concurrent callers.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
-        self._engine: Engine | None = assemble(EngineConfig.from_flat(model=model, **options))
+    def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
+        self._engine: Engine | None = assemble(EngineConfig.from_flat(model=fspath(model), **options))
         self._front = front_end(self._engine)
-        self._mail: dict[int, list[RequestOutput]] = {}  # by first handle: streams may be read in turns
+        self._mail: dict[int, deque[tuple[int, RequestOutput]]] = {}  # by first handle: streams may be read in turns
         self._dead: EngineDead | None = None  # why nothing can run any more
 
     @property
@@ -195,20 +198,23 @@ class LLM:
 
     def _run(self, generations: list[Generation]) -> Iterator[tuple[RequestOutput, int]]:
         """Step until the given generations have ended; a caller who stops listening aborts them."""
-        mine = [(g.completions[0].handle, g) for g in generations]
-        self._mail.update((handle, []) for handle, _ in mine)
+        ready: deque[tuple[int, RequestOutput]] = deque()
+        mine = [g.completions[0].handle for g in generations]
+        self._mail.update((handle, ready) for handle in mine)
+        num_open = len(mine)
         try:
-            while any(self._mail[handle] or not g.finished for handle, g in mine):
-                for handle, _ in mine:
-                    while self._mail[handle]:
-                        yield self._mail[handle].pop(0), handle
-                if all(g.finished for _, g in mine):
+            while True:
+                while ready:  # filled by any stream's step
+                    handle, output = ready.popleft()
+                    num_open -= output.finished
+                    yield output, handle
+                if not num_open:
                     return
                 for handle, output in self._step():
-                    self._mail[handle].append(output)
+                    self._mail[handle].append((handle, output))
         finally:
-            self._abort([g for _, g in mine if not g.finished])
-            for handle, _ in mine:
+            self._abort([g for g in generations if not g.finished])
+            for handle in mine:
                 del self._mail[handle]
 
     def _step(self) -> list[tuple[int, RequestOutput]]:
@@ -217,9 +223,10 @@ class LLM:
         if self._dead is not None:
             raise self._dead
         try:
-            outputs, stopped = self._front.apply(core.step())
-            for handle in stopped:
-                core.abort(handle)
+            with uninterrupted():
+                outputs, stopped = self._front.apply(core.step())
+                for handle in stopped:
+                    core.abort(handle)
         except Exception as fault:
             self._dead = EngineDead(f"the engine stopped: {fault}")
             raise self._dead from fault

@@ -20,6 +20,7 @@ def front_end(engine: Engine) -> FrontEnd:
         vocab_size=facts.vocab_size,
         max_logprobs=model.max_logprobs,
         eos_ids=engine.eos_ids,
+        by_priority=engine.config.scheduler.scheduling_policy == "priority",
     )
     return FrontEnd(engine.tokenizer, limits, seed=model.seed)
 

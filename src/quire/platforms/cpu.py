@@ -27,19 +27,6 @@ class CpuFacts:
     bf16_units: tuple[str, ...]
     device: str = "cpu"
 
-    def pick_dtype(self, wanted: str) -> tuple[str, str]:
-        """The dtype to compute in for a checkpoint stored as `wanted`, and a note ("" when it is kept).
-
-        float16 has no fast path here; bfloat16 needs native units. Both fall back to float32.
-        """
-        if wanted == "float32" or (wanted == "bfloat16" and self.bf16_units):
-            return wanted, ""
-        if wanted == "bfloat16":
-            return "float32", "this CPU has no bfloat16 units (AMX or AVX512-BF16): computing in float32"
-        if self.bf16_units:
-            return "bfloat16", f"{wanted} has no fast path on a CPU: computing in bfloat16"
-        return "float32", f"{wanted} has no fast path on a CPU: computing in float32"
-
 
 def read_cpu_facts() -> CpuFacts:
     """Look at this machine; a few milliseconds."""

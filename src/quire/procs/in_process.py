@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -21,13 +22,17 @@ class InProcessExecutor:
         self._done: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if facts.depth > 1:
-            self._thread = threading.Thread(target=self._work, name="quire-worker", daemon=True)
+            # The thread knows the queues and not this object, so that an executor nobody holds any more stops it.
+            self._thread = threading.Thread(
+                target=_work, args=(run, self._plans, self._done), name="quire-worker", daemon=True
+            )
             self._thread.start()
+            weakref.finalize(self, self._plans.put, None)
 
     def submit(self, plan: StepPlan) -> None:
         """Run or queue one step. A fault is kept for `collect`."""
         if self._thread is None:
-            self._results.append(self._attempt(plan))
+            self._results.append(_attempt(self._run, plan))
         else:
             self._plans.put(plan)
 
@@ -56,12 +61,18 @@ class InProcessExecutor:
             self._plans.put(None)
             self._thread.join()
 
-    def _attempt(self, plan: StepPlan) -> StepResult | Exception:
-        try:
-            return self._run(plan)
-        except Exception as fault:  # whatever the device raises stops the engine, with its cause, at collect
-            return fault
 
-    def _work(self) -> None:
-        while (plan := self._plans.get()) is not None:
-            self._done.put(self._attempt(plan))
+def _attempt(run: Callable[[StepPlan], StepResult], plan: StepPlan) -> StepResult | Exception:
+    try:
+        return run(plan)
+    except Exception as fault:  # whatever the device raises stops the engine, with its cause, at collect
+        return fault
+
+
+def _work(
+    run: Callable[[StepPlan], StepResult],
+    plans: "queue.SimpleQueue[StepPlan | None]",
+    done: "queue.SimpleQueue[StepResult | Exception]",
+) -> None:
+    while (plan := plans.get()) is not None:
+        done.put(_attempt(run, plan))

@@ -61,7 +61,7 @@ class Worker:
             slots=slots,
             tokens=out.tokens.int().numpy()[:, None],
             num_accepted=np.ones(len(slots), np.int32),
-            failed={int(slots[row]): code for row, code in out.failed.items()},
+            failed={int(slots[row]): code for row, code in out.failed.items()} | _unscorable(scored),
             logprobs=self.sampler.logprobs(logits, inputs.sample_slots, out.tokens),
             prompt_logprobs=scored,
             num_computed=len(inputs.token_ids),
@@ -97,6 +97,11 @@ class Worker:
             if parts:
                 found[slot] = _join(parts)
         return found
+
+
+def _unscorable(scored: dict[int, RowLogprobs]) -> dict[int, str]:
+    """Slots whose prompt rows have NaN log-probabilities."""
+    return {slot: "nan_logits" for slot, rows in scored.items() if np.isnan(rows.logprobs[:, 0]).any()}
 
 
 def _join(parts: list[RowLogprobs]) -> RowLogprobs:

@@ -92,7 +92,8 @@ def test_rope_theta_defaults_as_transformers_does() -> None:
 def test_yarn_extends_the_context() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     assert parse_checkpoint_config(changed(rope_scaling=yarn)).max_position_embeddings == 16384
-    assert parse_checkpoint_config(changed(rope_scaling={"type": "yarn", "factor": 2.0})).rope.original_max_position == 4096
+    silent = parse_checkpoint_config(changed(rope_scaling={"type": "yarn", "factor": 2.0}))
+    assert silent.rope.original_max_position == 4096
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from quire.contracts.errors import ConfigError
 # The command line is a promise: a flag that goes or changes its name breaks somebody's script.
 FLAGS = """
 --model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
---dtype --max-model-len --generation-config --seed --max-logprobs --chat-template --served-model-name
+--dtype --max-model-len --generation-config --seed --max-logprobs --chat-template
 --load-format --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
 --block-size --kv-cache-memory-bytes --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching

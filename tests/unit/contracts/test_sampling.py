@@ -142,8 +142,8 @@ def test_params_and_specs_cross_a_wire_unchanged() -> None:
     ({"beam_width": 0}, r"beam_width must be an integer >= 1"),
     ({"beam_width": 2.0}, r"beam_width must be an integer >= 1"),
     ({"max_tokens": 0}, r"max_tokens must be an integer >= 1"),
-    ({"temperature": -0.1}, r"temperature must be a number in \[0, 2\]"),
-    ({"temperature": 2.1}, r"temperature must be a number in \[0, 2\]"),
+    ({"temperature": -0.1}, "temperature must be 0"),
+    ({"temperature": 2.1}, "temperature must be 0"),
     ({"length_penalty": math.inf}, "length_penalty must be a finite number"),
 ])
 def test_beam_search_bounds(fields: dict[str, Any], message: str) -> None:

@@ -33,7 +33,7 @@ def test_forced() -> None:
         ("attention", frozenset({"tree_mask"}), None, "has no tree_mask"),
     ],
 )
-def test_impossible_is_an_error_with_the_table(op: str, features: frozenset[str], forced: str | None, said: str) -> None:
+def test_impossible_is_an_error(op: str, features: frozenset[str], forced: str | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         select(op, Needs(device="cpu", dtype="float32", features=features), forced)
 

@@ -82,7 +82,8 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
     args = model.args
     longest = max(len(prompt) for prompt in prompts)
     width = -(-longest // block)
-    arena = torch.full((1 + width * len(prompts), args.num_layers, 2, args.num_kv_heads, block, args.head_dim), torch.nan)
+    page = (args.num_layers, 2, args.num_kv_heads, block, args.head_dim)
+    arena = torch.full((1 + width * len(prompts), *page), torch.nan)
     kv = [KVView(arena[:, layer, 0], arena[:, layer, 1]) for layer in range(args.num_layers)]
     tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()
     done = [0] * len(prompts)

@@ -1,14 +1,13 @@
 """Prints an answer while it is generated, stops it at Ctrl-C, and knows how fast it came."""
 
-import signal
 import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING
+
+from quire.entry.interrupt import interruptible
 
 if TYPE_CHECKING:
     from quire.contracts.output import RequestOutput
@@ -35,26 +34,6 @@ class Answer:
         speed = self.num_tokens / self.seconds if self.seconds else 0.0
         return (f"{prompt}, answer {self.num_tokens} tokens in {self.seconds:.2f} s: {speed:.1f} tokens/s, first after "
                 f"{1000 * self.first:.0f} ms")
-
-
-@contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """While this is open the first Ctrl-C only sets the event, so that no step is torn; a second one raises."""
-    asked = threading.Event()
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def print_answer(pieces: "Iterator[RequestOutput]") -> Answer:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, as_list
 
-MAX_GAP = 3  # unowned blocks a run may span: attending to one costs about 4 us, another call about 25
+MAX_GAP = 1  # unowned blocks a run may span: attending to one costs about as much as copying an owned one
 MIN_RUN = 4  # shorter runs are copied together when there are several
 
 

@@ -1,0 +1,174 @@
+"""What one caller does wrong, or stops doing, must not reach the others: interrupts, dead event loops, odd options."""
+
+import asyncio
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM, AsyncLLM
+from quire.contracts.errors import EngineDead, InvalidParameter
+from quire.contracts.sampling import BeamSearchParams, SamplingParams
+
+Engine = Callable[..., LLM]
+Greedy = Callable[..., SamplingParams]
+
+
+@pytest.fixture
+def shared_async(oracle: Any) -> Any:
+    made: list[AsyncLLM] = []
+
+    def make(**options: Any) -> AsyncLLM:
+        made.append(AsyncLLM(oracle().folder, num_threads=1, skip_tokenizer_init=True, **options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ctrl_c_in_the_middle_of_a_step_leaves_the_engine_whole(
+    oracle: Any, engine: Engine, greedy: Greedy, depth: int
+) -> None:
+    llm = engine(oracle().folder, async_depth=depth)
+    worker, run = llm.engine.worker, llm.engine.worker.run
+    executor = llm.engine.core.executor
+    prompt = [i % 90 for i in range(64)]
+
+    def interrupted(plan: Any) -> Any:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # while the step is on its way
+        time.sleep(0.01)
+        return run(plan)
+
+    executor._run = interrupted  # type: ignore[attr-defined]
+    worker.run = interrupted  # type: ignore[method-assign]
+    if depth == 1:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt], greedy(8), use_tqdm=False)
+        executor._run = run  # type: ignore[attr-defined]
+    else:
+        submit = executor.submit
+
+        def interrupting(plan: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+            submit(plan)
+
+        executor.submit = interrupting  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt], greedy(8), use_tqdm=False)
+        executor.submit = submit  # type: ignore[method-assign]
+    llm.engine.core.check()
+    output = llm.generate([prompt], greedy(24), use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == oracle().greedy([prompt], 24)[0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_torn_step_is_final(oracle: Any, engine: Engine, greedy: Greedy) -> None:
+    llm = engine(oracle().folder)
+    core, submit = llm.engine.core, llm.engine.core.executor.submit
+
+    def torn(plan: Any) -> None:
+        raise KeyboardInterrupt
+
+    core.executor.submit = torn  # type: ignore[method-assign]
+    with pytest.raises((KeyboardInterrupt, EngineDead)):
+        llm.generate([[1, 2, 3]], greedy(4), use_tqdm=False)
+    core.executor.submit = submit  # type: ignore[method-assign]
+    with pytest.raises(EngineDead):
+        llm.generate([[1, 2, 3]], greedy(4), use_tqdm=False)
+    llm.close()
+
+
+def test_a_closed_event_loop_leaves_other_callers_alone(oracle: Any, shared_async: Any, greedy: Greedy) -> None:
+    llm = shared_async()
+    expected = oracle().greedy([[4, 5]], 40)[0]
+    results: list[list[int]] = []
+
+    async def leave() -> None:
+        async for _ in llm.generate([1, 2, 3], greedy(60)):
+            break  # and the loop closes while the engine goes on
+
+    async def stay() -> None:
+        last = [output async for output in llm.generate([4, 5], greedy(40))][-1]
+        results.append(last.outputs[0].token_ids)
+
+    bystander = threading.Thread(target=lambda: asyncio.run(stay()))
+    bystander.start()
+    for _ in range(5):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(_first(llm, greedy(60)))
+        loop.close()  # without closing the generator: nobody aborts
+    asyncio.run(leave())
+    bystander.join(60)
+    assert results == [expected]
+    assert not bystander.is_alive()
+
+
+async def _first(llm: AsyncLLM, params: SamplingParams) -> None:
+    stream = llm.generate([1, 2, 3], params)
+    await stream.__anext__()
+    _KEPT.append(stream)  # kept, so that it is not closed with the loop
+
+
+_KEPT: list[Any] = []
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"priority": 2**63}, "priority"),
+        ({"priority": "high"}, "priority"),
+        ({"timeout": math.nan}, "timeout"),
+        ({"timeout": -1.0}, "timeout"),
+        ({"timeout": "soon"}, "timeout"),
+    ],
+)
+def test_an_option_out_of_range_fails_its_request_alone(
+    oracle: Any, shared_async: Any, greedy: Greedy, options: dict[str, Any], name: str
+) -> None:
+    llm = shared_async(scheduling_policy="priority")
+
+    async def run() -> list[int]:
+        with pytest.raises(InvalidParameter, match=name):
+            async for _ in llm.generate([1, 2, 3], greedy(5), **options):
+                pass
+        return [o async for o in llm.generate([4, 5], greedy(6), priority=3)][-1].outputs[0].token_ids
+
+    assert asyncio.run(run()) == oracle().greedy([[4, 5]], 6)[0]
+
+
+def test_a_priority_without_its_policy_is_refused(oracle: Any, engine: Engine, greedy: Greedy) -> None:
+    with pytest.raises(InvalidParameter, match="scheduling_policy"):
+        engine(oracle().folder).generate([[1]], greedy(2), priority=[1], use_tqdm=False)
+
+
+def test_nan_in_a_prompt_that_is_only_scored_fails_it_and_is_not_reused(
+    oracle: Any, engine: Engine, greedy: Greedy
+) -> None:
+    llm = engine(oracle().folder, block_size=8)
+    worker, logits = llm.engine.worker, llm.engine.worker._logits
+    worker._logits = lambda hidden: logits(hidden) * math.nan  # type: ignore[method-assign]
+    prompt = list(range(20))
+    scored = llm.generate([prompt], greedy(0, prompt_logprobs=0), use_tqdm=False)[0]
+    assert (scored.outputs[0].finish_reason, scored.outputs[0].stop_reason) == ("error", "nan_logits")
+    worker._logits = logits  # type: ignore[method-assign]
+    again = llm.generate([prompt], greedy(4), use_tqdm=False)[0]
+    assert again.num_cached_tokens == 0
+    assert again.outputs[0].token_ids == oracle().greedy([prompt], 4)[0]
+
+
+def test_beam_search_keeps_the_salt_and_the_context(oracle: Any, engine: Engine, greedy: Greedy) -> None:
+    llm = engine(oracle().folder, block_size=8, max_model_len=64)
+    prompt = [int(i) for i in np.arange(59) % 50]
+    salted = {"prompt_token_ids": prompt, "cache_salt": "a"}
+    found = llm.beam_search(salted, BeamSearchParams(beam_width=2, max_tokens=20))
+    assert max(len(s.tokens) for s in found[0].sequences) == 64  # to the end of the context, not beyond
+    assert llm.generate([prompt], greedy(1), use_tqdm=False)[0].num_cached_tokens == 0
+    with pytest.raises(InvalidParameter, match="beam_width"):
+        llm.beam_search([prompt], BeamSearchParams(beam_width=40, max_tokens=2))

@@ -1,0 +1,295 @@
+"""Random tiny checkpoints of every architecture give transformers' logits and tokens, however a run is scheduled.
+
+Logits: those that were sampled from, as they were in the run, and log-probabilities of every position of the finished
+sequences. Tokens: 64 greedy ones. The checkpoints are resampled until no greedy choice is close (see conftest).
+"""
+
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+
+NUM_TOKENS = 64
+ATOL = 1e-4
+
+CHECKPOINTS: dict[str, Sequence[Any]] = {
+    "family": ("llama", "mistral", "qwen2", "qwen3"),
+    "tied": (False, True),
+    "heads": ((4, 2), (3, 1), (6, 3), (5, 5)),
+    "rope": ("default", "theta", "linear", "dynamic", "llama3", "yarn"),
+    "bias": (False, True),
+}
+RUNS: dict[str, Sequence[Any]] = {
+    "batch": (7, 1),
+    "chunk": (7, 16, 64),
+    "block_size": (8, 16),
+    "prefix": (True, False),
+    "depth": (1, 2),
+    "pool": ("normal", "small"),
+}
+Row = dict[str, Any]
+Greedy = Callable[..., SamplingParams]
+
+
+def possible(row: Mapping[str, Any]) -> bool:
+    """One request alone is never preempted; mistral and qwen2 have no choice of biases."""
+    if row.get("batch") == 1 and row.get("pool") == "small":
+        return False
+    return not (row.get("family") in ("mistral", "qwen2") and row.get("bias"))
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Rows in which every possible pair of values of two factors occurs; greedy, and the same every time."""
+    names = list(factors)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i, x in enumerate(factors[a])
+        for j, y in enumerate(factors[b])
+        if possible({a: x, b: y})
+    }
+    rows = []
+    while missing:
+        picked: dict[str, int] = dict(min(missing))
+        for name in [n for n in names if n not in picked]:
+            options = [{**picked, name: index} for index in range(len(factors[name]))]
+            allowed = [option for option in options if possible(values(factors, option))]
+            picked = max(allowed, key=lambda option: len(missing & pairs(names, option)))  # noqa: B023
+        missing -= pairs(names, picked)
+        rows.append(values(factors, picked))
+    return rows
+
+
+def pairs(names: Sequence[str], picked: Mapping[str, int]) -> set[Any]:
+    return set(itertools.combinations([(n, picked[n]) for n in names if n in picked], 2))
+
+
+def values(factors: Mapping[str, Sequence[Any]], picked: Mapping[str, int]) -> Row:
+    return {name: factors[name][picked[name]] for name in factors if name in picked}
+
+
+def product(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
+    rows = [dict(zip(factors, combination, strict=True)) for combination in itertools.product(*factors.values())]
+    return [row for row in rows if possible(row)]
+
+
+def label(row: Row) -> str:
+    return "-".join(str(v).replace(" ", "") for v in row.values())
+
+
+def split(row: Row) -> tuple[Row, Row]:
+    return {k: row[k] for k in CHECKPOINTS}, {k: row[k] for k in RUNS}
+
+
+def test_the_cover_has_every_pair() -> None:
+    rows = pairwise(CHECKPOINTS | RUNS)
+    assert all(possible(row) for row in rows) and len(rows) < 40
+    for (a, xs), (b, ys) in itertools.combinations((CHECKPOINTS | RUNS).items(), 2):
+        for x, y in itertools.product(xs, ys):
+            assert possible({a: x, b: y}) == any(row[a] == x and row[b] == y for row in rows), (a, x, b, y)
+
+
+# --- logits and tokens ------------------------------------------------------------------------------------------------
+
+
+class SampledLogits:
+    """Collects what the worker samples from, each row with the tokens that its slot then held."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.rows: list[tuple[tuple[int, ...], np.ndarray]] = []
+        self._history = llm.engine.worker.tables.sampling.history
+        llm.engine.worker.on_logits = self
+
+    def __call__(self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
+        for slot, position, row in zip(slots.tolist(), positions.tolist(), logits, strict=True):
+            self.rows.append((tuple(self._history[slot, :position].tolist()), row.numpy().copy()))
+
+
+def build(engine: Callable[..., LLM], folder: Any, run: Row) -> LLM:
+    """A small pool holds two of the longest sequences (125 tokens) and a bit more."""
+    options: Row = {
+        "max_num_batched_tokens": run["chunk"],
+        "block_size": run["block_size"],
+        "async_depth": run["depth"],
+        "enable_prefix_caching": run["prefix"],
+        "max_num_seqs": min(7, run["chunk"]),
+        "max_logprobs": -1,
+    }
+    if run["pool"] == "small":
+        options["num_gpu_blocks_override"] = 2 * math.ceil(125 / run["block_size"]) + 2
+    return engine(folder, **options)
+
+
+def check_run(llm: LLM, oracle: Any, prompts: list[list[int]], run: Row, greedy: Greedy) -> None:
+    mine = prompts if run["batch"] == 7 else prompts[4:5]
+    expected = oracle.greedy(mine, NUM_TOKENS)
+    sampled = SampledLogits(llm)
+    outputs = llm.generate(mine, greedy(NUM_TOKENS), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert (llm.engine.core.scheduler.num_preempted > 0) == (run["pool"] == "small")
+    whole = [p + e for p, e in zip(mine, expected, strict=True)]
+    truth = {tuple(ids[: n + 1]): row for ids in whole for n, row in enumerate(oracle.logits(ids))}
+    assert len(sampled.rows) == NUM_TOKENS * len(mine)
+    for known, row in sampled.rows:
+        np.testing.assert_allclose(row, truth[known], atol=ATOL, rtol=0)
+    again = llm.generate(mine, greedy(8), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in again] == [e[:8] for e in expected]
+    if run["pool"] == "normal":
+        block = run["block_size"] if run["prefix"] else len(whole[-1]) + 1
+        assert [o.num_cached_tokens for o in again] == [(len(p) - 1) // block * block for p in mine]
+    scored = llm.generate(whole, SamplingParams(max_tokens=0, prompt_logprobs=-1), use_tqdm=False)
+    for ids, out in zip(whole, scored, strict=True):
+        got = out.prompt_logprobs
+        assert got is not None and got[0] is None and len(got) == len(ids)
+        table = np.array([[row[i].logprob for i in range(len(row))] for row in got[1:] if row is not None])
+        np.testing.assert_allclose(table, oracle.logprobs(ids)[:-1], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("row", pairwise(CHECKPOINTS | RUNS), ids=label)
+def test_logits_and_tokens(
+    row: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
+) -> None:
+    spec, run = split(row)
+    checkpoint = oracle(tiny(**spec))
+    check_run(build(engine, checkpoint.folder, run), checkpoint, prompts, run, greedy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", pairwise(CHECKPOINTS), ids=label)
+def test_logits_and_tokens_of_the_full_product(
+    spec: Row, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy
+) -> None:
+    checkpoint = oracle(tiny(**spec))
+    for run in product(RUNS):
+        with build(engine, checkpoint.folder, run) as llm:
+            check_run(llm, checkpoint, prompts, run, greedy)
+            llm.engine.core.check()
+
+
+@pytest.mark.parametrize("rope", ["theta", "linear", "llama3", "yarn"])
+def test_old_spellings_of_a_config_mean_the_same(
+    rope: str, oracle: Any, tiny: Any, engine: Any, prompts: list[list[int]], greedy: Greedy, tmp_path: Path
+) -> None:
+    """`rope_theta` beside `rope_scaling`, `type` for `rope_type`, `torch_dtype` for `dtype`."""
+    checkpoint = oracle(tiny(family="llama", rope=rope))
+    folder = tmp_path / "old"
+    shutil.copytree(checkpoint.folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    config["rope_theta"] = scaling.pop("rope_theta")
+    kind = scaling.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
+    config["torch_dtype"] = config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config))
+    outputs = engine(folder).generate(prompts, greedy(16), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [t[:16] for t in checkpoint.greedy(prompts, NUM_TOKENS)]
+
+
+def test_the_oracle_notices_a_wrong_cache(oracle: Any, prompts: list[list[int]]) -> None:
+    """Greedy answers depend on the early prompt; otherwise none of these tests could fail for a broken cache."""
+    prompt = prompts[-1]
+    changed = [prompt[0] % 95 + 1, *prompt[1:]]
+    a, b = oracle().greedy([prompt, changed], NUM_TOKENS)
+    assert len(set(a)) > 20 and a != b
+
+
+# --- what is reused, and that it is not computed ----------------------------------------------------------------------
+
+CASES = [(block_size, depth) for block_size in (8, 16) for depth in (1, 2)]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"block{case[0]}-depth{case[1]}")
+def case(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    yield request.param
+
+
+@pytest.mark.parametrize("length", [16, 32, 45, 61])
+def test_a_second_identical_request_computes_only_the_rest(
+    case: tuple[int, int], length: int, oracle: Any, engine: Any, record: Any, prompts: list[list[int]], greedy: Greedy
+) -> None:
+    block, depth = case
+    prompt = next(p for p in prompts if len(p) == length)
+    llm = engine(oracle().folder, block_size=block, async_depth=depth)
+    expected = oracle().greedy([prompt], 64)[0][:12]
+    seen = record(llm)
+    for reused in (0, (length - 1) // block * block, (length - 1) // block * block):
+        before = seen.num_computed
+        out = llm.generate(prompt, greedy(12), use_tqdm=False)[0]
+        assert out.outputs[0].token_ids == expected
+        assert out.num_cached_tokens == reused
+        assert seen.num_computed - before == length + 11 - reused
+
+
+def test_generated_tokens_are_reused_too(
+    case: tuple[int, int], oracle: Any, engine: Any, record: Any, prompts: list[list[int]], greedy: Greedy
+) -> None:
+    """A second turn: the prompt, its answer, and something new. The newest answer token was never computed."""
+    block, depth = case
+    llm = engine(oracle().folder, block_size=block, async_depth=depth)
+    answer = llm.generate(prompts[3], greedy(30), use_tqdm=False)[0].outputs[0].token_ids
+    seen = record(llm)
+    turn = [*prompts[3], *answer, 7, 8]
+    out = llm.generate(turn, greedy(8), use_tqdm=False)[0]
+    reused = (23 + 29) // block * block
+    assert out.num_cached_tokens == reused
+    assert seen.num_computed == len(turn) + 7 - reused
+    assert out.outputs[0].token_ids == oracle().greedy([turn], 8)[0]
+
+
+def test_the_other_completions_of_n_share_the_full_blocks_of_the_prompt(
+    case: tuple[int, int], oracle: Any, engine: Any, record: Any, prompts: list[list[int]]
+) -> None:
+    block, depth = case
+    prompt, n, count = prompts[5], 4, 10
+    llm = engine(oracle().folder, block_size=block, async_depth=depth)
+    seen = record(llm)
+    params = SamplingParams(n=n, seed=3, max_tokens=count, ignore_eos=True)
+    out = llm.generate(prompt, params, use_tqdm=False)[0]
+    shared = (len(prompt) - 1) // block * block
+    assert out.num_cached_tokens == 0
+    assert seen.num_computed == n * (len(prompt) + count - 1) - (n - 1) * shared
+    admitted = [a for plan in seen.plans for a in plan.admitted]
+    assert [a.num_computed for a in admitted] == [0] + [shared] * (n - 1)
+    assert len({tuple(c.token_ids) for c in out.outputs}) == n
+
+
+def test_a_resumed_request_finds_its_blocks(
+    case: tuple[int, int], oracle: Any, engine: Any, record: Any, prompts: list[list[int]], greedy: Greedy
+) -> None:
+    """Two requests outgrow the pool; the second gives way, and on its return computes only what was evicted."""
+    block, depth = case
+    pair, count = [prompts[4], prompts[5]], 64
+    total = [len(p) + count for p in pair]
+    pool = math.ceil(total[0] / block) + math.ceil(total[1] / block) - 4
+    llm = engine(
+        oracle().folder,
+        block_size=block,
+        async_depth=depth,
+        max_num_seqs=2,
+        watermark=0.0,
+        num_gpu_blocks_override=pool,
+    )
+    seen = record(llm)
+    outputs = llm.generate(pair, greedy(count), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == oracle().greedy(pair, 64)
+    assert llm.engine.core.scheduler.num_preempted == 1
+    *first, resumed = [a for plan in seen.plans for a in plan.admitted]
+    assert [a.num_computed for a in first] == [0, 0]
+    # When it gave way the pool was empty; what was not its own was the first's, which then grew to its end: first over
+    # its blank blocks, then over its full ones from the last. The full blocks before those are found again.
+    known = len(resumed.token_ids)
+    held = math.ceil((known - 1) / block)
+    grown = math.ceil((total[0] - 1) / block) - (pool - held)
+    full = (known - 1) // block
+    assert grown > held - full, "the case is too easy: nothing was evicted"
+    assert resumed.num_computed == (full - (grown - (held - full))) * block > 0
+    assert seen.num_computed == total[0] - 1 + known - 1 + total[1] - 1 - resumed.num_computed
