@@ -276,3 +276,18 @@ def test_two_event_loops_can_share_one_engine(oracle: Any, make: Make, greedy: G
     llm = make(oracle().folder)
     outputs = [asyncio.run(last(llm.generate([1, 2], greedy(5)))) for _ in range(2)]
     assert [o.outputs[0].token_ids for o in outputs] == oracle().greedy([[1, 2]], 5) * 2
+
+
+def test_reset_prefix_cache_and_the_models_own(oracle: Any, make: Make, greedy: Greedy) -> None:
+    llm = make(oracle().folder, block_size=8)
+    prompt = list(range(20))
+
+    async def run() -> list[int | None]:
+        cached = [(await last(llm.generate(prompt, greedy(2)))).num_cached_tokens for _ in range(2)]
+        assert await llm.reset_prefix_cache()
+        return [*cached, (await last(llm.generate(prompt, greedy(2)))).num_cached_tokens]
+
+    assert asyncio.run(run()) == [0, 16, 0]
+    assert llm.get_default_sampling_params() == llm.engine.default_params
+    with pytest.raises(InvalidParameter, match="skip_tokenizer_init"):
+        llm.get_tokenizer()

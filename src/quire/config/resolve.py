@@ -66,30 +66,23 @@ def resolve_memory(
     By default the cache takes a quarter of the free memory, or less when every slot at full length needs less. An
     unset max_model_len shrinks to what fits; an explicit one that does not fit raises `ConfigError` with the numbers.
     """
-    page, size = geometry.page_bytes, geometry.block_size
-    asked = model.max_model_len
+    size, asked = geometry.block_size, model.max_model_len
     if asked is not None and asked > context:
         raise ConfigError(f"max_model_len={asked} exceeds the model's context of {context} tokens: lower it.")
     length = asked or context
-    if cache.num_gpu_blocks_override is not None:
-        num_blocks, source = cache.num_gpu_blocks_override, "num_gpu_blocks_override"
-    elif cache.kv_cache_memory_bytes is not None:
-        num_blocks, source = cache.kv_cache_memory_bytes // page - 1, "kv_cache_memory_bytes"
-    else:
-        num_blocks = min(free_bytes // 4 // page - 1, max_num_seqs * geometry.num_blocks(length))
-        source = f"a quarter of the {free_bytes / GIB:.1f} GiB of free memory"
+    num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.num_blocks(length), free_bytes)
     if num_blocks < 1:
         raise ConfigError(
-            f"the KV cache ({source}) does not hold one block of {page:,} bytes: give it more memory "
-            "with kv_cache_memory_bytes, or choose a smaller model."
+            f"the KV cache ({source}) does not hold one block of {_bytes(geometry.page_bytes)}: {remedy}, or choose a "
+            "smaller model."
         )
     notes: tuple[str, ...] = ()
     if num_blocks * size < length:
         if asked is not None:
+            needed, given = (_bytes(n * geometry.page_bytes) for n in (geometry.num_blocks(length), num_blocks))
             raise ConfigError(
-                f"max_model_len={asked} needs {geometry.num_blocks(length) * page / GIB:.2f} GiB of KV cache, and "
-                f"{source} gives {num_blocks * page / GIB:.2f} GiB ({num_blocks * size} tokens): lower it to "
-                f"{num_blocks * size}, or raise kv_cache_memory_bytes."
+                f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower max_model_len to "
+                f"{num_blocks * size}, or {remedy}."
             )
         length = num_blocks * size
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
@@ -97,7 +90,22 @@ def resolve_memory(
         geometry=geometry,
         num_blocks=num_blocks,
         max_model_len=length,
-        kv_bytes=(num_blocks + 1) * page,
+        kv_bytes=(num_blocks + 1) * geometry.page_bytes,
         free_bytes=free_bytes,
         notes=notes,
     )
+
+
+def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:
+    """(blocks, what set their number, how to get more); never more than `useful` unless asked for."""
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override, "num_gpu_blocks_override", "raise num_gpu_blocks_override"
+    if cache.kv_cache_memory_bytes is not None:
+        blocks = cache.kv_cache_memory_bytes // geometry.page_bytes - 1
+        return blocks, "kv_cache_memory_bytes", "raise kv_cache_memory_bytes"
+    source = f"a quarter of the {_bytes(free_bytes)} of free memory"
+    return min(free_bytes // 4 // geometry.page_bytes - 1, useful), source, "set kv_cache_memory_bytes"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.2f} MiB"

@@ -4,7 +4,6 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from quire.config.engine import SchedulerConfig
 from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
@@ -119,11 +118,8 @@ class EngineCore:
         return len(self.scheduler.table) == 0
 
     def shutdown(self) -> None:
-        """Collect what is in flight and stop the executor."""
-        while self._in_flight:
-            self._in_flight.popleft()
-            with suppress(EngineDead):  # whoever waited has been told
-                self.executor.collect()
+        """Drop what is in flight and stop the executor."""
+        self._in_flight.clear()
         self.executor.shutdown()
 
     def check(self) -> None:

@@ -14,8 +14,9 @@ from quire.contracts.errors import EngineClosed, EngineDead, QuireError, Request
 from quire.contracts.output import RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
-from quire.entry.local import Messages, front_end, render_chat
+from quire.entry.local import Messages, front_end, render_chat, tokenizer_of
 from quire.entry.prompts import Prompt, PromptLike, parse_prompt
+from quire.text.protocol import TextTokenizer
 
 Inbox = Callable[[RequestOutput | Exception], None]
 
@@ -95,6 +96,25 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Answer one conversation as a stream."""
         return self.generate(render_chat(self.engine, messages, **template_kwargs), sampling_params)
+
+    def get_tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer; raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
+        return tokenizer_of(self._front)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """A fresh copy of what is used when no parameters are given: the model's generation_config.json."""
+        return self.engine.default_params.clone()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; True when no request was running."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[bool] = loop.create_future()
+
+        def reset() -> None:
+            loop.call_soon_threadsafe(done.set_result, self.engine.core.reset_prefix_cache())
+
+        self._send(reset)
+        return await done
 
     def close(self) -> None:
         """Abort everything, stop the thread and free the engine; idempotent."""

@@ -14,7 +14,7 @@ from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParam
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
 from quire.entry.interrupt import uninterrupted
-from quire.entry.local import Messages, front_end, render_chat
+from quire.entry.local import Messages, front_end, render_chat, tokenizer_of
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
 from quire.observe.progress import Progress
 from quire.text.protocol import TextTokenizer
@@ -60,7 +60,9 @@ class LLM:
         prompts           a string, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these
         sampling_params   one for all, or one per prompt; None = the model's own defaults
         priority          one number per prompt, smaller first (with scheduling_policy="priority")
-        Raises a `RequestError` before anything runs when one prompt or its parameters cannot be served.
+        Raises a `RequestError` before anything runs when one prompt or its parameters cannot be served. A request that
+        goes wrong alone later (NaN logits) does not take the others' answers with it: its completion has the
+        finish_reason "error" and the cause as stop_reason.
         """
         parsed = parse_prompts(prompts)
         params = self._params(sampling_params, len(parsed))
@@ -127,10 +129,7 @@ class LLM:
 
     def get_tokenizer(self) -> TextTokenizer:
         """The model's tokenizer; raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
-        tokenizer = self._front.tokenizer
-        if tokenizer is None:
-            raise InvalidParameter("this LLM was made with skip_tokenizer_init=True and has no tokenizer.")
-        return tokenizer
+        return tokenizer_of(self._front)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """A fresh copy of what is used when no parameters are given: the model's generation_config.json."""

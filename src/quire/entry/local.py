@@ -8,6 +8,7 @@ from quire.contracts.errors import InvalidParameter
 from quire.entry.front import FrontEnd, Limits
 from quire.entry.prompts import Prompt
 from quire.text.chat import ChatTemplate, encode_chat, no_template
+from quire.text.protocol import TextTokenizer
 
 Messages = Sequence[dict[str, Any]]
 
@@ -23,6 +24,13 @@ def front_end(engine: Engine) -> FrontEnd:
         by_priority=engine.config.scheduler.scheduling_policy == "priority",
     )
     return FrontEnd(engine.tokenizer, limits, seed=model.seed)
+
+
+def tokenizer_of(front: FrontEnd) -> TextTokenizer:
+    """The tokenizer, or `InvalidParameter` when the engine was made without one."""
+    if front.tokenizer is None:
+        raise InvalidParameter("this engine was made with skip_tokenizer_init=True and has no tokenizer.")
+    return front.tokenizer
 
 
 def render_chat(

@@ -28,7 +28,7 @@ class KVAllocator:
     published   [num_slots] int32, leading blocks of a slot that are full and offered to others; read only
     """
 
-    def __init__(self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int, caching: bool = True) -> None:
+    def __init__(self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int) -> None:
         if len(geometry.groups) != 1:
             raise UnsupportedModel(
                 f"the model needs {len(geometry.groups)} KV cache groups (layers of different windows); more than one "
@@ -36,7 +36,6 @@ class KVAllocator:
             )
         self.pool = pool
         self.block_size = geometry.block_size
-        self.caching = caching
         self.capacity: I32 = np.zeros(num_slots, np.int32)
         self.published: I32 = np.zeros(num_slots, np.int32)
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
@@ -45,7 +44,7 @@ class KVAllocator:
 
     def match(self, chain: KeyChain, max_tokens: int) -> PrefixMatch:
         """The longest beginning of `chain` that is in the pool, at most `max_tokens` tokens; changes nothing."""
-        return self._index.match(chain, max_tokens) if self.caching else self._index.empty()
+        return self._index.match(chain, max_tokens)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int = 0) -> bool:
         """Whether `admit` would succeed and leave `headroom` free blocks; free blocks of the match count as taken."""
@@ -111,7 +110,7 @@ class KVAllocator:
         Their KV is, or by the plan being made will be, written before anyone attends to it.
         """
         start = int(self.published[slot])
-        if not self.caching or num_full_blocks <= start:
+        if num_full_blocks <= start:
             return
         table = self._tables[slot]
         assert num_full_blocks <= len(table), f"slot {slot} has {len(table)} blocks, not {num_full_blocks}"

@@ -50,7 +50,3 @@ class PrefixIndex:
                 blocks.append(block)
         num = len(blocks)
         return PrefixMatch(blocks, num * self._block_size, num if missed else None, self._pool.generation)
-
-    def empty(self) -> PrefixMatch:
-        """The match of a request that may not or must not reuse anything."""
-        return PrefixMatch([], 0, None, self._pool.generation)

@@ -16,8 +16,8 @@ GROUP = KVGroup(layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),))
 GEOMETRY = KVGeometry(block_size=SIZE, groups=(GROUP,))
 
 
-def allocator(num_blocks: int = 8, num_slots: int = 4, caching: bool = True) -> KVAllocator:
-    return KVAllocator(BlockPool(num_blocks), GEOMETRY, num_slots=num_slots, caching=caching)
+def allocator(num_blocks: int = 8, num_slots: int = 4) -> KVAllocator:
+    return KVAllocator(BlockPool(num_blocks), GEOMETRY, num_slots=num_slots)
 
 
 def chain(tokens) -> KeyChain:
@@ -185,17 +185,6 @@ def test_forgetting_keeps_the_blocks_of_those_who_share_them():
     alloc.free(1)
     alloc.check()
     assert alloc.pool.num_cached == 0
-
-
-def test_without_caching_nothing_is_shared():
-    alloc = allocator(caching=False)
-    serve(alloc, 0, range(8))
-    assert serve(alloc, 1, range(8)).tolist() == [3, 4]
-    assert alloc.published.tolist() == [0, 0, 0, 0]
-    alloc.forget(0)
-    alloc.free(1)
-    alloc.check()
-    assert alloc.pool.num_free == 8 and alloc.pool.num_cached == 0
 
 
 def test_misuse_is_noticed():
