@@ -194,7 +194,9 @@ def _build_engine(
 def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:
     if config.model.generation_config not in ("auto", "none", "vllm"):
         raise ConfigError(f"generation_config={config.model.generation_config!r}: must be auto or none.")
-    return SamplingParams(**(load_generation_defaults(folder) if config.model.generation_config == "auto" else {}))
+    read = config.model.generation_config == "auto"
+    override = config.model.override_generation_config
+    return SamplingParams(**load_generation_defaults(folder, read=read, override=override))
 
 
 def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:

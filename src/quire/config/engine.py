@@ -1,7 +1,7 @@
 """The configuration of an engine: small frozen dataclasses, one per component. Flags are derived from them."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from quire.contracts.errors import ConfigError
 
@@ -26,6 +26,9 @@ class ModelConfig:
     dtype: str = option("auto", "type of weights and activations", choices=DTYPES)
     max_model_len: int | None = option(None, "context length in tokens (default: what the model and memory allow)")
     generation_config: str = option("auto", "auto: the model's generation_config.json sets sampling defaults; none")
+    override_generation_config: dict[str, Any] | None = option(
+        None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}'
+    )
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
     max_logprobs: int = option(20, "most alternatives a request may ask for; -1: the whole vocabulary")
     chat_template: str | None = option(None, "chat template: a file, or the template itself")
@@ -150,12 +153,13 @@ def check_config(config: EngineConfig) -> None:
 
 def _is_a(value: object, kind: Any) -> bool:
     """Whether an option's value has its declared type; an int is a float, a bool is not an int."""
-    kinds = get_args(kind) or (kind,)
+    kinds = tuple(get_origin(k) or k for k in get_args(kind) or (kind,))
     if isinstance(value, bool):
         return bool in kinds
     return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
 
 
 def _words(kind: Any) -> str:
-    names = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
-    return " or ".join(names[k] for k in get_args(kind) or (kind,))
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "a string", dict: "a mapping"}
+    names[type(None)] = "None"
+    return " or ".join(names[get_origin(k) or k] for k in get_args(kind) or (kind,))

@@ -5,6 +5,7 @@ Every option is `--its-name` (underscores work, too) and QUIRE_ITS_NAME. Knows a
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -53,14 +54,27 @@ def parse_bool(text: str) -> bool:
     raise ValueError(f"{text!r} is neither {'/'.join(TRUE)} nor {'/'.join(FALSE)}")
 
 
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object; raises ValueError."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is no JSON object such as {{\"temperature\": 0.5}}")
+    return value
+
+
 def parse_length(text: str) -> int | None:
     """A context length: a size, or -1 or auto for the longest that the model and the memory allow (None)."""
     return None if text in AUTO else parse_size(text)
 
 
 PARSERS: dict[Any, Callable[[str], Any]] = {
-    bool: parse_bool, str: str, str | None: str, int: parse_size, int | None: parse_size, float: parse_number}
-METAVARS: dict[Any, str] = {str: "TEXT", str | None: "TEXT", int: "N", int | None: "N", float: "X"}
+    bool: parse_bool, str: str, str | None: str, int: parse_size, int | None: parse_size, float: parse_number,
+    dict[str, Any] | None: parse_object}
+METAVARS: dict[Any, str] = {str: "TEXT", str | None: "TEXT", int: "N", int | None: "N", float: "X",
+                             dict[str, Any] | None: "JSON"}
 
 
 def option_parser(option: Field[Any]) -> Callable[[str], Any]:

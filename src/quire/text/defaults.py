@@ -3,6 +3,7 @@
 Knows `config.json`, `generation_config.json` and a tokenizer's eos. Knows nothing of one request.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,30 @@ def load_eos_ids(folder: Path, tokenizer: TextTokenizer | None = None) -> tuple[
     return tuple(dict.fromkeys(found))
 
 
-def load_generation_defaults(folder: Path) -> dict[str, Any]:
-    """`SamplingParams` fields that `generation_config.json` sets; {} without the file.
+def load_generation_defaults(
+    folder: Path, *, read: bool = True, override: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`SamplingParams` fields that `generation_config.json` sets; {} without the file, or when it is not `read`.
 
+    `override` replaces single entries, under the names of that file; `InvalidParameter` for a name it does not have.
     `do_sample: false` means greedy (temperature 0); when it is absent, the file says nothing of it.
     Errors: `UnsupportedModel` when a value is out of the range of its field.
     """
-    config = read_json(folder / GENERATION_FILE)
+    unknown = sorted(set(override or ()) - set(FIELDS) - {"do_sample"})
+    if unknown:
+        known = ", ".join((*FIELDS, "do_sample"))
+        raise InvalidParameter(
+            f"override_generation_config: {unknown[0]!r} is not known (one of {known}).", param=unknown[0]
+        )
+    config = {**(read_json(folder / GENERATION_FILE) if read else {}), **(override or {})}
     values = {field: config[key] for key, field in FIELDS.items() if config.get(key) is not None}
-    if config.get("do_sample") is False:
+    if config.get("do_sample") is False and "temperature" not in (override or {}):
         values["temperature"] = 0.0
     try:
         SamplingParams(**values)
     except InvalidParameter as error:
+        if error.param in {FIELDS.get(name) for name in override or ()}:
+            raise
         raise UnsupportedModel(f"{folder / GENERATION_FILE}: {error} Correct the file or remove it.") from error
     return values
 

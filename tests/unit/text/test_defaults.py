@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.contracts.errors import UnsupportedModel
+from quire.contracts.errors import InvalidParameter, UnsupportedModel
 from quire.contracts.sampling import SamplingParams
 from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.defaults import load_eos_ids, load_generation_defaults
@@ -57,3 +57,17 @@ def test_every_collected_model_has_usable_defaults(shared: Path) -> None:
         SamplingParams(**load_generation_defaults(folder))
         assert all(i > 0 for i in load_eos_ids(folder))
     assert load_eos_ids(shared / "hf" / "Llama-3.1-8B-Instruct") == (128001, 128008, 128009)
+
+
+def test_the_defaults_can_be_overridden_or_ignored(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9}')
+    assert load_generation_defaults(tmp_path, override={"top_p": 0.5}) == {"temperature": 0.7, "top_p": 0.5}
+    assert load_generation_defaults(tmp_path, read=False) == {}
+    assert load_generation_defaults(tmp_path, read=False, override={"max_new_tokens": 5}) == {"max_tokens": 5}
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
+    assert load_generation_defaults(tmp_path) == {"temperature": 0.0}
+    assert load_generation_defaults(tmp_path, override={"temperature": 0.4}) == {"temperature": 0.4}
+    with pytest.raises(InvalidParameter, match="top_p"):
+        load_generation_defaults(tmp_path, override={"top_p": 7})
+    with pytest.raises(InvalidParameter, match="'heat'"):
+        load_generation_defaults(tmp_path, override={"heat": 1})
