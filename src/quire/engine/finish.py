@@ -7,6 +7,8 @@ from quire.contracts.request import FinishReason, Request, RequestState
 from quire.contracts.step import I32, RowLogprobs, StepResult
 from quire.engine.scheduler import InFlight, Scheduler
 
+FINISHED = RequestState.FINISHED
+
 
 class Finisher:
     """Applies results to the scheduler's state. Tokens of requests that ended meanwhile are dropped."""
@@ -45,11 +47,11 @@ class Finisher:
         live, slots = self._confirm(step, tokens, failed)
         ended, finished = self._finish(step, tokens, live, slots)
         for request, code in failed.items():
-            if request.state is not RequestState.FINISHED:
+            if request.state is not FINISHED:
                 finished.append(self.end(request, FinishReason.ERROR, error=code, distrust=True))
                 ended.append(request)
         for request in step.unsampled:
-            if request.state is not RequestState.FINISHED:
+            if request.state is not FINISHED:
                 finished.append(self.end(request, FinishReason.LENGTH))
                 ended.append(request)
         logprobs = {r.new.handle: result.logprobs[s] for r, s in self._with_logprobs(step, live, result)}
@@ -89,21 +91,18 @@ class Finisher:
             for request, token in zip(step.requests, tokens.tolist(), strict=True):
                 request.tokens.append(token)
             return list(range(len(step.requests))), step.sampling
-        live, slots = [], []
-        for i, (request, token) in enumerate(zip(step.requests, tokens.tolist(), strict=True)):
-            slot = request.slot
-            if slot >= 0:
-                table.in_flight[slot] -= 1
-            else:
-                request.in_flight -= 1
-            if request.state is RequestState.FINISHED or request in failed:
-                continue
-            request.tokens.append(token)
-            if slot >= 0:
-                table.known[slot] += 1
-            live.append(i)
-            slots.append(slot)
-        return live, np.array(slots, np.int32)
+        slots = np.array([r.slot for r in step.requests], np.int32)
+        running = slots >= 0
+        table.in_flight[slots[running]] -= 1
+        for i in np.flatnonzero(~running).tolist():
+            step.requests[i].in_flight -= 1
+        counts = np.array([r.state is not FINISHED and r not in failed for r in step.requests], bool)
+        live = np.flatnonzero(counts).tolist()
+        values = tokens.tolist()
+        for i in live:
+            step.requests[i].tokens.append(values[i])
+        table.known[slots[counts & running]] += 1
+        return live, slots[counts]
 
     def _finish(self, step: InFlight, tokens: I32, live: list[int], slots: I32) -> tuple[list[Request], list[Finish]]:
         """End the requests that met a stop id or their length; index the blocks that the others completed."""
@@ -140,7 +139,7 @@ class Finisher:
         scored: dict[int, RowLogprobs] = {}
         for slot, request, start in step.scored:
             rows = result.prompt_logprobs.get(slot)
-            if rows is None or request.state is RequestState.FINISHED:
+            if rows is None or request.state is FINISHED:
                 continue
             new = slice(request.prompt_scored - start, request.num_prompt - 1 - start)
             if len(rows.ranks[new]):
@@ -157,7 +156,7 @@ class Finisher:
 
     @staticmethod
     def _cached(step: InFlight) -> dict[int, int]:
-        return {r.new.handle: r.num_cached for r in step.admitted if r.state is not RequestState.FINISHED}
+        return {r.new.handle: r.num_cached for r in step.admitted if r.state is not FINISHED}
 
     def _stats(self, step: InFlight) -> StepStats:
         s = self._scheduler

@@ -118,18 +118,19 @@ class FrontEnd:
         for handle, rows in outputs.prompt_logprobs.items():
             if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
                 found[0].add_prompt_logprobs(rows)
+        by_handle, logprobs = self._by_handle, outputs.logprobs
         for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
-            found = self._by_handle.get(handle)
+            found = by_handle.get(handle)
             if found is None:
                 continue  # ended by a stop string; the core had not heard of it yet
             generation, completion = found
-            if handle in outputs.logprobs:
-                generation.add_logprobs(completion, outputs.logprobs[handle])
+            if logprobs and handle in logprobs:
+                generation.add_logprobs(completion, logprobs[handle])
             if generation.metrics.first_token_time is None:
                 generation.metrics.first_token_time = time.monotonic()
             if completion.push(token, finishes.get(handle)):
                 stopped.append(handle)
-                del self._by_handle[handle]
+                del by_handle[handle]
                 if generation.finished:
                     generation.metrics.finished_time = time.monotonic()
             touched[generation.completions[0].handle] = generation
