@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM
-from quire.contracts.errors import EngineDead, InvalidParameter
-from quire.contracts.sampling import BeamSearchParams, SamplingParams
+from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
+from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
 
 Engine = Callable[..., LLM]
 Greedy = Callable[..., SamplingParams]
@@ -170,5 +170,87 @@ def test_beam_search_keeps_the_salt_and_the_context(oracle: Any, engine: Engine,
     found = llm.beam_search(salted, BeamSearchParams(beam_width=2, max_tokens=20))
     assert max(len(s.tokens) for s in found[0].sequences) == 64  # to the end of the context, not beyond
     assert llm.generate([prompt], greedy(1), use_tqdm=False)[0].num_cached_tokens == 0
+    short = BeamSearchParams(beam_width=2, max_tokens=20)
+    together = llm.beam_search([[1, 2, 3], prompt], short)  # a long neighbour cuts nobody's answer
+    assert [len(o.sequences[0].tokens) for o in together] == [23, 64]
+    assert llm.beam_search([], short) == []
+    with pytest.raises(PromptTooLong):
+        llm.beam_search([[1], [1] * 64], short)
     with pytest.raises(InvalidParameter, match="beam_width"):
         llm.beam_search([prompt], BeamSearchParams(beam_width=40, max_tokens=2))
+
+
+def test_numbers_beyond_every_float_harm_nobody(oracle: Any, engine: Engine, greedy: Greedy) -> None:
+    llm = engine(oracle().folder)
+    params = [SamplingParams(temperature=1.0, seed=1, max_tokens=4, top_k=k) for k in (10**400, 0)]
+    first, second = llm.generate([[1, 2], [1, 2]], params, use_tqdm=False)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    with pytest.raises(InvalidParameter, match="logit_bias"):
+        SamplingParams(logit_bias={5: 10**400})
+
+
+def test_an_output_kind_given_as_its_number_means_the_same(oracle: Any, engine: Engine, greedy: Greedy) -> None:
+    llm = engine(oracle().folder)
+    pieces = list(llm.stream([1, 2, 3], greedy(4, output_kind=1)))
+    assert [len(p.outputs[0].token_ids) for p in pieces] == [1, 1, 1, 1]
+
+
+def test_ctrl_c_in_one_stream_takes_nothing_from_another(oracle: Any, engine: Engine, greedy: Greedy) -> None:
+    llm = engine(oracle().folder)
+    delta = greedy(5, output_kind=OutputKind.DELTA)
+    other, broken = llm.stream([4, 5], delta), llm.stream([1, 2, 3], greedy(40))
+    got = list(next(other).outputs[0].token_ids)
+    next(broken)
+    submit = llm.engine.core.executor.submit
+
+    def interrupting(plan: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        submit(plan)
+
+    llm.engine.core.executor.submit = interrupting  # type: ignore[method-assign]
+    for _ in range(4):  # to the step in which the other stream ends
+        try:
+            next(broken)
+        except KeyboardInterrupt:
+            break
+    llm.engine.core.executor.submit = submit  # type: ignore[method-assign]
+    for piece in other:
+        got += piece.outputs[0].token_ids
+    assert got == oracle().greedy([[4, 5]], 5)[0]
+
+
+def test_a_second_ctrl_c_in_a_step_is_an_interrupt_and_ends_the_engine(
+    oracle: Any, engine: Engine, greedy: Greedy
+) -> None:
+    llm = engine(oracle().folder)
+
+    def twice(plan: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    llm.engine.core.executor.submit = twice  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]], greedy(4), use_tqdm=False)
+    with pytest.raises(EngineDead):
+        llm.generate([[1, 2, 3]], greedy(4), use_tqdm=False)
+    llm.close()
+
+
+def test_a_reset_nobody_waits_for_any_more_harms_nobody(oracle: Any, shared_async: Any, greedy: Greedy) -> None:
+    llm = shared_async()
+    expected = oracle().greedy([[4, 5]], 40)[0]
+    results: list[list[int]] = []
+
+    async def stay() -> None:
+        results.append([o async for o in llm.generate([4, 5], greedy(40))][-1].outputs[0].token_ids)
+
+    bystander = threading.Thread(target=lambda: asyncio.run(stay()))
+    bystander.start()
+    for _ in range(20):
+        loop = asyncio.new_event_loop()
+        waiting = loop.create_task(llm.reset_prefix_cache())
+        loop.run_until_complete(asyncio.sleep(0))  # the command is sent, and nobody waits for the answer
+        waiting.cancel()
+        loop.close()
+    bystander.join(60)
+    assert results == [expected]

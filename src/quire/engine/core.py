@@ -52,6 +52,11 @@ class EngineCore:
         """Whether `step` has anything to do or to report."""
         return bool(self._requests or self._in_flight or self._finished)
 
+    @property
+    def torn(self) -> bool:
+        """Whether a step did not come to its end, so that none can follow."""
+        return self._torn
+
     def add(self, new: NewRequest) -> None:
         """Accept a request, or raise the `RequestError` that says why not; nothing is kept then."""
         num_prompt = len(new.token_ids) // 4

@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +38,7 @@ class AsyncLLM:
         self._inboxes: dict[int, Inbox] = {}  # by first handle
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: QuireError | None = None  # why no request can be served any more
+        self._closing = False
         self._gate = threading.Lock()  # no command is sent after the thread has ended
         self._thread = threading.Thread(target=self._serve, name="quire-engine", daemon=True)
         self._thread.start()
@@ -107,21 +109,29 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; True when no request was running."""
-        loop = asyncio.get_running_loop()
+        loop, core = asyncio.get_running_loop(), self.engine.core
         done: asyncio.Future[bool] = loop.create_future()
 
+        def tell(answer: bool) -> None:
+            if not done.done():  # the caller may have given up
+                done.set_result(answer)
+
         def reset() -> None:
-            loop.call_soon_threadsafe(done.set_result, self.engine.core.reset_prefix_cache())
+            answer = core.reset_prefix_cache()
+            with suppress(RuntimeError):  # the caller's event loop is closed
+                loop.call_soon_threadsafe(tell, answer)
 
         self._send(reset)
         return await done
 
     def close(self) -> None:
         """Abort everything, stop the thread and free the engine; idempotent."""
-        if self._engine is not None:
-            with self._gate:
+        with self._gate:
+            closing, self._closing = self._closing, True
+            if not closing:
                 self._commands.put(None)
-            self._thread.join()
+        self._thread.join()
+        if not closing and self._engine is not None:
             self._engine.close()
             self._engine = None
 
@@ -164,14 +174,16 @@ class AsyncLLM:
                 self._step()
         except Exception as fault:  # any fault of a step stops the engine: every caller must hear of it
             ended = EngineDead(f"the engine stopped: {fault}")
-        with self._gate:
-            self._ended = ended
-            while not self._commands.empty():
-                if (command := self._commands.get()) is not None:
-                    command()
-        for deliver in list(self._inboxes.values()):  # a copy: a closed event loop's inbox removes itself
-            deliver(ended)
-        self._inboxes.clear()
+        try:
+            with self._gate:
+                self._ended = ended
+                while not self._commands.empty():
+                    if (command := self._commands.get()) is not None:
+                        command()
+        finally:
+            for deliver in list(self._inboxes.values()):  # a copy: a closed event loop's inbox removes itself
+                deliver(ended)
+            self._inboxes.clear()
 
     def _take_commands(self) -> bool:
         """Run what callers have sent; sleep when there is nothing to do. False when the engine is to stop."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, PromptTooLong
 from quire.contracts.output import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.contracts.sampling import BeamSearchParams, SamplingParams
 from quire.entry.front import FrontEnd
@@ -43,9 +43,14 @@ def beam_search(
             f"{front.limits.max_logprobs}: narrow the beam, or start the engine with a higher max_logprobs.",
             param="beam_width",
         )
-    room = front.limits.max_model_len - max(map(len, starts))
+    rooms = [min(params.max_tokens, front.limits.max_model_len - len(start)) for start in starts]
+    if min(rooms, default=1) < 1:
+        raise PromptTooLong(
+            f"a prompt has {max(map(len, starts))} tokens and the context {front.limits.max_model_len}: shorten it, or "
+            "raise max_model_len."
+        )
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=alternatives, ignore_eos=True, detokenize=False)
-    for left in reversed(range(min(params.max_tokens, room))):
+    for round_ in range(1, max(rooms, default=0) + 1):
         flat = [(i, beam) for i, beams in enumerate(open_beams) for beam in beams]
         if not flat:
             break
@@ -55,8 +60,9 @@ def beam_search(
             candidates[i] += _grown(beam, output, eos)
         for i, found in enumerate(candidates):
             found.sort(key=lambda beam: -beam.logprob)
-            complete[i] += [beam for beam in found[:width] if beam.finished or not left]
-            open_beams[i] = [beam for beam in found if not beam.finished][:width]
+            last = round_ == rooms[i]
+            complete[i] += [beam for beam in found[:width] if beam.finished or last]
+            open_beams[i] = [] if last else [beam for beam in found if not beam.finished][:width]
     return [_best(front, complete[i], len(start), params) for i, start in enumerate(starts)]
 
 

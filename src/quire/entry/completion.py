@@ -116,7 +116,7 @@ class Generation:
 
     def output(self) -> RequestOutput:
         """What the user sees now."""
-        delta = self.params.output_kind is OutputKind.DELTA
+        delta = self.params.output_kind == OutputKind.DELTA
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

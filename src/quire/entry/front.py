@@ -156,7 +156,7 @@ class FrontEnd:
     @staticmethod
     def _wanted(generation: Generation) -> bool:
         params = generation.params
-        if params.output_kind is OutputKind.FINAL_ONLY:
+        if params.output_kind == OutputKind.FINAL_ONLY:
             return generation.finished
         if params.stream_interval is None or generation.finished:
             return True
@@ -245,7 +245,7 @@ class FrontEnd:
             seed=seed,
             num_prompt=num_prompt,
             temperature=0.0 if greedy else max(params.temperature, COLDEST),
-            top_k=0 if greedy else max(params.top_k, 0),
+            top_k=0 if greedy else min(max(params.top_k, 0), self.limits.vocab_size),
             top_p=1.0 if greedy else params.top_p,
             min_p=0.0 if greedy else params.min_p,
             presence_penalty=params.presence_penalty,

@@ -209,15 +209,15 @@ class LLM:
                     yield output, handle
                 if not num_open:
                     return
-                for handle, output in self._step():
-                    self._mail[handle].append((handle, output))
+                assert self.engine.core.has_work, "a request has got lost"
+                self._step()
         finally:
             self._abort([g for g in generations if not g.finished])
             for handle in mine:
                 del self._mail[handle]
 
-    def _step(self) -> list[tuple[int, RequestOutput]]:
-        """One step of the engine; a fault of it is final."""
+    def _step(self) -> None:
+        """One step of the engine, its outputs handed to whoever waits for them; a fault of it is final."""
         core = self.engine.core
         if self._dead is not None:
             raise self._dead
@@ -226,10 +226,15 @@ class LLM:
                 outputs, stopped = self._front.apply(core.step())
                 for handle in stopped:
                     core.abort(handle)
+                for handle, output in outputs:
+                    self._mail[handle].append((handle, output))
         except Exception as fault:
             self._dead = EngineDead(f"the engine stopped: {fault}")
             raise self._dead from fault
-        return outputs
+        except BaseException:
+            if core.torn:  # a second Ctrl-C, in the middle of the step
+                self._dead = EngineDead("the engine stopped: a step was interrupted.")
+            raise
 
     def _abort(self, generations: list[Generation]) -> None:
         dropped = [handle for generation in generations for handle in self._front.drop(generation)]
