@@ -254,3 +254,48 @@ def test_a_reset_nobody_waits_for_any_more_harms_nobody(oracle: Any, shared_asyn
         loop.close()
     bystander.join(60)
     assert results == [expected]
+
+
+def test_ctrl_c_before_the_first_step_leaves_no_orphan(
+    oracle: Any, engine: Engine, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(oracle().folder)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("quire.observe.progress.Progress.__enter__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2, 3]], greedy(4), use_tqdm=False)
+    start = llm._start
+
+    def starting(*args: Any) -> Any:
+        generation = start(*args)
+        signal.raise_signal(signal.SIGINT)
+        return generation
+
+    llm._start = starting  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]] * 2, greedy(4), use_tqdm=False)
+    llm._start = start  # type: ignore[method-assign]
+    assert not len(llm._front) and not llm.engine.core.has_work and not llm._mail
+    output = llm.generate([[1, 2, 3]], greedy(30), use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == oracle().greedy([[1, 2, 3]], 30)[0]
+
+
+def test_a_close_that_was_interrupted_can_be_repeated(oracle: Any, shared_async: Any) -> None:
+    llm = shared_async()
+    thread = llm._thread
+
+    class Interrupted:
+        def join(self) -> None:
+            raise KeyboardInterrupt
+
+    llm._thread = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    llm._thread = thread
+    llm.close()
+    assert llm._engine is None and not thread.is_alive()
+    llm.close()

@@ -38,7 +38,6 @@ class AsyncLLM:
         self._inboxes: dict[int, Inbox] = {}  # by first handle
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: QuireError | None = None  # why no request can be served any more
-        self._closing = False
         self._gate = threading.Lock()  # no command is sent after the thread has ended
         self._thread = threading.Thread(target=self._serve, name="quire-engine", daemon=True)
         self._thread.start()
@@ -127,13 +126,12 @@ class AsyncLLM:
     def close(self) -> None:
         """Abort everything, stop the thread and free the engine; idempotent."""
         with self._gate:
-            closing, self._closing = self._closing, True
-            if not closing:
-                self._commands.put(None)
+            self._commands.put(None)
         self._thread.join()
-        if not closing and self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        with self._gate:  # whoever comes first frees it; a close that was interrupted can be repeated
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -67,13 +67,13 @@ class LLM:
         parsed = parse_prompts(prompts)
         params = self._params(sampling_params, len(parsed))
         final = [p.clone(output_kind=OutputKind.FINAL_ONLY) for p in params]
-        generations = self._start(parsed, final, priority)
+        started: list[Generation] = []
         done: dict[int, RequestOutput] = {}
-        with Progress("Generating", len(generations), enabled=use_tqdm, unit="prompt") as progress:
-            for output, first_handle in self._run(generations):
+        with Progress("Generating", len(parsed), enabled=use_tqdm, unit="prompt") as progress:
+            for output, first_handle in self._run(parsed, final, priority, started):
                 done[first_handle] = output
                 progress.advance(1)
-        return [done[g.completions[0].handle] for g in generations]
+        return [done[g.completions[0].handle] for g in started]
 
     def chat(
         self,
@@ -107,8 +107,7 @@ class LLM:
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, an output for every step; with output_kind=DELTA each holds only what is new."""
         params = self._params(sampling_params, 1)
-        generations = self._start(parse_prompts([prompt]), params, None)
-        for output, _ in self._run(generations):
+        for output, _ in self._run(parse_prompts([prompt]), params, None, []):
             yield output
 
     def stream_chat(
@@ -172,36 +171,41 @@ class LLM:
             )
         return list(given)
 
-    def _start(
-        self, prompts: list[Prompt], params: list[SamplingParams], priority: Sequence[int] | None
-    ) -> list[Generation]:
-        """Queue all prompts, or none."""
-        core = self.engine.core
+    def _start(self, prompt: Prompt, params: SamplingParams, priority: int) -> Generation:
+        """Queue one prompt: all of its completions, or nothing."""
+        generation, requests = self._front.start(prompt, params, priority=priority)
+        try:
+            for request in requests:
+                self.engine.core.add(request)
+        except BaseException:
+            self._abort([generation])
+            raise
+        return generation
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        priority: Sequence[int] | None,
+        started: list[Generation],
+    ) -> Iterator[tuple[RequestOutput, int]]:
+        """Queue all prompts, or none, and step until they have ended; a caller who stops listening aborts them.
+
+        Fills `started`; yields outputs with the handle of their prompt's first completion.
+        """
         if self._dead is not None:
             raise self._dead
         if priority is not None and len(priority) != len(prompts):
             raise InvalidParameter(
                 f"{len(prompts)} prompts and {len(priority)} priorities: give one each.", param="priority"
             )
-        started: list[Generation] = []
+        ready: deque[tuple[int, RequestOutput]] = deque()
         try:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                generation, requests = self._front.start(prompt, p, priority=priority[i] if priority else 0)
-                started.append(generation)
-                for request in requests:
-                    core.add(request)
-        except BaseException:
-            self._abort(started)
-            raise
-        return started
-
-    def _run(self, generations: list[Generation]) -> Iterator[tuple[RequestOutput, int]]:
-        """Step until the given generations have ended; a caller who stops listening aborts them."""
-        ready: deque[tuple[int, RequestOutput]] = deque()
-        mine = [g.completions[0].handle for g in generations]
-        self._mail.update((handle, ready) for handle in mine)
-        num_open = len(mine)
-        try:
+                with uninterrupted():  # nothing is queued that nobody would abort
+                    started.append(self._start(prompt, p, priority[i] if priority else 0))
+                    self._mail[started[-1].completions[0].handle] = ready
+            num_open = len(started)
             while True:
                 while ready:  # filled by any stream's step
                     handle, output = ready.popleft()
@@ -212,9 +216,9 @@ class LLM:
                 assert self.engine.core.has_work, "a request has got lost"
                 self._step()
         finally:
-            self._abort([g for g in generations if not g.finished])
-            for handle in mine:
-                del self._mail[handle]
+            self._abort([g for g in started if not g.finished])
+            for generation in started:
+                self._mail.pop(generation.completions[0].handle, None)
 
     def _step(self) -> None:
         """One step of the engine, its outputs handed to whoever waits for them; a fault of it is final."""
