@@ -1,7 +1,6 @@
 """The environment: the only module that reads it.
 
     QUIRE_<OPTION>    any engine option, as its flag would take it: QUIRE_MAX_MODEL_LEN=32k
-    QUIRE_CACHE_DIR   where compiled kernels are kept (default: $XDG_CACHE_HOME/quire, ~/.cache/quire)
     HF_TOKEN          token for gated repositories on the hub
 
 Knows names and texts; `flags.py` knows what the texts mean.
@@ -10,15 +9,11 @@ Knows names and texts; `flags.py` knows what the texts mean.
 import difflib
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
-OWN = ("QUIRE_CACHE_DIR",)
 PEER_NAMES = {  # their variable -> what to use here
     "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory-bytes (in bytes; 4G works)",
     "VLLM_CPU_OMP_THREADS_BIND": "--num-threads",
-    "VLLM_CACHE_ROOT": "QUIRE_CACHE_DIR",
-    "VLLM_ASSETS_CACHE": "QUIRE_CACHE_DIR",
 }
 
 
@@ -37,17 +32,9 @@ def hf_token() -> str | None:
     return os.environ.get("HF_TOKEN") or None
 
 
-def cache_dir() -> Path:
-    """The folder for what is made once and kept, such as compiled kernels. It may not exist yet."""
-    if own := os.environ.get("QUIRE_CACHE_DIR"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "quire"
-
-
 def environment_warnings(options: Iterable[str]) -> list[str]:
     """Lines about variables that look meant for us and are not read: misspelt ones, and the peer's, all in one."""
-    known = [*map(variable, options), *OWN]
+    known = [*map(variable, options)]
     lines = []
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known:

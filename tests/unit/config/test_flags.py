@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -208,21 +207,10 @@ def test_the_hub_token_comes_from_its_own_variable(monkeypatch: pytest.MonkeyPat
     assert options(["--hf-token", "given"]) == {"hf_token": "given"}
 
 
-def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert env.cache_dir() == tmp_path / "quire"
-    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "own"))
-    assert env.cache_dir() == tmp_path / "own"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("QUIRE_CACHE_DIR")
-    assert env.cache_dir() == Path.home() / ".cache" / "quire"
-
-
 def test_variables_that_are_not_read_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert option_warnings() == []
     monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "1")
     monkeypatch.setenv("QUIRE_FULL", "1")  # of the tests
-    monkeypatch.setenv("QUIRE_CACHE_DIR", "x")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     monkeypatch.setenv("VLLM_USE_V1", "1")
     misspelt, peer = option_warnings()
