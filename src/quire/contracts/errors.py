@@ -51,7 +51,7 @@ class RequestError(UserError):
 
 
 class InvalidParameter(RequestError):
-    """A request parameter is out of its range; `param` names it."""
+    """A request parameter is out of its range or unknown; `param` names it."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

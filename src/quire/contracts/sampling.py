@@ -1,6 +1,7 @@
 """What a caller may ask of sampling (`SamplingParams`) and what of it reaches the device (`SamplerSpec`)."""
 
 import math
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
@@ -21,6 +22,30 @@ FLAGS = (
 )
 MAX_LOGPROB_IDS = 128
 BIAS_LIMIT = 100.0
+ABSENT = {  # fields that callers of other engines know and this one has not -> what to do instead
+    "best_of": "ask for n and choose by cumulative_logprob",
+    "early_stopping": "a beam search never stops early",
+    "extra_args": "there are no custom samplers to read it",
+    "flat_logprobs": "logprobs come as one dictionary per token",
+    "guided_choice": "output cannot be constrained to a schema, regex or grammar",
+    "guided_decoding": "output cannot be constrained to a schema, regex or grammar",
+    "guided_grammar": "output cannot be constrained to a schema, regex or grammar",
+    "guided_json": "output cannot be constrained to a schema, regex or grammar",
+    "guided_regex": "output cannot be constrained to a schema, regex or grammar",
+    "length_penalty": "it belongs to BeamSearchParams",
+    "logits_processors": "logit_bias, allowed_token_ids and bad_words change logits",
+    "prompt_logprob_start": "prompt_logprobs scores every row of the prompt",
+    "prompt_logprob_token_ids": "prompt_logprobs scores the k likeliest tokens",
+    "repetition_detection": "repetition_penalty and frequency_penalty work against loops",
+    "response_format": "output cannot be constrained to a schema, regex or grammar",
+    "routed_experts_prompt_start": "expert routing is not returned",
+    "skip_clone": "parameters are never changed by the engine",
+    "structured_outputs": "output cannot be constrained to a schema, regex or grammar",
+    "thinking_token_budget": "max_tokens limits thinking and answer together",
+    "trace_decode_token_ids": "tokens cannot be forced",
+    "truncate_prompt_tokens": "cut the prompt's token ids before passing them",
+    "use_beam_search": "call LLM.beam_search with BeamSearchParams",
+}
 
 
 class OutputKind(IntEnum):
@@ -31,8 +56,39 @@ class OutputKind(IntEnum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one request is sampled. Out-of-range values raise `InvalidParameter` with the range.
+class NamedFields(msgspec.StructMeta):
+    """The type of parameter records whose constructor refuses an unknown name by `InvalidParameter`, with a hint."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        """Make the record, or raise `InvalidParameter` for the first name that is not a field."""
+        check_names(cls, values)
+        return super().__call__(*args, **values)
+
+
+def check_names(kind: NamedFields, names: Iterable[str]) -> None:
+    """Raise `InvalidParameter` for the first name that is not a field of `kind`, saying what was meant or is absent."""
+    for name in names:
+        if name not in kind.__struct_fields__:
+            raise InvalidParameter(_unknown(kind, name), param=name)
+
+
+def _unknown(kind: NamedFields, name: str) -> str:
+    import difflib
+
+    if name in ABSENT:
+        return f"{kind.__name__}: {name} is not implemented: {ABSENT[name]}."
+    fields = kind.__struct_fields__
+    near = difflib.get_close_matches(name, (*fields, *ABSENT), n=1)
+    if near and near[0] not in fields:
+        return f"{kind.__name__} has no field {name!r}, and {near[0]} is not implemented: {ABSENT[near[0]]}."
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(fields)}."
+    return f"{kind.__name__} has no field {name!r}: {hint}"
+
+
+class SamplingParams(
+    msgspec.Struct, metaclass=NamedFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """How one request is sampled. Out-of-range values and unknown fields raise `InvalidParameter`, which says why.
 
     n                     completions per prompt, 1..16384; must be 1 when greedy
     temperature           0 = greedy; [0, 2]
@@ -96,6 +152,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     def clone(self, **changes: Any) -> "SamplingParams":
         """A copy with some fields replaced."""
+        check_names(type(self), changes)
         return msgspec.structs.replace(self, **changes)
 
 
@@ -193,7 +250,7 @@ def _check_ids(p: SamplingParams) -> None:
         _refuse("logit_bias", p.logit_bias, "a map from token ids to finite numbers (clamped to [-100, 100])")
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class BeamSearchParams(msgspec.Struct, metaclass=NamedFields, kw_only=True, forbid_unknown_fields=True):
     """How a beam search runs: `beam_width` hypotheses, ranked by logprob / length ** length_penalty."""
 
     beam_width: int

@@ -71,13 +71,6 @@ class KVArena:
         stride = (self.page_bytes // item, tokens * dim, dim, 1)
         return typed.as_strided(size, stride, typed.storage_offset() + offset // item)
 
-    def copy_blocks(self, src: Tensor, dst: Tensor) -> None:
-        """Copy whole pages, src[i] to dst[i]; both [N] int64 on the arena's device, no block twice in `dst`.
-
-        All pages are read before any is written, so the two may overlap.
-        """
-        self.pages.index_copy_(0, dst, self.pages.index_select(0, src))
-
 
 def _place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
     """Byte offsets in the page, per layer one for each component."""

@@ -8,6 +8,7 @@ import pytest
 
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.sampling import (
+    ABSENT,
     MAX_LOGPROB_IDS,
     MAX_N,
     BeamSearchParams,
@@ -103,9 +104,43 @@ def test_accepted_together() -> None:
     SamplingParams(stop=[], detokenize=False)
 
 
-def test_unknown_fields_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+@pytest.mark.parametrize(("name", "message"), [
+    ("foo", "SamplingParams has no field 'foo': there are n, presence_penalty, "),
+    ("temprature", "SamplingParams has no field 'temprature': did you mean 'temperature'?"),
+    ("top-p", "SamplingParams has no field 'top-p': did you mean 'top_p'?"),
+    ("best_of", "SamplingParams: best_of is not implemented: ask for n and choose by cumulative_logprob."),
+    ("guided_jsn", "SamplingParams has no field 'guided_jsn', and guided_json is not implemented: output cannot"),
+])
+def test_unknown_fields_are_refused_by_name_with_what_was_meant(name: str, message: str) -> None:
+    for make in (SamplingParams, SamplingParams().clone):
+        with pytest.raises(InvalidParameter) as error:
+            make(**{"temperature": 0.5, name: 2})
+        assert error.value.param == name and str(error.value).startswith(message)
+
+
+def test_fields_that_are_not_implemented_say_so() -> None:
+    assert not ABSENT.keys() & DEFAULTS.keys(), "a field that exists is not absent"
+    assert ABSENT.keys() >= {
+        "best_of", "extra_args", "flat_logprobs", "guided_json", "guided_regex", "repetition_detection",
+        "routed_experts_prompt_start", "structured_outputs", "thinking_token_budget", "use_beam_search",
+    }
+    for name, instead in ABSENT.items():
+        with pytest.raises(InvalidParameter, match=f"^SamplingParams: {name} is not implemented: ") as error:
+            SamplingParams(**{name: None})
+        assert instead in str(error.value) and error.value.param == name
+
+
+def test_a_name_is_refused_before_its_neighbours_are_looked_at() -> None:
+    with pytest.raises(InvalidParameter) as error:
+        SamplingParams(temperature=9.0, foo=1)  # type: ignore[call-arg]
+    assert error.value.param == "foo"
+    assert SamplingParams.__struct_config__.forbid_unknown_fields  # a decoder refuses them too
+
+
+def test_misspelt_fields_of_a_beam_search() -> None:
+    for name, meant in (("beam_widht", "beam_width"), ("length_penalti", "length_penalty")):
+        with pytest.raises(InvalidParameter, match=f"BeamSearchParams has no field .*: did you mean '{meant}'"):
+            BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, name: 1})
 
 
 def test_assigned_values_are_checked_on_request() -> None:

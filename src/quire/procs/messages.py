@@ -1,0 +1,95 @@
+"""What the HTTP process and the core process say to each other. Each message is a tagged msgpack map; see `wire.py`.
+
+    to the core      Add, Abort, Control, Stop
+    from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed
+"""
+
+import msgspec
+
+from quire.contracts.output import StepOutputs
+from quire.contracts.request import NewRequest
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """The requests of one prompt (n of them); all are taken, or none and `Rejected` comes back."""
+
+    requests: tuple[NewRequest, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End these requests, whatever their state; unknown handles are ignored."""
+
+    handles: tuple[int, ...]
+
+
+class Control(msgspec.Struct, frozen=True, tag="control"):
+    """Run a named operation between two steps; `Reply` carries the same id."""
+
+    id: int
+    name: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the process; what still runs is dropped."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Progress before `Ready`: `done` of `total` in `unit` ("B" for bytes; total 0: unknown)."""
+
+    phase: str
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The engine is loaded. `plans` maps a choice to one printable line; `phases` to seconds."""
+
+    max_model_len: int
+    vocab_size: int
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    depth: int
+    dtype: str
+    device: str
+    weight_bytes: int
+    kv_bytes: int
+    plans: dict[str, str] = {}
+    phases: dict[str, float] = {}
+    notes: tuple[str, ...] = ()
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """One step's outputs, also when they are empty: a sign of life."""
+
+    step: StepOutputs
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The requests of one `Add` were refused; `kind` is the name of a class in contracts/errors.py."""
+
+    handles: tuple[int, ...]
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to `Control`; `error` when it failed."""
+
+    id: int
+    value: bool | int | str | None = None
+    error: str | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The core process cannot start or go on; `kind` is an error class's name, `details` a traceback for logs."""
+
+    kind: str
+    message: str
+    details: str = ""
+
+
+ToCore = Add | Abort | Control | Stop
+FromCore = Loading | Ready | Outputs | Rejected | Reply | Failed
