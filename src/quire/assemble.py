@@ -2,12 +2,12 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from quire.config.bundled import bundled_model
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, MemoryPlan, resolve_dtype, resolve_geometry, resolve_memory
@@ -27,17 +27,17 @@ from quire.observe.progress import Progress
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.procs.in_process import InProcessExecutor
 from quire.text.chat import ChatTemplate
-from quire.text.defaults import load_eos_ids, load_generation_defaults
+from quire.text.load import load_text
 from quire.text.protocol import TextTokenizer
-from quire.text.tokenizer import Tokenizer
 from quire.weights.dummy import load_dummy
-from quire.weights.folder import resolve_model_folder
+from quire.weights.folder import resolve_folders
 from quire.weights.load import load_weights
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.slots import SlotTables
 from quire.worker.worker import Worker
 
+Loading = Callable[[int, int], None]
 LOG = logging.getLogger("quire")
 
 
@@ -45,6 +45,7 @@ LOG = logging.getLogger("quire")
 class Engine:
     """An assembled engine and every choice that was made for it.
 
+    weight_bytes   of the parameters, before they are packed
     phases   seconds by start-up phase, in order;  notes   lines the user should see
     """
 
@@ -61,6 +62,7 @@ class Engine:
     chat_template: ChatTemplate | None
     eos_ids: tuple[int, ...]
     default_params: SamplingParams
+    weight_bytes: int
     phases: dict[str, float]
     notes: tuple[str, ...] = ()
 
@@ -83,21 +85,23 @@ class _Phases:
         self._last = now
 
 
-def assemble(config: EngineConfig) -> Engine:
-    """Build an engine; raises a `UserError` that names the fix when model or options cannot be served."""
+def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
+    """Build an engine; raises a `UserError` that names the fix when model or options cannot be served.
+
+    on_loading   told (bytes done, bytes in all) while the weights are read, instead of a progress bar
+    """
+    if config.device.device == "mock":
+        raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
     phases = _Phases()
     facts = read_cpu_facts()
     torch.set_num_threads(config.device.num_threads or facts.cores)
-    folder = _folder(config, config.model.model) if config.model.model else bundled_model()
+    folder, tokenizer_folder = resolve_folders(config)
     args = read_checkpoint_config(folder)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units))
     phases.end("config")
-    tokenizer_folder = _folder(config, config.model.tokenizer) if config.model.tokenizer else folder
-    tokenizer = None if config.model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
-    template = None if tokenizer is None else ChatTemplate.load(tokenizer_folder, config.model.chat_template)
-    eos_ids, default_params = load_eos_ids(folder, tokenizer), _default_params(config, folder)
+    text = load_text(config, folder, tokenizer_folder=tokenizer_folder)
     phases.end("tokenizer")
-    model = _load_model(config, folder, args, dtype, facts)
+    model, weight_bytes = _load_model(config, folder, args, dtype, facts, on_loading=on_loading)
     phases.end("weights")
     geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)
     memory = resolve_memory(
@@ -122,35 +126,32 @@ def assemble(config: EngineConfig) -> Engine:
         kernels=model.kernels,
         core=core,
         worker=worker,
-        tokenizer=tokenizer,
-        tokenizer_folder=tokenizer_folder,
-        chat_template=template,
-        eos_ids=eos_ids,
-        default_params=default_params,
+        tokenizer=text.tokenizer,
+        tokenizer_folder=text.tokenizer_folder,
+        chat_template=text.chat_template,
+        eos_ids=text.eos_ids,
+        default_params=text.default_params,
+        weight_bytes=weight_bytes,
         phases=phases.seconds,
         notes=notes,
     )
 
 
-def _folder(config: EngineConfig, model: str) -> Path:
-    return resolve_model_folder(
-        model,
-        revision=config.model.revision,
-        offline=config.load.offline,
-        download_dir=config.load.download_dir,
-        token=config.load.hf_token,
-    )
-
-
-def _load_model(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, facts: CpuFacts) -> Model:
+def _load_model(
+    config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, facts: CpuFacts, *,
+    on_loading: Loading | None,
+) -> tuple[Model, int]:
     model = build_model(args, dtype=dtype.dtype, device="cpu", platform=facts)
+    num_bytes = sum(p.numel() * p.element_size() for _, p in model.named_parameters())
     if config.load.load_format == "dummy":
         load_dummy(model, config.model.seed)
+    elif on_loading is not None:
+        load_weights(model, folder, on_loading)
     else:
         with Progress("Loading weights", 0, enabled=config.load.use_tqdm_on_load, unit="B") as progress:
             load_weights(model, folder, progress.update)
     model.pack()
-    return model
+    return model, num_bytes
 
 
 def _build_engine(
@@ -189,14 +190,6 @@ def _build_engine(
         prefix_caching=config.cache.enable_prefix_caching,
     )
     return worker, core
-
-
-def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:
-    if config.model.generation_config not in ("auto", "none", "vllm"):
-        raise ConfigError(f"generation_config={config.model.generation_config!r}: must be auto or none.")
-    read = config.model.generation_config == "auto"
-    override = config.model.override_generation_config
-    return SamplingParams(**load_generation_defaults(folder, read=read, override=override))
 
 
 def _notes(args: ModelArgs, dtype: DTypePlan, memory: MemoryPlan, config: EngineConfig) -> tuple[str, ...]:

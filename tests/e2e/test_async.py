@@ -75,7 +75,7 @@ async def idle(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.01)
     assert not core.has_work
     core.check()
-    assert not llm._inboxes and not len(llm._front)
+    assert not llm._served.inboxes and not len(llm._served.front)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -270,10 +270,9 @@ def test_ctrl_c_before_the_first_step_leaves_no_orphan(
             llm.generate([[1, 2, 3]], greedy(4), use_tqdm=False)
     start = llm._start
 
-    def starting(*args: Any) -> Any:
-        generation = start(*args)
+    def starting(*args: Any) -> None:
+        start(*args)
         signal.raise_signal(signal.SIGINT)
-        return generation
 
     llm._start = starting  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
@@ -286,16 +285,83 @@ def test_ctrl_c_before_the_first_step_leaves_no_orphan(
 
 def test_a_close_that_was_interrupted_can_be_repeated(oracle: Any, shared_async: Any) -> None:
     llm = shared_async()
-    thread = llm._thread
+    thread = llm._served._thread
 
     class Interrupted:
         def join(self) -> None:
             raise KeyboardInterrupt
 
-    llm._thread = Interrupted()
+    llm._served._thread = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         llm.close()
-    llm._thread = thread
+    llm._served._thread = thread
     llm.close()
-    assert llm._engine is None and not thread.is_alive()
+    assert llm._served._engine is None and not thread.is_alive()
     llm.close()
+
+
+def test_a_second_ctrl_c_in_the_clean_up_of_the_first_leaves_no_orphan(
+    oracle: Any, engine: Engine, greedy: Greedy
+) -> None:
+    llm = engine(oracle().folder)
+    core, submit, abort = llm.engine.core, llm.engine.core.executor.submit, llm.engine.core.abort
+    aborted: list[int] = []
+
+    def interrupting(plan: Any) -> None:
+        if not aborted:
+            signal.raise_signal(signal.SIGINT)
+        submit(plan)
+
+    def interrupted(handle: int) -> None:
+        aborted.append(handle)
+        if len(aborted) == 5:
+            signal.raise_signal(signal.SIGINT)
+        abort(handle)
+
+    core.executor.submit, core.abort = interrupting, interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]] * 30, greedy(40), use_tqdm=False)
+    core.executor.submit, core.abort = submit, abort  # type: ignore[method-assign]
+    assert len(aborted) == 30
+    assert not len(llm._front) and not core.has_work and not llm._mail
+    core.check()
+
+
+@pytest.mark.parametrize("where", ["abort", "drop"])
+def test_what_an_interrupted_clean_up_left_is_found_by_the_next_run(
+    oracle: Any, engine: Engine, greedy: Greedy, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(oracle().folder)
+    other = llm.stream([4, 5], greedy(6))
+    stream = llm.stream([1, 2, 3], SamplingParams(n=3, max_tokens=100, seed=1, ignore_eos=True))
+    next(other), next(stream)
+    with monkeypatch.context() as patch:
+
+        def interrupted(_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(llm.engine.core if where == "abort" else llm._front, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+    assert len(llm.engine.core.handles) == 4
+    assert llm.generate([7], greedy(1), use_tqdm=False)[0].finished
+    assert len(llm.engine.core.handles) == len(llm._front) == len(llm._mail) == 1
+    assert list(other)[-1].outputs[0].token_ids == oracle().greedy([[4, 5]], 6)[0]  # what somebody waits for goes on
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_harms_nobody(
+    oracle: Any, engine: Engine, greedy: Greedy
+) -> None:
+    llm = engine(oracle().folder)
+    stream = llm.stream([1, 2, 3], greedy(100))
+    next(stream)
+    submit = llm.engine.core.executor.submit
+
+    def closing(plan: Any) -> None:
+        stream.close()  # as the garbage collector does
+        submit(plan)
+
+    llm.engine.core.executor.submit = closing  # type: ignore[method-assign]
+    assert llm.generate([[4, 5]], greedy(6), use_tqdm=False)[0].outputs[0].token_ids == oracle().greedy([[4, 5]], 6)[0]
+    llm.engine.core.executor.submit = submit  # type: ignore[method-assign]
+    assert not len(llm._front) and not llm.engine.core.has_work and not llm._mail

@@ -17,7 +17,6 @@ from quire.contracts.errors import (
     InvalidParameter,
     ModelNotFound,
     PromptTooLong,
-    QueueFull,
 )
 
 QUESTION = [{"role": "user", "content": "The code of Tomas is 6423.\nLakral likes tea.\n\nWhat is the code of Tomas?"}]
@@ -125,11 +124,12 @@ def test_max_tokens_defaults_to_the_end_of_the_context(talker: LLM) -> None:
     assert len(out.outputs[0].token_ids) == 24 and out.outputs[0].finish_reason == "length"
 
 
-def test_a_full_queue_refuses_the_whole_call(oracle: Any, engine: Engine, greedy: Greedy) -> None:
-    llm = engine(oracle().folder, max_waiting=2)
-    with pytest.raises(QueueFull, match="max_waiting=2"):
-        llm.generate([[1], [2], [3]], greedy(2), use_tqdm=False)
-    assert tokens(llm.generate([[1], [2]], greedy(2), use_tqdm=False)) == oracle().greedy([[1], [2]], 2)
+def test_a_batch_may_be_larger_than_the_queue(oracle: Any, engine: Engine, greedy: Greedy) -> None:
+    llm = engine(oracle().folder, max_waiting=2, max_num_seqs=1)
+    prompts = [[1], [2], [3], [4]]
+    assert tokens(llm.generate(prompts, greedy(2), use_tqdm=False)) == oracle().greedy(prompts, 2)
+    several = llm.generate([1], SamplingParams(n=5, max_tokens=2, temperature=1.0), use_tqdm=False)[0]
+    assert [c.finish_reason for c in several.outputs] == ["length"] * 5
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -188,6 +188,21 @@ def test_chat_takes_several_conversations_and_a_started_answer(talker: LLM, gree
     assert text(out) == " Tomas is 6423."
     bare = talker.chat(QUESTION, greedy(1), chat_template="{{ messages[0]['content'] }}", use_tqdm=False)[0]
     assert bare.prompt == QUESTION[0]["content"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"tools": []}, {"messages": []}, {"add_generation_prompt": True}, {"adapt_tool_calls": False}, {5: 1}, ["a"]],
+)
+def test_variables_that_are_arguments_are_refused(talker: LLM, given: Any) -> None:
+    with pytest.raises(InvalidParameter, match="chat_template_kwargs"):
+        talker.chat(QUESTION, COLD, chat_template_kwargs=given, use_tqdm=False)
+
+
+def test_a_variable_may_have_any_other_name(talker: LLM, greedy: Greedy) -> None:
+    given: Any = {"chat_template": "{{ engine }}", "chat_template_kwargs": {"engine": "x"}}
+    assert talker.chat(QUESTION, greedy(1), **given, use_tqdm=False)[0].prompt == "x"
+    assert [o.prompt for o in talker.stream_chat(QUESTION, greedy(1), **given)] == ["x"]
 
 
 # --- beam search ------------------------------------------------------------------------------------------------------

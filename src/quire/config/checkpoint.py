@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.config.rope import RopeArgs, read_rope
+from quire.config.rope import MAX_NUMBER, RopeArgs, read_rope
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -173,7 +173,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
 
 def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family]:
     ours = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
-    architectures = keys.get("architectures") or []
+    architectures = _names(keys, "architectures", source)
     named = {family.architecture: name for name, family in FAMILIES.items()}
     model_type = keys.get("model_type") or (named.get(architectures[0]) if architectures else None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -212,11 +212,11 @@ def _refuse_math(keys: Mapping[str, Any], source: str) -> None:
 
 def _refuse_window(keys: Mapping[str, Any], family: Family, positions: int, layers: int, source: str) -> None:
     """Attention here is full; a window at least as long as the context changes nothing."""
-    kinds = sorted(set(keys.get("layer_types") or ()) - {"full_attention"})
-    window = keys.get("sliding_window", family.default_window)
-    active = window is not None and window is not False and window < positions
+    kinds = sorted(set(_names(keys, "layer_types", source)) - {"full_attention"})
+    window = _count(keys, "sliding_window", family.default_window, source)
+    active = window is not None and window < positions
     if family.window_flag:
-        first = keys.get("max_window_layers")
+        first = _count(keys, "max_window_layers", None, source)
         reached = bool(kinds) if keys.get("layer_types") else first is None or first < layers
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
@@ -263,9 +263,26 @@ def _size(keys: Mapping[str, Any], key: str, source: str) -> int:
     return value
 
 
+def _count(keys: Mapping[str, Any], key: str, default: int | None, source: str) -> int | None:
+    """A number that may be switched off, by null or false."""
+    value = keys.get(key, default)
+    if value is None or value is False:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ModelError(f"{source}: {key}={value!r} must be an integer or null.")
+    return value
+
+
+def _names(keys: Mapping[str, Any], key: str, source: str) -> list[str]:
+    value = keys.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ModelError(f"{source}: {key}={value!r} must be a list of names.")
+    return value
+
+
 def _positive(keys: Mapping[str, Any], key: str, default: float, source: str) -> float:
     value = keys.get(key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
         raise ModelError(f"{source}: {key}={value!r} must be a positive number.")
     return float(value)
 

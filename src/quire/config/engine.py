@@ -11,6 +11,7 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tup
     return field(default=default, metadata={"help": help, "flags": flags, "choices": choices})
 
 
+DEVICES = ("auto", "cpu", "mock")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
@@ -72,9 +73,10 @@ class SchedulerConfig:
 class DeviceConfig:
     """Where it runs."""
 
-    device: str = option("auto", "device", choices=("auto", "cpu"))
+    device: str = option("auto", "device; mock: no model, made-up tokens, for testing servers", choices=DEVICES)
     num_threads: int | None = option(None, "CPU threads (default: all cores)")
     async_depth: int | None = option(None, "steps in flight (CPU: 1 by default, 2 plans one step ahead)")
+    mock_step_ms: float = option(0.0, "milliseconds that a step of device=mock takes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +121,7 @@ def unknown_option(name: str, known: tuple[str, ...]) -> str:
 def check_config(config: EngineConfig) -> None:
     """Refuse values that can never work, naming the option and the range."""
     for part in fields(EngineConfig):
-        component = getattr(config, part.name)
-        types = get_type_hints(type(component))
-        for f in fields(component):
-            choices, value = f.metadata["choices"], getattr(component, f.name)
-            if not _is_a(value, types[f.name]):
-                raise ConfigError(f"{f.name}={value!r}: must be {_words(types[f.name])}, not {type(value).__name__}.")
-            if choices and value not in choices:
-                raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}.")
+        check_types(getattr(config, part.name))
     s, c, m = config.scheduler, config.cache, config.model
     for name, number in (
         ("max_num_batched_tokens", s.max_num_batched_tokens),
@@ -142,6 +137,8 @@ def check_config(config: EngineConfig) -> None:
             raise ConfigError(f"{name}={number}: must be at least 1.")
     if not 0.0 <= s.watermark < 1.0:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
+    if not 0.0 <= config.device.mock_step_ms <= 60_000.0:
+        raise ConfigError(f"mock_step_ms={config.device.mock_step_ms}: must be in [0, 60000].")
     if config.device.async_depth not in (None, 1, 2):
         raise ConfigError(f"async_depth={config.device.async_depth}: must be 1 or 2.")
     if s.max_num_batched_tokens < s.max_num_seqs:
@@ -151,8 +148,21 @@ def check_config(config: EngineConfig) -> None:
         )
 
 
+def check_types(component: Any) -> None:
+    """Refuse values of another type than an option's, or outside its choices, naming the option."""
+    types = get_type_hints(type(component))
+    for f in fields(component):
+        choices, value = f.metadata["choices"], getattr(component, f.name)
+        if not _is_a(value, types[f.name]):
+            raise ConfigError(f"{f.name}={value!r}: must be {_words(types[f.name])}, not {type(value).__name__}.")
+        if choices and value not in choices:
+            raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}.")
+
+
 def _is_a(value: object, kind: Any) -> bool:
     """Whether an option's value has its declared type; an int is a float, a bool is not an int."""
+    if kind == tuple[str, ...]:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
     kinds = tuple(get_origin(k) or k for k in get_args(kind) or (kind,))
     if isinstance(value, bool):
         return bool in kinds
@@ -160,6 +170,8 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
+    if kind == tuple[str, ...]:
+        return "a tuple of strings"
     names = {int: "an integer", float: "a number", bool: "True or False", str: "a string", dict: "a mapping"}
     names[type(None)] = "None"
     return " or ".join(names[get_origin(k) or k] for k in get_args(kind) or (kind,))

@@ -1,20 +1,46 @@
 """The environment: the only module that reads it.
 
-    QUIRE_<OPTION>    any engine option, as its flag would take it: QUIRE_MAX_MODEL_LEN=32k
+    QUIRE_<OPTION>    any option, as its flag would take it: QUIRE_MAX_MODEL_LEN=32k; lists are separated by commas
+    QUIRE_CACHE_DIR   where compiled kernels are kept: ~/.cache/quire
     HF_TOKEN          token for gated repositories on the hub
+    OPENAI_API_KEY    key that `quire chat --url` and `quire complete --url` show, unless QUIRE_API_KEY is set
 
-Knows names and texts; `flags.py` knows what the texts mean.
+Knows names and texts; `texts.py` knows what the texts mean.
 """
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
+CACHE_DIR = "QUIRE_CACHE_DIR"
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
+OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
 PEER_NAMES = {  # their variable -> what to use here
+    "VLLM_API_KEY": "QUIRE_API_KEY or --api-key",
     "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory-bytes (in bytes; 4G works)",
     "VLLM_CPU_OMP_THREADS_BIND": "--num-threads",
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "--hang-timeout",
+    "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": "--max-body-bytes",
+    "VLLM_SSE_KEEP_ALIVE_INTERVAL": "--keep-alive-interval",
+    "VLLM_HOST": "QUIRE_HOST or --host",
+    "VLLM_PORT": "QUIRE_PORT or --port",
+    "VLLM_TARGET_DEVICE": "--device",
+    "VLLM_MODEL": "QUIRE_MODEL or the argument MODEL",
+    "VLLM_LOGGING_LEVEL": "--enable-log-requests and --access-log say what is logged",
+    "VLLM_CACHE_ROOT": "--download-dir for models, QUIRE_CACHE_DIR for compiled kernels",
+    "VLLM_ATTENTION_BACKEND": "kernels are chosen by what the device can do",
+    "VLLM_USE_V1": "there is one engine",
+    "VLLM_NO_USAGE_STATS": "no usage is ever reported",
+    "VLLM_DO_NOT_TRACK": "no usage is ever reported",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "--max-model-len is never longer than the model's context",
+    "VLLM_BATCH_INVARIANT": "not implemented yet",
 }
+# What Kubernetes sets in every container for a service named quire, or quire-something.
+SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
+SERVICE_NAME = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
+PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
 def variable(option: str) -> str:
@@ -23,8 +49,9 @@ def variable(option: str) -> str:
 
 
 def option_texts(options: Iterable[str]) -> dict[str, str]:
-    """Option -> the text of its variable, for those that are set and not empty."""
-    return {option: text for option in options if (text := os.environ.get(variable(option), ""))}
+    """Option -> the text of its variable, for those that are set, not empty and not Kubernetes' own."""
+    texts = {option: os.environ.get(variable(option), "") for option in options}
+    return {option: text for option, text in texts.items() if text and not SERVICE_ADDRESS.fullmatch(text)}
 
 
 def hf_token() -> str | None:
@@ -32,18 +59,71 @@ def hf_token() -> str | None:
     return os.environ.get("HF_TOKEN") or None
 
 
-def environment_warnings(options: Iterable[str]) -> list[str]:
-    """Lines about variables that look meant for us and are not read: misspelt ones, and the peer's, all in one."""
-    known = [*map(variable, options)]
-    lines = []
-    for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in known:
+def client_key() -> str | None:
+    """The key that requests to a server show; None when the environment holds none."""
+    return os.environ.get(variable("api_key")) or os.environ.get("OPENAI_API_KEY") or None
+
+
+def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
+    """Variables with our prefix that nobody reads -> the variable that was probably meant."""
+    known = [CACHE_DIR, *map(variable, options)]
+    found: dict[str, str | None] = {}
+    for name, text in sorted(os.environ.items()):
+        if not name.startswith(PREFIX) or name in OTHER_NAMES:
+            continue
+        foreign = SERVICE_NAME.fullmatch(name) or SERVICE_ADDRESS.fullmatch(text)
+        if name not in known and not foreign:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            if near:
-                lines.append(f"{name} is not read: did you mean {near[0]}?")
-    peer = [name for name in sorted(os.environ) if name.startswith(PEER_PREFIX)]
+            found[name] = near[0] if near else None
+    return found
+
+
+def cache_folder() -> Path:
+    """Where Quire keeps what it can make again; it may not exist yet."""
+    return Path(os.environ.get(CACHE_DIR) or os.path.expanduser("~/.cache/quire"))
+
+
+def environment_warnings(options: Iterable[str]) -> list[str]:
+    """Lines about variables that look meant for us and are not read; all of the peer's in one."""
+    known = list(options)
+    lines = [f"{name} is not read by Quire." for name, near in unknown_variables(known).items() if near is None]
+    lines += [f"{variable(option)} holds {text}, which Kubernetes sets for a service of this name: ignored."
+              for option in known if SERVICE_ADDRESS.fullmatch(text := os.environ.get(variable(option), ""))]
+    peer = peer_variables()
     if peer:
-        hints = [f"{PEER_NAMES[name]} for {name}" for name in peer if name in PEER_NAMES]
-        advice = f" Use {', '.join(hints)}." if hints else ""
+        hints = [f"{name}: {PEER_NAMES[name]}" for name in peer if name in PEER_NAMES]
+        advice = f" {'; '.join(hints)}." if hints else ""
         lines.append(f"{', '.join(peer)} {'is' if len(peer) == 1 else 'are'} not read by Quire.{advice}")
     return lines
+
+
+def peer_variables() -> list[str]:
+    """The names of vLLM's variables that are set, but for those that Kubernetes sets."""
+    return [name for name, text in sorted(os.environ.items()) if name.startswith(PEER_PREFIX)
+            and not SERVICE_NAME.fullmatch(name) and not SERVICE_ADDRESS.fullmatch(text)]
+
+
+def proxies() -> dict[str, str]:
+    """Proxy variables that are set, in either case of letters."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.lower() in PROXY_NAMES and text}
+
+
+def hub_home() -> Path:
+    """The folder of the hub client: its cache of models and its token."""
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "huggingface"
+
+
+def hub_cache() -> Path:
+    """The folder in which the hub client keeps models."""
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(named).expanduser() if named else hub_home() / "hub"
+
+
+def hub_offline() -> bool:
+    """Whether the environment tells the hub client to make no network call."""
+    return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON")
+               for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+

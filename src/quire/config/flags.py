@@ -1,6 +1,7 @@
-"""Command-line flags, derived from the dataclasses of `engine.py`; values not given come from the environment.
+"""Command-line flags, derived from the dataclasses of `engine.py` and `serve.py`.
 
-Every option is `--its-name` (underscores work, too) and QUIRE_ITS_NAME. Knows argparse; never imports torch.
+Every option is `--its-name` (underscores work, too); where else its value may come from is known by `sources.py`.
+Knows argparse; never imports torch.
 """
 
 import argparse
@@ -12,84 +13,43 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import Field, fields
 from typing import Any, NoReturn
 
-from quire.config.engine import EngineConfig, flat_names
-from quire.config.env import environment_warnings, hf_token, option_texts, variable
-from quire.contracts.errors import ConfigError
+from quire.config.engine import EngineConfig
+from quire.config.env import environment_warnings
+from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
+from quire.config.sources import FLAG, ORIGIN, Settings, gather
+from quire.config.texts import LIST, METAVARS, option_parser, parse_item
 
-PREFIX = "engine."  # of our names in the namespace, so that no other flag of a command is taken for an option
-SIZE = re.compile(r"(-?\d+(?:\.\d+)?)(?:([kKmMgGtT])(i?)B?)?")
-POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
-TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-AUTO = ("auto", "-1")  # spellings of "not set" for max_model_len
-
-
-def parse_size(text: str) -> int:
-    """A whole number, with a suffix if you like: 32k = 32,000, 32K = 32Ki = 32,768; also m/M, g/G, t/T.
-
-    Raises ValueError for anything else, a fraction of one included.
-    """
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is no whole number such as 32768, 32k (32,000) or 32K (32,768)")
-    number, suffix, binary = match.groups()
-    base = 1024 if suffix and (suffix.isupper() or binary) else 1000
-    value = float(number) * base ** POWERS[suffix.lower()] if suffix else float(number)
-    if value != int(value) or ("." in number and not suffix):
-        raise ValueError(f"{text!r} is no whole number")
-    return int(value) if suffix else int(number)
-
-
-def parse_number(text: str) -> float:
-    """A number; raises ValueError."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no number") from None
-
-
-def parse_bool(text: str) -> bool:
-    """1, true, yes, on or 0, false, no, off; raises ValueError."""
-    if text.lower() in TRUE + FALSE:
-        return text.lower() in TRUE
-    raise ValueError(f"{text!r} is neither {'/'.join(TRUE)} nor {'/'.join(FALSE)}")
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object; raises ValueError."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is no JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is no JSON object such as {{\"temperature\": 0.5}}")
-    return value
-
-
-def parse_length(text: str) -> int | None:
-    """A context length: a size, or -1 or auto for the longest that the model and the memory allow (None)."""
-    return None if text in AUTO else parse_size(text)
-
-
-PARSERS: dict[Any, Callable[[str], Any]] = {
-    bool: parse_bool, str: str, str | None: str, int: parse_size, int | None: parse_size, float: parse_number,
-    dict[str, Any] | None: parse_object}
-METAVARS: dict[Any, str] = {str: "TEXT", str | None: "TEXT", int: "N", int | None: "N", float: "X",
-                             dict[str, Any] | None: "JSON"}
-
-
-def option_parser(option: Field[Any]) -> Callable[[str], Any]:
-    """From a text to the option's value; raises ValueError."""
-    return parse_length if option.name == "max_model_len" else PARSERS[option.type]
+Options = Iterator[tuple[str, Field[Any]]]
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Takes underscores for dashes in flags, no abbreviations, and answers a misspelt flag with the nearest name."""
+    """Takes underscores for dashes in flags, no abbreviations, and answers a misspelt flag with the nearest name.
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+    configure   adds the arguments; called when something is parsed, or with `complete`
+    `--help=TEXT` shows only the flags that mention the text. Flags of several values, as `--name.key value`, are
+    given as one JSON object.
+    """
+
+    def __init__(self, *, configure: Callable[["FlagParser"], None] | None = None, add_help: bool = True,
+                 **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False,
+                         **settings)
+        self._configure = configure
+        if add_help:
+            self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="TEXT", default=argparse.SUPPRESS,
+                              help="show this, or with --help=TEXT the flags that mention the text")
+
+    def complete(self) -> "FlagParser":
+        """The parser itself, with all of its arguments."""
+        configure, self._configure = self._configure, None
+        if configure is not None:
+            configure(self)
+        return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(_with_dashes(sys.argv[1:] if args is None else args), namespace)
+        self.complete()
+        texts = with_dashes(sys.argv[1:] if args is None else args)
+        found, unknown = super().parse_known_args(with_objects(texts), namespace)
         if unknown:
             self.error(self._unknown(unknown))
         return found, unknown
@@ -97,6 +57,10 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
         self.exit(2, f"quire: error: {message} (`{self.prog} --help` lists the flags)\n")
+
+    def actions(self) -> list[argparse.Action]:
+        """Every argument that `complete` has added."""
+        return list(self.complete()._actions)
 
     def _unknown(self, unknown: list[str]) -> str:
         flag = next((u.partition("=")[0] for u in unknown if u.startswith("-")), None)
@@ -106,42 +70,149 @@ class FlagParser(argparse.ArgumentParser):
         return f"unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else "")
 
 
-def _with_dashes(args: Sequence[str]) -> list[str]:
+class _Help(argparse.Action):
+    """All of the help, or what mentions a text."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, text: Any, option: str | None = None) -> None:
+        if text is not None:
+            _keep_mentions(parser, str(text).lower())
+        parser.print_help()
+        parser.exit()
+
+
+def _keep_mentions(parser: argparse.ArgumentParser, text: str) -> None:
+    for group in parser._action_groups:
+        whole = text in (group.title or "").lower()
+        for action in group._group_actions:
+            said = f"{' '.join(action.option_strings)} {action.help}".lower().replace("_", "-")
+            if not whole and text.replace("_", "-") not in said and action.help is not None:
+                action.help = argparse.SUPPRESS
+    parser.usage = argparse.SUPPRESS
+
+
+def with_dashes(args: Sequence[str]) -> list[str]:
+    """The same command line with dashes for underscores in the names of flags."""
     changed: list[str] = []
     for i, arg in enumerate(args):
         if arg == "--":
             return changed + list(args[i:])
-        name, equals, value = arg.partition("=")
-        changed.append(name.replace("_", "-") + equals + value if name.startswith("--") else arg)
+        name = re.split(r"[=.]", arg, maxsplit=1)[0] if arg.startswith("--") else ""
+        changed.append(name.replace("_", "-") + arg[len(name):])
     return changed
 
 
-def engine_options() -> Iterator[tuple[str, Field[Any]]]:
-    """(title of the component, field) of every option, in order."""
-    for part in fields(EngineConfig):
-        component: Any = type(part.default)
+def with_objects(args: Sequence[str]) -> list[str]:
+    """The same command line with `--name.a.b 1 --name.c x` as `--name {"a": {"b": 1}, "c": "x"}`."""
+    changed: list[str] = []
+    objects: dict[str, dict[str, Any]] = {}
+    places: dict[str, int] = {}
+    rest = iter(args)
+    for arg in rest:
+        name, equals, value = arg.partition("=")
+        flag, _, path = name.partition(".")
+        if arg == "--":
+            changed += ["--", *rest]
+        elif not path or not flag.startswith("-") or flag[1:2].isdigit():
+            changed.append(arg)
+        else:
+            if flag not in places:
+                places[flag] = len(changed)
+                changed.append(flag)
+            *outer, last = path.split(".")
+            inner = objects.setdefault(flag, {})
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = _json_or_text(value if equals else next(rest, ""))
+    for flag, place in places.items():
+        changed[place] = f"{flag}={json.dumps(objects[flag])}"
+    return changed
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def options_of(*components: type) -> Options:
+    """(title of the component, field) of every option of dataclasses, in order."""
+    for component in components:
         title = (component.__doc__ or component.__name__).splitlines()[0].rstrip(".")
         for option in fields(component):
             yield title, option
 
 
+def engine_options() -> Options:
+    """(title of the component, field) of every option of the engine, in order."""
+    return options_of(*(type(part.default) for part in fields(EngineConfig)))
+
+
+def server_options() -> Options:
+    """(title of the component, field) of every option of a server, the engine's first."""
+    yield from engine_options()
+    yield from options_of(HttpConfig, ServeConfig)
+
+
+def flag_names(option: Field[Any]) -> tuple[str, ...]:
+    """The spellings of an option's flag, the main one first."""
+    return (f"--{option.name.replace('_', '-')}", *option.metadata["flags"])
+
+
 def add_engine_flags(parser: argparse.ArgumentParser, *, only: Collection[str] = (),
                      skip: Collection[str] = ()) -> None:
     """Add a flag per option (`only` some, or all but `skip`). What is not given does not appear in the namespace."""
+    add_flags(parser, ((t, o) for t, o in engine_options() if o.name not in skip and (not only or o.name in only)))
+
+
+def add_flags(parser: argparse.ArgumentParser, options: Options) -> None:
+    """Add a flag per option, grouped by title."""
     groups: dict[str, Any] = {}
-    for title, option in engine_options():
-        if option.name in skip or (only and option.name not in only):
-            continue
+    for title, option in options:
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
-        names = (f"--{option.name.replace('_', '-')}", *option.metadata["flags"])
-        settings: dict[str, Any] = {"dest": PREFIX + option.name, "default": argparse.SUPPRESS, "help": _help(option)}
-        if option.type is bool:
-            group.add_argument(*names, action=argparse.BooleanOptionalAction, **settings)
-        elif option.metadata["choices"]:
-            group.add_argument(*names, choices=option.metadata["choices"], **settings)
-        else:
-            metavar = METAVARS.get(option.type)
-            group.add_argument(*names, type=_reporting(option_parser(option)), metavar=metavar, **settings)
+        group.add_argument(*flag_names(option), **flag_settings(option), help=_help(option))
+
+
+def flag_settings(option: Field[Any]) -> dict[str, Any]:
+    """How argparse takes an option: its place in the namespace, and an action by its type."""
+    settings: dict[str, Any] = {"dest": FLAG + option.name, "default": argparse.SUPPRESS}
+    if option.type is bool:
+        return settings | {"action": _Switch, "nargs": 0}
+    if option.type == LIST:
+        return settings | {"action": _Extend, "nargs": "+", "metavar": METAVARS[LIST]}
+    if option.metadata["choices"]:
+        return settings | {"action": _Keep, "choices": option.metadata["choices"]}
+    return settings | {"action": _Keep, "type": reporting(option_parser(option)), "metavar": METAVARS[option.type]}
+
+
+class _Keep(argparse.Action):
+    """Stores the value, and beside it the spelling of the flag that brought it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, value)
+        setattr(namespace, ORIGIN + self.dest.removeprefix(FLAG), option)
+
+
+class _Switch(_Keep):
+    """`--name` and `--no-name`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        negated = [f"--no-{name[2:]}" for name in option_strings if name.startswith("--")]
+        super().__init__([*option_strings, *negated], dest, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
+        super().__call__(parser, namespace, not (option or "").startswith("--no-"), option)
+
+
+class _Extend(_Keep):
+    """Several values after one flag, or the flag several times; each is a text or a JSON list of texts."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
+        try:
+            items = tuple(item for text in value for item in parse_item(text))
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        super().__call__(parser, namespace, (vars(namespace).get(self.dest) or ()) + items, option)
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -150,25 +221,19 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
                         help="model folder or hub id (default: the bundled quire-tiny)")
 
 
+def settings_of(namespace: argparse.Namespace, *, server: bool = False) -> Settings:
+    """The values that a command line, the environment and the file of --config give; raises `ConfigError`."""
+    options = list(server_options())
+    own = {option.name for _, option in (server_options() if server else engine_options())}
+    return gather(vars(namespace), [option for _, option in options], own)
+
+
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Options as flat names, those that were given as flags or in the environment (flags win).
+    """The engine's options as flat names, those that were given as flags or in the environment (flags win).
 
     Raises `ConfigError` when the environment holds a value that does not parse, or two different models are named.
     """
-    options: dict[str, Any] = {}
-    by_name = {option.name: option for _, option in engine_options()}
-    for name, text in option_texts(by_name).items():
-        try:
-            options[name] = option_parser(by_name[name])(text)
-        except ValueError as error:
-            raise ConfigError(f"environment variable {variable(name)}: {error}.") from None
-    if token := hf_token():
-        options.setdefault("hf_token", token)
-    flags = {name.removeprefix(PREFIX): v for name, v in vars(namespace).items() if name.startswith(PREFIX)}
-    positional = vars(namespace).get("model_argument")
-    if positional is not None and flags.setdefault("model", positional) != positional:
-        raise ConfigError(f"two models are named, {positional!r} and --model {flags['model']!r}: name one.")
-    return options | flags
+    return settings_of(namespace).values
 
 
 def engine_config(namespace: argparse.Namespace) -> EngineConfig:
@@ -176,27 +241,27 @@ def engine_config(namespace: argparse.Namespace) -> EngineConfig:
     return EngineConfig.from_flat(**given_options(namespace))
 
 
+def server_config(settings: Settings) -> ServerConfig:
+    """The configuration of a server, checked; raises `ConfigError`."""
+    return ServerConfig.from_flat(**settings.values)
+
+
 def option_warnings() -> list[str]:
     """Lines about environment variables that are not read and look as if they should be."""
-    return environment_warnings(flat_names())
-
-
-def describe_engine_flags() -> str:
-    """The engine flags as help text, grouped by component."""
-    parser = FlagParser(prog="quire", add_help=False, usage=argparse.SUPPRESS)
-    add_engine_flags(parser)
-    return parser.format_help().strip()
+    return environment_warnings(server_names())
 
 
 def _help(option: Field[Any]) -> str:
     text: str = option.metadata["help"].replace("%", "%%")
-    if option.default in (None, "") or "(default" in text:
+    if option.default in (None, "", ()) or "(default" in text:
         return text
     default: Any = option.default
     return f"{text} (default: {('off', 'on')[default] if option.type is bool else default})"
 
 
-def _reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser whose ValueError reaches the user through argparse."""
+
     def convert(text: str) -> Any:
         try:
             return parse(text)

@@ -7,6 +7,7 @@ from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 
 GIB = 1024**3
+SLOT_BYTES = 256  # of a slot's row in the tables of scheduler, worker and sampler, without what grows with the context
 CPU_BLOCK_SIZE = 32  # DESIGN §5: what the CPU attention kernel likes best
 ALIASES = {"half": "float16", "float": "float32"}
 
@@ -64,7 +65,8 @@ def resolve_memory(
 
     context      the model's longest sequence in tokens;  free_bytes  memory free after the weights
     By default the cache takes a quarter of the free memory, or less when every slot at full length needs less. An
-    unset max_model_len shrinks to what fits; an explicit one that does not fit raises `ConfigError` with the numbers.
+    unset max_model_len shrinks to what fits; an explicit one that does not fit raises `ConfigError` with the numbers,
+    and so does what needs more than the free memory: the cache, or it and the tables of the slots.
     """
     size, asked = geometry.block_size, model.max_model_len
     if asked is not None and asked > context:
@@ -86,14 +88,35 @@ def resolve_memory(
             )
         length = num_blocks * size
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
+    kv_bytes = (num_blocks + 1) * geometry.page_bytes
+    _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
     return MemoryPlan(
         geometry=geometry,
         num_blocks=num_blocks,
         max_model_len=length,
-        kv_bytes=(num_blocks + 1) * geometry.page_bytes,
+        kv_bytes=kv_bytes,
         free_bytes=free_bytes,
         notes=notes,
     )
+
+
+def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
+    """Bytes of one slot in the tables: 4 for each token of its history and block of its block table, and columns."""
+    return SLOT_BYTES + 4 * (max_model_len + geometry.num_blocks(max_model_len))
+
+
+def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
+    if kv_bytes > free_bytes:
+        raise ConfigError(
+            f"{source} asks for {_bytes(kv_bytes)} of KV cache, and {_bytes(free_bytes)} of memory are free: "
+            f"lower {source}."
+        )
+    tables = num_slots * bytes_per_slot
+    if kv_bytes + tables > free_bytes:
+        raise ConfigError(
+            f"max_num_seqs={num_slots} needs {_bytes(tables)} of tables beside {_bytes(kv_bytes)} of KV cache, and "
+            f"{_bytes(free_bytes)} of memory are free: lower max_num_seqs or max_model_len."
+        )
 
 
 def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:

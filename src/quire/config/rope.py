@@ -11,6 +11,7 @@ from quire.contracts.errors import ModelError, UnsupportedModel
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
+MAX_NUMBER = 1e30  # no setting of a checkpoint is larger, and float32 holds it
 _KNOWN = frozenset(
     "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
     "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split()
@@ -104,7 +105,7 @@ def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, so
 
 def _number(values: Mapping[str, Any], key: str, source: str) -> float:
     value = values.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
         raise ModelError(f"{source}: {key}={value!r} in the rope settings must be a positive number.")
     return float(value)
 

@@ -1,8 +1,14 @@
 """The configuration of a server, beside the engine's: where it listens, whom it lets in, how it answers."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from quire.config.engine import EngineConfig, option
+from quire.config.engine import EngineConfig, check_types, flat_names, option, unknown_option
+from quire.contracts.errors import ConfigError
+
+LOOPBACK = ("localhost", "::1")
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +56,68 @@ class ServerConfig:
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
     serve: ServeConfig = ServeConfig()
+
+    @classmethod
+    def from_flat(cls, **values: Any) -> "ServerConfig":
+        """Build from flat names as users type them, the engine's included; raises `ConfigError`."""
+        parts: dict[str, dict[str, Any]] = {"engine": {}, "http": {}, "serve": {}}
+        known = server_names()
+        for name, value in values.items():
+            if name not in known:
+                raise ConfigError(unknown_option(name, tuple(known)))
+            parts[known[name]][name] = value
+        config = cls(engine=EngineConfig.from_flat(**parts["engine"]), http=replace(cls.http, **parts["http"]),
+                     serve=replace(cls.serve, **parts["serve"]))
+        check_server(config)
+        return config
+
+
+def server_names() -> dict[str, str]:
+    """Option name -> the part of `ServerConfig` that holds it."""
+    own = {f.name: part for part, kind in (("http", HttpConfig), ("serve", ServeConfig)) for f in fields(kind)}
+    return dict.fromkeys(flat_names(), "engine") | own
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def check_server(config: ServerConfig) -> None:
+    """Refuse what can never work, and combinations that contradict each other, naming the options."""
+    http, serve = config.http, config.serve
+    check_types(http)
+    check_types(serve)
+    if not 0 <= http.port <= 65535:
+        raise ConfigError(f"port={http.port}: must be in 0..65535.")
+    if not http.host and http.uds is None:
+        raise ConfigError("host='': give an address: 127.0.0.1 for this machine only, 0.0.0.0 for all.")
+    if (http.ssl_keyfile is None) != (http.ssl_certfile is None):
+        raise ConfigError("ssl_keyfile and ssl_certfile go together: give both, or none.")
+    if http.root_path and not http.root_path.startswith("/"):
+        raise ConfigError(f"root_path={http.root_path!r}: must begin with a slash.")
+    if not all(key and key.isprintable() and key == key.strip() and key.isascii() for key in http.api_key):
+        raise ConfigError("api_key: a key must be printable ASCII without spaces around it, and not empty.")
+    for origin in http.allowed_origins:
+        if not ORIGIN.fullmatch(origin):
+            raise ConfigError(f"allowed_origins={origin!r}: must be * or like https://example.org, without a path.")
+    if not all(serve.served_model_name):
+        raise ConfigError("served_model_name: a name must not be empty.")
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", serve.metrics_prefix):
+        raise ConfigError(f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores.")
+    _check_numbers(http, serve)
+
+
+def _check_numbers(http: HttpConfig, serve: ServeConfig) -> None:
+    for name, number in (("max_body_bytes", http.max_body_bytes), ("max_header_bytes", http.max_header_bytes),
+                         ("max_headers", http.max_headers), ("stream_interval", serve.stream_interval)):
+        if number < 1:
+            raise ConfigError(f"{name}={number}: must be at least 1.")
+    for name, seconds in (("queue_timeout", serve.queue_timeout), ("request_timeout", serve.request_timeout),
+                          ("hang_timeout", serve.hang_timeout)):
+        if seconds is not None and not seconds > 0:
+            raise ConfigError(f"{name}={seconds}: must be above 0 seconds.")
+    for name, seconds in (("keep_alive_interval", serve.keep_alive_interval),
+                          ("shutdown_timeout", serve.shutdown_timeout)):
+        if not seconds >= 0:
+            raise ConfigError(f"{name}={seconds}: must be at least 0 seconds.")

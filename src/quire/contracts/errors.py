@@ -11,9 +11,11 @@ QuireError
 │       ├── InvalidParameter
 │       ├── PromptTooLong
 │       ├── QueueFull
+│       ├── QueueTimeout             it waited longer for a place in the batch than the server lets it
 │       └── RequestFailed            it was accepted and went wrong alone (NaN logits, deadline)
 └── EngineError (RuntimeError)       a fault of the device or of a process
-    ├── EngineClosed                 used after close()
+    ├── EngineStarting               it is still being loaded
+    ├── EngineClosed                 used after close(), or while the last requests run out
     └── EngineDead                   the engine stopped; every waiting request gets this
 """
 
@@ -66,6 +68,10 @@ class QueueFull(RequestError):
     """The waiting queue is at its bound; try again later."""
 
 
+class QueueTimeout(RequestError):
+    """The request did not begin to run within the time that a request may wait."""
+
+
 class RequestFailed(RequestError):
     """An accepted request failed by itself; `code` is a short reason such as "nan_logits"."""
 
@@ -78,8 +84,12 @@ class EngineError(QuireError, RuntimeError):
     """A fault of the device or of a process."""
 
 
+class EngineStarting(EngineError):
+    """The engine is still being loaded; try again later."""
+
+
 class EngineClosed(EngineError):
-    """The engine was used after it was closed."""
+    """The engine was used after it was closed, or takes no more requests because it is about to be."""
 
 
 class EngineDead(EngineError):

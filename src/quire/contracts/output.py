@@ -18,17 +18,34 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did, for metrics and logs."""
+class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one step did and how things stand after it, for metrics and logs.
+
+    step             -1: these outputs come without a step (a request was aborted); only the state is told then
+    num_waiting      requests without a slot; num_blocked of them wait for another request's prompt, the rest for room
+    num_tokens       computed in the step, num_prefill_tokens of them for prompts (or a resumed request's past)
+    num_scheduled    requests in the step, num_prefills of them not yet past their prompt
+    num_free_blocks  KV blocks that nobody holds; num_cached_blocks of them keep a content that can be hit
+    num_preempted    since the start, and so are prefix_queries and prefix_hits (prompt tokens looked up and found)
+    schedule_s       seconds to plan the step; execute_s spent in the executor; finish_s to confirm the result
+    """
 
     step: int = -1
     num_running: int = 0
     num_waiting: int = 0
+    num_blocked: int = 0
     num_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_scheduled: int = 0
+    num_prefills: int = 0
     num_preempted: int = 0
     num_free_blocks: int = 0
+    num_cached_blocks: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    finish_s: float = 0.0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):

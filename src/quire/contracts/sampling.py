@@ -22,6 +22,8 @@ FLAGS = (
 )
 MAX_LOGPROB_IDS = 128
 BIAS_LIMIT = 100.0
+REPETITION_RANGE = (0.01, 100)  # logits are multiplied or divided by it, in float32
+LENGTH_PENALTY_LIMIT = 10  # the exponent of a length: no context makes a number beyond every float of it
 ABSENT = {  # fields that callers of other engines know and this one has not -> what to do instead
     "best_of": "ask for n and choose by cumulative_logprob",
     "early_stopping": "a beam search never stops early",
@@ -93,7 +95,7 @@ class SamplingParams(
     n                     completions per prompt, 1..16384; must be 1 when greedy
     temperature           0 = greedy; [0, 2]
     top_p / top_k / min_p (0, 1] / -1 or 0 = off / [0, 1]
-    *_penalty             presence and frequency in [-2, 2]; repetition > 0
+    *_penalty             presence and frequency in [-2, 2]; repetition in [0.01, 100], 1 = off
     seed                  same logits and seed give the same token; None = drawn by the engine
     stop / stop_token_ids strings (matched on the text) / ids (matched by the engine)
     max_tokens            None = to the end of the context; 0 = only score the prompt
@@ -178,8 +180,9 @@ def _check_numbers(p: SamplingParams) -> None:
         value = getattr(p, name)
         if not _is_number(value) or not -2.0 <= value <= 2.0:
             _refuse(name, value, "a number in [-2, 2]")
-    if not _is_number(p.repetition_penalty) or p.repetition_penalty <= 0:
-        _refuse("repetition_penalty", p.repetition_penalty, "a finite number above 0")
+    least, most = REPETITION_RANGE
+    if not _is_number(p.repetition_penalty) or not least <= p.repetition_penalty <= most:
+        _refuse("repetition_penalty", p.repetition_penalty, f"a number in [{least}, {most}]")
     if not _is_number(p.temperature) or not 0.0 <= p.temperature <= 2.0:
         _refuse("temperature", p.temperature, "a number in [0, 2]")
     if not _is_number(p.top_p) or not 0.0 < p.top_p <= 1.0:
@@ -267,8 +270,9 @@ class BeamSearchParams(msgspec.Struct, metaclass=NamedFields, kw_only=True, forb
             _refuse("max_tokens", self.max_tokens, "an integer >= 1")
         if self.temperature != 0.0:
             _refuse("temperature", self.temperature, "0: a beam search follows the likeliest tokens, it draws none")
-        if not _is_number(self.length_penalty):
-            _refuse("length_penalty", self.length_penalty, "a finite number")
+        limit = LENGTH_PENALTY_LIMIT
+        if not _is_number(self.length_penalty) or not -limit <= self.length_penalty <= limit:
+            _refuse("length_penalty", self.length_penalty, f"a number in [-{limit}, {limit}]")
 
 
 class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -4,6 +4,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 
 from quire.config.engine import SchedulerConfig
 from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
@@ -53,12 +54,21 @@ class EngineCore:
         return bool(self._requests or self._in_flight or self._finished)
 
     @property
+    def handles(self) -> list[int]:
+        """Of the live requests."""
+        return list(self._requests)
+
+    @property
     def torn(self) -> bool:
         """Whether a step did not come to its end, so that none can follow."""
         return self._torn
 
-    def add(self, new: NewRequest) -> None:
-        """Accept a request, or raise the `RequestError` that says why not; nothing is kept then."""
+    def add(self, new: NewRequest, *, places: int = 1) -> None:
+        """Accept a request, or raise the `RequestError` that says why not; nothing is kept then.
+
+        places   it needs in the bounded queue, its own and its children's, which are then never refused; 0: it is taken
+                 past the bound
+        """
         num_prompt = len(new.token_ids) // 4
         end = num_prompt + new.max_tokens
         if num_prompt == 0:
@@ -75,9 +85,13 @@ class EngineCore:
             )
         assert new.handle not in self._requests, f"handle {new.handle} is live"
         parent = self._requests.get(new.parent) if new.parent is not None else None
-        request = self.scheduler.add(new, self._extras(new), parent)
+        request = self.scheduler.add(new, self._extras(new), parent, places)
+        try:
+            self._finisher.watch(request)
+        except Exception:
+            self.scheduler.remove(request)
+            raise
         self._requests[new.handle] = request
-        self._finisher.watch(request)
         if new.deadline is not None:
             heapq.heappush(self._deadlines, (new.deadline, new.handle))
             if len(self._deadlines) > 2 * len(self._requests) + SLACK:  # most of them have ended
@@ -105,17 +119,20 @@ class EngineCore:
 
     def _advance(self) -> StepOutputs:
         self._expire()
-        planned = None
+        planned, started = None, perf_counter()
         if len(self._in_flight) < self.facts.depth and self._requests:
             planned = self.scheduler.plan(self._step)
+            self._report_broken()
         if planned is not None:
             self._step += 1
+            submitted = perf_counter()
             self.executor.submit(planned.plan)
             self.executor.release(planned.plan.step, {})
+            planned.schedule_s, planned.execute_s = submitted - started, perf_counter() - submitted
             self._in_flight.append(planned)
         if self._in_flight and (planned is None or len(self._in_flight) >= self.facts.depth):
             return self._confirm()
-        return self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS))
+        return self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every indexed block; running requests keep theirs. True when none was running."""
@@ -138,11 +155,20 @@ class EngineCore:
             assert pool.num_free == self.facts.num_blocks, f"{self.facts.num_blocks - pool.num_free} blocks leaked"
 
     def _confirm(self) -> StepOutputs:
+        step, started = self._in_flight.popleft(), perf_counter()
         result = self.executor.collect()
-        outputs, ended = self._finisher.apply(self._in_flight.popleft(), result)
+        step.execute_s += perf_counter() - started
+        outputs, ended = self._finisher.apply(step, result)
         for request in ended:
             self._requests.pop(request.new.handle, None)
+        self._report_broken()
         return self._report(outputs)
+
+    def _report_broken(self) -> None:
+        """Requests whose own bookkeeping met an exception end alone."""
+        for request in self.scheduler.take_broken():
+            self._requests.pop(request.new.handle, None)
+            self._finished.append(self._finisher.end(request, FinishReason.ERROR, error="internal"))
 
     def _report(self, outputs: StepOutputs) -> StepOutputs:
         if not self._finished:

@@ -1,13 +1,24 @@
 """What becomes of a step's result: tokens are confirmed, requests end, blocks are indexed, outputs are written."""
 
+from time import perf_counter
+
 import numpy as np
 
-from quire.contracts.output import Finish, StepOutputs, StepStats
+from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
 from quire.contracts.request import FinishReason, Request, RequestState
-from quire.contracts.step import I32, RowLogprobs, StepResult
+from quire.contracts.step import I32, RowLogprobs, StepPlan, StepResult
 from quire.engine.scheduler import InFlight, Scheduler
 
 FINISHED = RequestState.FINISHED
+NO_STEP = InFlight(
+    plan=StepPlan(
+        step=-1, slots=NO_TOKENS, num_tokens=NO_TOKENS, num_rows=NO_TOKENS, outputs=NO_TOKENS.astype(np.uint8)
+    ),
+    sampling=NO_TOKENS,
+    requests=[],
+    handles=NO_TOKENS,
+    version=-1,
+)
 
 
 class Finisher:
@@ -20,8 +31,7 @@ class Finisher:
 
     def watch(self, request: Request) -> None:
         """Start looking for the request's stop ids."""
-        for token in request.stop_ids:
-            self._num_stopping[token] += 1
+        self._num_stopping[np.fromiter(request.stop_ids, np.int64)] += 1  # all of them, or an IndexError and none
 
     def end(
         self,
@@ -33,13 +43,14 @@ class Finisher:
         distrust: bool = False,
     ) -> Finish:
         """End a request in any state and free what it holds; `distrust`: nobody may reuse what it computed."""
-        for token in request.stop_ids:
-            self._num_stopping[token] -= 1
-        self._scheduler.remove(request, distrust=distrust)
+        self._num_stopping[np.fromiter(request.stop_ids, np.int64)] -= 1
+        if request.state is not FINISHED:  # else the scheduler has ended it already
+            self._scheduler.remove(request, distrust=distrust)
         return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=error)
 
     def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
         """Confirm one step. Returns the outputs and the requests that ended in it."""
+        started = perf_counter()
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         tokens = result.tokens[:, 0]
         failed = self._failures(step, result)
@@ -63,7 +74,7 @@ class Finisher:
             cached=cached,
             logprobs=logprobs,
             prompt_logprobs=scored,
-            stats=self._stats(step),
+            stats=self.state(step, perf_counter() - started),
         )
         return outputs, ended
 
@@ -112,12 +123,17 @@ class Finisher:
         held = slots >= 0
         computed = table.known[slots] - 1  # the newest token's own KV comes with the next step
         for j in np.flatnonzero(held & (computed % size == 0)).tolist():
-            scheduler.publish(step.requests[live[j]], int(computed[j]))
+            try:
+                scheduler.publish(step.requests[live[j]], int(computed[j]))
+            except Exception:
+                scheduler.fail(step.requests[live[j]])
         ended: list[Request] = []
         finished: list[Finish] = []
         suspects = (self._num_stopping[mine] > 0) | (table.known[slots] >= table.end[slots]) | ~held
         for j in np.flatnonzero(suspects).tolist():
             request, token = step.requests[live[j]], int(mine[j])
+            if request.state is FINISHED:
+                continue
             finish = self._ending(request, token)
             if finish is not None:
                 reason, stop_id = finish
@@ -158,15 +174,24 @@ class Finisher:
     def _cached(step: InFlight) -> dict[int, int]:
         return {r.new.handle: r.num_cached for r in step.admitted if r.state is not FINISHED}
 
-    def _stats(self, step: InFlight) -> StepStats:
-        s = self._scheduler
+    def state(self, step: InFlight = NO_STEP, finish_s: float = 0.0) -> StepStats:
+        """How things stand now and, after a step, what it did."""
+        s, pool = self._scheduler, self._scheduler.allocator.pool
         return StepStats(
             step=step.plan.step,
             num_running=len(s.table),
             num_waiting=len(s.queue) + s.num_blocked,
+            num_blocked=s.num_blocked,
             num_tokens=int(step.plan.num_tokens.sum()),
+            num_prefill_tokens=step.num_prefill_tokens,
+            num_scheduled=len(step.plan.slots),
+            num_prefills=step.num_prefills,
             num_preempted=s.num_preempted,
-            num_free_blocks=s.allocator.pool.num_free,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
             prefix_queries=s.prefix_queries,
             prefix_hits=s.prefix_hits,
+            schedule_s=step.schedule_s,
+            execute_s=step.execute_s,
+            finish_s=finish_s,
         )

@@ -6,16 +6,19 @@ and the seed (`mock_tokens`), so every request's answer is known beforehand. Lik
 state and hands the tokens over only at `collect`.
 """
 
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, RowLogprobs, StepPlan, StepResult
+from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, Admission, RowLogprobs, StepPlan, StepResult
 
 MASK = 2**64 - 1
 FIRST = 0x9E3779B97F4A7C15
+HALVING = math.log(2)
 
 
 def chain(previous: int, token: int) -> int:
@@ -45,11 +48,11 @@ def mock_tokens(prompt: Sequence[int], seed: int, count: int, vocab_size: int) -
 class _Slot:
     """What the mock device holds for one slot."""
 
-    def __init__(
-        self, request_id: str, seed: int, num_prompt: int, tokens: list[int], blocks: list[int], computed: int
-    ) -> None:
-        self.request_id, self.seed, self.num_prompt = request_id, seed, num_prompt
-        self.tokens, self.blocks, self.computed = tokens, blocks, computed
+    def __init__(self, admission: Admission) -> None:
+        self.request_id, self.sampler = admission.request_id, admission.sampler
+        self.seed, self.num_prompt = admission.sampler.seed, admission.sampler.num_prompt
+        self.tokens, self.blocks = admission.token_ids.tolist(), admission.block_ids[0].tolist()
+        self.computed = admission.num_computed
         self.digests: list[int] = []
         self.extend()
 
@@ -63,9 +66,12 @@ class _Slot:
 class MockExecutor:
     """Runs plans on a model of the KV memory.
 
-    verify    check every position a row may attend to (O(length) per step); off for timing the engine
+    verify    check every position a row may attend to (O(length) per step)
+    answers   give every request its own tokens, those of `mock_tokens`; without it and without `verify` any tokens
+              come, at no cost per request, for timing the engine
+    step_seconds   what a step takes, one after the other as on a device; `collect` waits for it
     fail      request id -> number of outputs after which it fails with "nan_logits"
-    computed  request id -> tokens computed for it so far, over all its admissions
+    computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
 
     def __init__(
@@ -78,6 +84,8 @@ class MockExecutor:
         max_model_len: int = 128,
         depth: int = 1,
         verify: bool = True,
+        answers: bool = False,
+        step_seconds: float = 0.0,
     ) -> None:
         self._facts = ExecutorFacts(
             depth=depth,
@@ -92,10 +100,12 @@ class MockExecutor:
         self.computed: dict[str, int] = {}
         self.num_steps = 0
         self.closed = False
-        self._verify = verify
-        self._memory = np.zeros((num_blocks + 1, block_size), np.uint64)
+        self._verify, self._answers = verify, verify or answers
+        self._step_seconds = step_seconds
+        self._memory = np.zeros((num_blocks + 1, block_size) if verify else (0, 0), np.uint64)
         self._slots: dict[int, _Slot] = {}
-        self._results: deque[StepResult] = deque()
+        self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which it is there
+        self._done = 0.0  # when the last step submitted is done
         self._released: set[int] = set()
 
     def submit(self, plan: StepPlan) -> None:
@@ -103,7 +113,9 @@ class MockExecutor:
         assert len(self._results) < self._facts.depth, "more steps in flight than the depth"
         assert plan.step == self.num_steps, "plans out of order"
         self.num_steps += 1
-        self._results.append(self._run(plan) if self._verify else self._run_fast(plan))
+        if self._step_seconds:
+            self._done = max(self._done, time.monotonic()) + self._step_seconds
+        self._results.append((self._run(plan) if self._answers else self._run_fast(plan), self._done))
 
     def release(self, step: int, late: dict[int, bytes]) -> None:
         """Let a step's sampling go on."""
@@ -112,7 +124,9 @@ class MockExecutor:
 
     def collect(self) -> StepResult:
         """The oldest result."""
-        result = self._results.popleft()
+        result, done = self._results.popleft()
+        if self._step_seconds:
+            time.sleep(max(0.0, done - time.monotonic()))
         self._released.remove(result.step)
         return result
 
@@ -136,6 +150,7 @@ class MockExecutor:
         tokens: list[int] = []
         slots: list[int] = []
         failed: dict[int, str] = {}
+        named: dict[int, RowLogprobs] = {}
         scored: dict[int, RowLogprobs] = {}
         for i, slot in enumerate(plan.slots.tolist()):
             state, rows = self._slots[slot], int(plan.num_rows[i])
@@ -147,15 +162,24 @@ class MockExecutor:
                 token = next_token(state.digests[-1], state.seed, self._facts.vocab_size)
                 if self.fail.get(state.request_id, -1) == len(state.tokens) - state.num_prompt:
                     failed[slot] = "nan_logits"
+                if state.sampler.num_logprobs is not None:
+                    named[slot] = self._alternatives(state, [token], [-HALVING], state.sampler.num_logprobs)
                 state.tokens.append(token)
                 state.extend()
                 tokens.append(token)
                 slots.append(slot)
-        return self._result(plan, slots, tokens, failed, scored)
+        return StepResult(
+            step=plan.step,
+            slots=np.array(slots, np.int32),
+            tokens=np.array(tokens, np.int32).reshape(-1, 1),
+            num_accepted=np.ones(len(slots), np.int32),
+            logprobs=named,
+            failed=failed,
+            prompt_logprobs=scored,
+            num_computed=int(plan.num_tokens.sum()),
+        )
 
     def _run_fast(self, plan: StepPlan) -> StepResult:
-        for admission in plan.admitted:
-            self.computed[admission.request_id] = 0
         slots = plan.slots[(plan.outputs & SAMPLE) > 0]
         tokens = (slots * 31 + plan.step) % self._facts.vocab_size
         return StepResult(
@@ -165,33 +189,12 @@ class MockExecutor:
             num_accepted=np.ones(len(slots), np.int32),
         )
 
-    def _result(
-        self,
-        plan: StepPlan,
-        slots: list[int],
-        tokens: list[int],
-        failed: dict[int, str],
-        scored: dict[int, RowLogprobs],
-    ) -> StepResult:
-        return StepResult(
-            step=plan.step,
-            slots=np.array(slots, np.int32),
-            tokens=np.array(tokens, np.int32).reshape(-1, 1),
-            num_accepted=np.ones(len(slots), np.int32),
-            failed=failed,
-            prompt_logprobs=scored,
-            num_computed=int(plan.num_tokens.sum()),
-        )
-
     def _enter(self, plan: StepPlan) -> None:
         for slot in plan.released.tolist():
             del self._slots[slot]
         for a in plan.admitted:
             assert a.slot not in self._slots, "the slot is taken"
-            blocks = a.block_ids[0].tolist()
-            self._slots[a.slot] = _Slot(
-                a.request_id, a.sampler.seed, a.sampler.num_prompt, a.token_ids.tolist(), blocks, a.num_computed
-            )
+            self._slots[a.slot] = _Slot(a)
         for slot, group, block in plan.appended.tolist():
             assert group == 0
             self._slots[slot].blocks.append(block)
@@ -199,14 +202,17 @@ class MockExecutor:
     def _write(self, state: _Slot, count: int) -> None:
         size = self._facts.block_size
         assert state.computed + count <= len(state.tokens), "computing a token that does not exist yet"
-        for position in range(state.computed, state.computed + count):
+        for position in range(state.computed, state.computed + count) if self._verify else ():
             block = state.blocks[position // size]
             assert block != 0, "the null block is written"
             self._memory[block, position % size] = state.digests[position]
         state.computed += count
-        self.computed[state.request_id] = self.computed.get(state.request_id, 0) + count
+        if self._verify:
+            self.computed[state.request_id] = self.computed.get(state.request_id, 0) + count
 
     def _attend(self, state: _Slot) -> None:
+        if not self._verify:
+            return
         size = self._facts.block_size
         blocks = state.blocks[: -(-state.computed // size)]
         seen = self._memory[blocks].reshape(-1)[: state.computed]
@@ -214,8 +220,18 @@ class MockExecutor:
         assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
 
     def _score(self, state: _Slot, rows: int) -> RowLogprobs:
-        """Rows whose next token is known: id = that token, logprob = -position of the row."""
+        """Rows whose next token is known: that token's log-probability is -position of the row."""
         first = state.computed - rows
         positions = range(first, min(state.computed, len(state.tokens) - 1))
-        ids = np.array([state.tokens[p + 1] for p in positions], np.int32).reshape(-1, 1)
-        return RowLogprobs(ids, -np.array(positions, np.float32).reshape(-1, 1), np.ones(len(positions), np.int32))
+        tokens = [state.tokens[p + 1] for p in positions]
+        return self._alternatives(state, tokens, [-float(p) for p in positions], state.sampler.num_prompt_logprobs or 0)
+
+    def _alternatives(self, state: _Slot, tokens: list[int], values: list[float], count: int) -> RowLogprobs:
+        """Rows of made-up alternatives: the token itself, then the ids after it, each HALVING less likely."""
+        vocab, asked = self._facts.vocab_size, state.sampler.logprob_ids
+        others = np.arange(len(asked) or (vocab if count < 0 else count))
+        own = np.array(tokens, np.int64).reshape(-1, 1)
+        ids = np.tile(np.array(asked, np.int64), (len(own), 1)) if asked else (own + others) % vocab
+        first = np.array(values, np.float32).reshape(-1, 1)
+        logprobs = np.concatenate([first, first - HALVING * others], 1, dtype=np.float32)
+        return RowLogprobs(np.concatenate([own, ids], 1).astype(np.int32), logprobs, np.ones(len(own), np.int32))

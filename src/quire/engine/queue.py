@@ -20,10 +20,17 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._size
 
-    def check_room(self) -> None:
-        """Raise `QueueFull` when one more new request would exceed the bound."""
-        if self._size >= self._bound:
-            raise QueueFull(f"{self._size} requests are waiting already (max_waiting={self._bound}); try again later.")
+    def check_room(self, places: int, num_blocked: int) -> None:
+        """Raise `QueueFull` when so many new requests would exceed the bound, unless nobody waits.
+
+        num_blocked   requests that wait outside of this queue
+        """
+        waiting = self._size + num_blocked
+        if waiting and places and waiting + places > self._bound:
+            raise QueueFull(
+                f"{waiting} requests are waiting already (max_waiting={self._bound}) and {places} more do not fit; "
+                "try again later."
+            )
 
     def push(self, request: Request) -> None:
         """Add a WAITING request; a preempted one is never refused."""

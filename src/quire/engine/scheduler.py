@@ -1,5 +1,6 @@
 """Plans the next step: who runs, how many tokens each, which blocks, who is admitted and who has to give way."""
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,8 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import KeyChain
 from quire.kv.prefix import PrefixMatch
 
+LOG = logging.getLogger("quire")
+
 
 @dataclass(kw_only=True)
 class InFlight:
@@ -28,6 +31,10 @@ class InFlight:
     admitted: list[Request] = field(default_factory=list)  # for the first time
     scored: list[tuple[int, Request, int]] = field(default_factory=list)  # slot, request, position of its first row
     unsampled: list[Request] = field(default_factory=list)  # prompt done, nothing to sample (max_tokens=0)
+    num_prefills: int = 0  # slots that are catching up
+    num_prefill_tokens: int = 0
+    schedule_s: float = 0.0  # seconds of planning
+    execute_s: float = 0.0  # seconds in the executor, so far
 
 
 class Scheduler:
@@ -46,24 +53,29 @@ class Scheduler:
         self._chains: dict[int, KeyChain] = {}
         self._children: dict[int, dict[int, Request]] = {}  # parent's handle -> those blocked on its prompt, by handle
         self._released: list[int] = []
+        self._broken: list[Request] = []
         self._arrivals = 0
         self._sampling: tuple[int, I32, list[Request], I32] | None = None
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
-    def add(self, new: NewRequest, extras: bytes, parent: Request | None) -> Request:
-        """Queue a request. With a parent still before the end of its prompt, it is blocked until that is planned."""
-        if parent is None:
-            self.queue.check_room()
+    def add(self, new: NewRequest, extras: bytes, parent: Request | None, places: int = 1) -> Request:
+        """Queue a request. With a parent still before the end of its prompt, it is blocked until that is planned.
+
+        places   as in `EngineCore.add`
+        """
+        if new.parent is None:
+            self.queue.check_room(places, self.num_blocked)
         request = Request(new, self._arrivals)
         self._arrivals += 1
-        self._chains[new.handle] = KeyChain(self._root, self.allocator.block_size, request.tokens, extras)
+        chain = KeyChain(self._root, self.allocator.block_size, request.tokens, extras)
         if parent is not None and not self._prompt_planned(parent):
             request.to(RequestState.BLOCKED, BlockReason.PARENT)
             self._children.setdefault(parent.new.handle, {})[new.handle] = request
             self.num_blocked += 1
         else:
             self.queue.push(request)
+        self._chains[new.handle] = chain
         return request
 
     def remove(self, request: Request, *, distrust: bool = False) -> None:
@@ -95,6 +107,24 @@ class Scheduler:
         full = num_tokens // self.allocator.block_size
         self.allocator.publish(request.slot, self._chains[request.new.handle], full)
 
+    def fail(self, request: Request) -> None:
+        """End a request alone whose bookkeeping met an exception (call this while it is handled); see `take_broken`.
+
+        What it has published may never be computed, so nobody may find it any more.
+        """
+        LOG.exception("request %s failed; the others go on", request.new.request_id)
+        if request.state is RequestState.WAITING and request.slot >= 0:  # its admission broke off: no device knows it
+            if self.allocator.num_blocks(request.slot):
+                self.allocator.forget(request.slot)
+            self.table.leave(request)
+        self.remove(request, distrust=request.state is RequestState.RUNNING)
+        self._broken.append(request)
+
+    def take_broken(self) -> list[Request]:
+        """The requests that `fail` has ended since the last call."""
+        broken, self._broken = self._broken, []
+        return broken
+
     # --- planning -----------------------------------------------------------------------------------------------
 
     def plan(self, step: int) -> InFlight | None:
@@ -102,7 +132,8 @@ class Scheduler:
         preempted = self.num_preempted
         slots, num_tokens = share_budget(self.table, self._budget, self._lag)
         slots, num_tokens, appended = self._grow(slots, num_tokens)
-        self._offer_chunks(slots, num_tokens)
+        if self._offer_chunks(slots, num_tokens):
+            slots, num_tokens, appended = self._still_running(slots, num_tokens, appended)
         admitted: list[Admission] = []
         if self.num_preempted == preempted and len(self.queue):
             slots, num_tokens = self._admit(slots, num_tokens, admitted)
@@ -115,25 +146,34 @@ class Scheduler:
     def _grow(self, slots: I32, num_tokens: I32) -> tuple[I32, I32, I32]:
         """Give every slot the blocks for its tokens; take them from the last in order when the pool is short."""
         needed = self.table.planned[slots] + num_tokens
-        rows = self.allocator.grow_many(slots, needed)
+        try:
+            rows = self.allocator.grow_many(slots, needed)
+        except Exception:  # whose fault it is shows below, where they grow one by one
+            LOG.exception("the slots could not grow together")
+            rows = None
         if rows is not None:
             return slots, num_tokens, rows
         short = np.flatnonzero(needed > self.allocator.capacity[slots])
         appended: list[tuple[int, int, int]] = []
-        preempted = self.num_preempted
         for i in short.tolist():
             slot = int(slots[i])
-            while self.table.requests[slot] is not None:
-                blocks = self.allocator.grow(slot, int(needed[i]))
+            while (request := self.table.requests[slot]) is not None:
+                try:
+                    blocks = self.allocator.grow(slot, int(needed[i]))
+                except Exception:
+                    self.fail(request)
+                    break
                 if blocks is not None:
                     appended.extend((slot, 0, block) for block in blocks)
                     break
                 self._preempt_last()
-        if self.num_preempted != preempted:
-            alive = np.array([self.table.requests[s] is not None for s in slots.tolist()], bool)
-            slots, num_tokens = slots[alive], num_tokens[alive]
-            appended = [row for row in appended if self.table.requests[row[0]] is not None]
-        return slots, num_tokens, np.array(appended, np.int32).reshape(-1, 3)
+        return self._still_running(slots, num_tokens, np.array(appended, np.int32).reshape(-1, 3))
+
+    def _still_running(self, slots: I32, num_tokens: I32, appended: I32) -> tuple[I32, I32, I32]:
+        """Leave out the slots whose requests have just been preempted or have failed."""
+        running = np.array([request is not None for request in self.table.requests], bool)
+        kept = running[slots]
+        return slots[kept], num_tokens[kept], appended[running[appended[:, 0]]]
 
     def _preempt_last(self) -> None:
         """Send the running request that comes last in order back to the queue, to be recomputed later."""
@@ -154,18 +194,21 @@ class Scheduler:
         while room > 0 and self.table.num_free and (request := self.queue.peek()) is not None:
             if request.in_flight:
                 break  # preempted, and its last result is still to come
-            match = self._match(request)
-            headroom = self._headroom if len(self.table) else 0
-            if not self.allocator.can_admit(match, len(request.tokens), headroom):
+            try:
+                admission = self._enter(request, room)
+            except Exception:
+                self.fail(request)
+                continue
+            if admission is None:
                 break
             self.queue.pop()
-            admitted.append(self._enter(request, match))
-            count = min(len(request.tokens) - match.num_tokens, room)
+            request.to(RequestState.RUNNING)
+            admitted.append(admission)
+            count = min(len(request.tokens) - admission.num_computed, room)
             new_slots.append(request.slot)
             new_tokens.append(count)
             room -= count
-            self._publish_planned(request, match.num_tokens + count)
-            if match.num_tokens + count == len(request.tokens):
+            if admission.num_computed + count == len(request.tokens):
                 self._unblock_children(request)
         if not new_slots:
             return slots, num_tokens
@@ -183,15 +226,19 @@ class Scheduler:
             limit = 0
         return self.allocator.match(self._chains[request.new.handle], limit)
 
-    def _enter(self, request: Request, match: PrefixMatch) -> Admission:
+    def _enter(self, request: Request, room: int) -> Admission | None:
+        """Give a waiting request a slot, blocks and up to `room` planned tokens; None when it does not fit.
+
+        Until the caller moves it to RUNNING it still stands in the queue, and `fail` can undo all of this.
+        """
+        match = self._match(request)
+        headroom = self._headroom if len(self.table) else 0
+        if not self.allocator.can_admit(match, len(request.tokens), headroom):
+            return None
         slot = self.table.enter(request, match.num_tokens, self.by_priority)
         blocks = self.allocator.admit(slot, match, len(request.tokens))
-        request.to(RequestState.RUNNING)
-        if request.num_cached < 0:
-            request.num_cached = match.num_tokens
-            self.prefix_queries += request.num_prompt
-            self.prefix_hits += match.num_tokens
-        return Admission(
+        self._publish_planned(request, min(len(request.tokens), match.num_tokens + room))
+        admission = Admission(
             slot=slot,
             request_id=request.new.request_id,
             token_ids=np.array(request.tokens, np.int32),
@@ -199,16 +246,28 @@ class Scheduler:
             num_computed=match.num_tokens,
             sampler=request.new.sampler,
         )
+        if request.num_cached < 0:
+            request.num_cached = match.num_tokens
+            self.prefix_queries += request.num_prompt
+            self.prefix_hits += match.num_tokens
+        return admission
 
-    def _offer_chunks(self, slots: I32, num_tokens: I32) -> None:
-        """Let the requests admitted next share what running prompts are about to compute."""
+    def _offer_chunks(self, slots: I32, num_tokens: I32) -> bool:
+        """Let the requests admitted next share what running prompts are about to compute. True when one failed."""
         planned = self.table.planned[slots]
+        failed = False
         for i in np.flatnonzero(planned < self.table.goal[slots]).tolist():
             request = self.table.requests[int(slots[i])]
             assert request is not None
-            self._publish_planned(request, int(planned[i] + num_tokens[i]))
+            try:
+                self._publish_planned(request, int(planned[i] + num_tokens[i]))
+            except Exception:
+                self.fail(request)
+                failed = True
+                continue
             if planned[i] + num_tokens[i] == len(request.tokens):
                 self._unblock_children(request)
+        return failed
 
     def _publish_planned(self, request: Request, num_tokens: int) -> None:
         # Valid in the same step: each layer writes all KV before any row attends (a kernel contract).
@@ -226,7 +285,8 @@ class Scheduler:
         num_rows = samples.astype(np.int32)
         scored: list[tuple[int, Request, int]] = []
         unsampled: list[Request] = []
-        for i in np.flatnonzero(catching_up).tolist():
+        prefills = np.flatnonzero(catching_up)
+        for i in prefills.tolist():
             request = table.requests[int(slots[i])]
             assert request is not None
             if after[i] == total[i] and not samples[i]:
@@ -258,6 +318,8 @@ class Scheduler:
             admitted=newly,
             scored=scored,
             unsampled=unsampled,
+            num_prefills=len(prefills),
+            num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
         )
 
     def _who(self, sampling: I32) -> tuple[list[Request], I32]:

@@ -49,9 +49,7 @@ class RunningTable:
 
     def enter(self, request: Request, computed: int, by_priority: bool) -> int:
         """Give `request` a slot; `computed` tokens of it need no computation."""
-        slot = self._free.pop()
-        request.slot = slot
-        self.requests[slot] = request
+        slot = self._free[-1]
         self.planned[slot] = computed
         self.known[slot] = self.goal[slot] = len(request.tokens)
         self.in_flight[slot] = 0
@@ -59,7 +57,9 @@ class RunningTable:
         self.handle[slot] = request.new.handle
         self._priority[slot] = request.new.priority if by_priority else 0
         self._arrival[slot] = request.arrival
-        self._active.append(slot)
+        self.requests[slot] = request  # from here on it holds the slot; nothing below fails
+        request.slot = slot
+        self._active.append(self._free.pop())
         self._changed()
         return slot
 

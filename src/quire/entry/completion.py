@@ -12,7 +12,7 @@ from quire.contracts.output import (
     RequestOutput,
 )
 from quire.contracts.request import FinishReason
-from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.contracts.sampling import SamplingParams
 from quire.contracts.step import RowLogprobs
 from quire.text.protocol import TextTokenizer
 from quire.text.sequence import SequenceText
@@ -20,19 +20,25 @@ from quire.text.sequence import SequenceText
 
 @dataclass(kw_only=True)
 class Completion:
-    """One of the n completions. `sent_*` say how much a DELTA stream has handed out."""
+    """One of the n completions.
+
+    streamed     outputs hold only what is new: `new_text`, and the tokens from `num_sent` on
+    last_token_time   when the newest token came (monotonic)
+    """
 
     handle: int
     index: int
     text: SequenceText | None
     eos_ids: frozenset[int]
+    streamed: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobsByToken] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    sent_tokens: int = 0
-    sent_text: int = 0
+    num_sent: int = 0
+    new_text: str = ""
+    last_token_time: float | None = None
 
     def push(self, token: int, finish: Finish | None) -> bool:
         """Take one token. Returns True when a stop string ended the completion here: the core has to be told."""
@@ -40,7 +46,9 @@ class Completion:
         stopped = None
         if self.text is not None:
             by_token = finish is not None and finish.stop_id is not None
-            _, stopped = self.text.push([token], finished=finish is not None, ended_by_token=by_token)
+            new, stopped = self.text.push((token,), finished=finish is not None, ended_by_token=by_token)
+            if self.streamed:
+                self.new_text += new
         if stopped is not None:
             self.finish_reason, self.stop_reason = "stop", stopped
             return finish is None
@@ -54,25 +62,33 @@ class Completion:
             return
         self.finish_reason = finish.reason.value
         if self.text is not None:
-            self.text.push([], finished=True)
+            new, _ = self.text.push((), finished=True)
+            if self.streamed:
+                self.new_text += new
         if finish.reason is FinishReason.ERROR:
             self.stop_reason = finish.error
         elif finish.stop_id is not None and finish.stop_id not in self.eos_ids:
             self.stop_reason = finish.stop_id
 
-    def output(self, delta: bool) -> CompletionOutput:
+    def fail(self, code: str) -> None:
+        """It ends because its own text cannot be made any more; what there was of it is not to be trusted."""
+        self.finish_reason, self.stop_reason = FinishReason.ERROR.value, code
+        self.text = self.logprobs = None
+        self.new_text = ""
+
+    def output(self) -> CompletionOutput:
         """The completion so far, or what is new since the last call."""
-        text = "" if self.text is None else self.text.text
-        tokens, logprobs, shown = self.token_ids, self.logprobs, text
-        if delta:
-            tokens, shown = tokens[self.sent_tokens :], text[self.sent_text :]
-            logprobs = None if logprobs is None else logprobs[self.sent_tokens :]
-            self.sent_tokens, self.sent_text = len(self.token_ids), len(text)
+        logprobs, sent = self.logprobs, 0
+        if self.streamed:
+            text, self.new_text = self.new_text, ""
+            sent, self.num_sent = self.num_sent, len(self.token_ids)
+        else:
+            text = "" if self.text is None else self.text.text
         return CompletionOutput(
             index=self.index,
-            text=shown,
-            token_ids=list(tokens),
-            logprobs=None if logprobs is None else list(logprobs),
+            text=text,
+            token_ids=self.token_ids[sent:],
+            logprobs=None if logprobs is None else logprobs[sent:],
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -81,7 +97,7 @@ class Completion:
 
 @dataclass(kw_only=True)
 class Generation:
-    """A prompt and its n completions."""
+    """A prompt and its n completions. `began`: when a step first took it up (monotonic), where that is known."""
 
     request_id: str
     prompt: str | None
@@ -91,6 +107,7 @@ class Generation:
     tokenizer: TextTokenizer | None
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     num_cached: int | None = None
+    began: float | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 
     @property
@@ -116,12 +133,11 @@ class Generation:
 
     def output(self) -> RequestOutput:
         """What the user sees now."""
-        delta = self.params.output_kind == OutputKind.DELTA
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.output(delta) for c in self.completions],
+            outputs=[c.output() for c in self.completions],
             finished=self.finished,
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached,

@@ -3,13 +3,15 @@
 Shared by `LLM`, `AsyncLLM` and the server. Knows text and parameters; never imports torch.
 """
 
-import math
+import logging
 import random
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
 
 from quire.contracts.errors import InvalidParameter, PromptTooLong
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
@@ -21,6 +23,10 @@ from quire.entry.prompts import Prompt
 from quire.text.protocol import TextTokenizer
 from quire.text.sequence import SequenceText
 
+LOG = logging.getLogger("quire")
+INTERNAL = "internal"  # code of a request that met a fault of ours
+LONGEST = 1e9  # seconds that a timeout may last
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -31,6 +37,27 @@ class Limits:
     max_logprobs: int
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
+
+
+@dataclass(kw_only=True)
+class Taken:
+    """What one step's outputs changed.
+
+    touched    have something to hand on;  stopped  handles to abort in the core
+    started    got their first token;  finished  have ended as a whole
+    broken     lost a completion to an exception, once for each;  num_stop_strings  completions that one ended
+    gaps       time of the token before -> completions that now got their next;  num_tokens  that counted
+    """
+
+    now: float
+    touched: list[Generation] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)
+    started: list[Generation] = field(default_factory=list)
+    finished: list[Generation] = field(default_factory=list)
+    broken: list[Generation] = field(default_factory=list)
+    gaps: dict[float, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_stop_strings: int = 0
 
 
 class FrontEnd:
@@ -46,6 +73,13 @@ class FrontEnd:
 
     def __len__(self) -> int:
         return len(self._by_handle)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._by_handle
+
+    def live(self) -> list[Generation]:
+        """The prompts that have not finished."""
+        return list({g.completions[0].handle: g for g, _ in self._by_handle.values()}.values())
 
     def start(
         self,
@@ -80,77 +114,134 @@ class FrontEnd:
             tokenizer=self.tokenizer if params.detokenize else None,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
-        packed = array("I", token_ids).tobytes()
-        room = self.limits.max_model_len - len(token_ids)
-        stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
-        requests = []
         for i in range(params.n):
-            completion = Completion(handle=first + i, index=i, text=self._text(token_ids, params), eos_ids=self._eos)
-            generation.completions.append(completion)
-            requests.append(
-                NewRequest(
-                    handle=first + i,
-                    request_id=request_id if params.n == 1 else f"{request_id}.{i}",
-                    token_ids=packed,
-                    max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                    sampler=self._spec(params, child_seed(seed, i), len(token_ids), tuple(sorted(stop_ids)), i),
-                    stop_ids=tuple(sorted(stop_ids)),
-                    min_tokens=params.min_tokens,
-                    priority=priority,
-                    parent=None if i == 0 else first,
-                    cache_salt=prompt.cache_salt,
-                    deadline=None if timeout is None else time.monotonic() + timeout,
-                    read_prefix_cache=i > 0 or not params.skip_reading_prefix_cache,
-                )
+            text, streamed = self._text(token_ids, params), params.output_kind == OutputKind.DELTA
+            generation.completions.append(
+                Completion(handle=first + i, index=i, text=text, eos_ids=self._eos, streamed=streamed)
             )
+        room = self.limits.max_model_len - len(token_ids)
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        parent = NewRequest(
+            handle=first,
+            request_id=request_id if params.n == 1 else f"{request_id}.0",
+            token_ids=array("I", token_ids).tobytes(),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            sampler=self._spec(params, seed, len(token_ids), tuple(sorted(stops))),
+            stop_ids=tuple(sorted(stops)),
+            min_tokens=params.min_tokens,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            deadline=None if timeout is None else time.monotonic() + timeout,
+            read_prefix_cache=not params.skip_reading_prefix_cache,
+        )
+        requests = [parent, *(_child(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle += params.n
         self._by_handle.update((c.handle, (generation, c)) for c in generation.completions)
         return generation, requests
 
     def apply(self, outputs: StepOutputs) -> tuple[list[tuple[int, RequestOutput]], list[int]]:
-        """Returns (first handle, output) pairs to hand on, and the handles that a stop string ended: abort those."""
+        """Returns (first handle, output) pairs to hand on, and the handles that ended here, by a stop string or by an
+        exception in the handling of their text: abort those."""
+        taken = self.take(outputs)
+        pairs = []
+        for generation in taken.touched:
+            try:
+                output = generation.output()
+            except Exception:
+                taken.stopped += self.fail(generation)
+                output = generation.output()
+            pairs.append((generation.completions[0].handle, output))
+        return pairs, taken.stopped
+
+    def take(self, outputs: StepOutputs) -> Taken:
+        """Take one step's outputs, and leave making `Generation.output` to the caller."""
+        taken = Taken(now=time.monotonic())
         touched: dict[int, Generation] = {}  # by the first completion's handle
-        stopped: list[int] = []
         finishes = {f.handle: f for f in outputs.finished}
-        for handle, num_cached in outputs.cached.items():
-            if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
-                found[0].num_cached = num_cached
-        for handle, rows in outputs.prompt_logprobs.items():
-            if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
-                found[0].add_prompt_logprobs(rows)
-        by_handle, logprobs = self._by_handle, outputs.logprobs
+        self._take_prompts(outputs, taken)
+        by_handle, logprobs, now, gaps = self._by_handle, outputs.logprobs, taken.now, taken.gaps
         for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
             found = by_handle.get(handle)
             if found is None:
                 continue  # ended by a stop string; the core had not heard of it yet
             generation, completion = found
-            if logprobs and handle in logprobs:
-                generation.add_logprobs(completion, logprobs[handle])
-            if generation.metrics.first_token_time is None:
-                generation.metrics.first_token_time = time.monotonic()
-            if completion.push(token, finishes.get(handle)):
-                stopped.append(handle)
-                del by_handle[handle]
-                if generation.finished:
-                    generation.metrics.finished_time = time.monotonic()
+            try:
+                if logprobs and handle in logprobs:
+                    generation.add_logprobs(completion, logprobs[handle])
+                ended = completion.push(token, finishes.get(handle))
+            except Exception:
+                self._break(generation, completion, taken)
+            else:
+                if ended:
+                    taken.stopped.append(handle)
+                    taken.num_stop_strings += 1
+                    del by_handle[handle]
+                    self._note_end(generation, taken)
+            before, completion.last_token_time = completion.last_token_time, now
+            if before is not None:
+                gaps[before] = gaps.get(before, 0) + 1
+            elif generation.metrics.first_token_time is None:
+                generation.metrics.first_token_time = now
+                taken.started.append(generation)
+            taken.num_tokens += 1
             touched[generation.completions[0].handle] = generation
-        touched.update((g.completions[0].handle, g) for g in self._end(finishes.values()))
-        return [(first, g.output()) for first, g in touched.items() if self._wanted(g)], stopped
+        for generation in self._end(finishes.values(), taken):
+            touched[generation.completions[0].handle] = generation
+        for generation in taken.broken:
+            touched[generation.completions[0].handle] = generation
+        taken.touched = [g for g in touched.values() if self._wanted(g)]
+        return taken
 
     def drop(self, generation: Generation) -> list[int]:
         """Forget a prompt; returns the handles to abort in the core."""
         return [c.handle for c in generation.completions if self._by_handle.pop(c.handle, None) is not None]
 
-    def _end(self, finishes: Iterable[Finish]) -> list[Generation]:
+    def fail(self, generation: Generation) -> list[int]:
+        """End a prompt whose output cannot be made; call this while the exception is handled. As `drop`."""
+        LOG.exception("the text of request %s failed; the others go on", generation.request_id)
+        for completion in generation.completions:
+            completion.fail(INTERNAL)
+        return self.drop(generation)
+
+    def _take_prompts(self, outputs: StepOutputs, taken: Taken) -> None:
+        for handle, num_cached in outputs.cached.items():
+            if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
+                found[0].num_cached = num_cached
+        for handle, rows in outputs.prompt_logprobs.items():
+            if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
+                try:
+                    found[0].add_prompt_logprobs(rows)
+                except Exception:
+                    self._break(*found, taken)
+
+    def _break(self, generation: Generation, completion: Completion, taken: Taken) -> None:
+        """End one completion after an exception in the handling of its text (call this while it is handled)."""
+        LOG.exception("the text of request %s failed; the others go on", generation.request_id)
+        completion.fail(INTERNAL)
+        if self._by_handle.pop(completion.handle, None) is not None:
+            taken.stopped.append(completion.handle)
+        taken.broken.append(generation)
+        self._note_end(generation, taken)
+
+    @staticmethod
+    def _note_end(generation: Generation, taken: Taken) -> None:
+        if generation.finished and generation.metrics.finished_time is None:
+            generation.metrics.finished_time = taken.now
+            taken.finished.append(generation)
+
+    def _end(self, finishes: Iterable[Finish], taken: Taken) -> list[Generation]:
         ended = []
         for finish in finishes:
             found = self._by_handle.pop(finish.handle, None)
-            if found is not None:
-                found[1].end(finish)
-                ended.append(found[0])
-        for generation in ended:
-            if generation.finished:
-                generation.metrics.finished_time = time.monotonic()
+            if found is None:
+                continue
+            generation, completion = found
+            try:
+                completion.end(finish)
+            except Exception:
+                self._break(generation, completion, taken)
+            ended.append(generation)
+            self._note_end(generation, taken)
         return ended
 
     @staticmethod
@@ -180,15 +271,16 @@ class FrontEnd:
 
     def _check_options(self, priority: int, timeout: float | None) -> None:
         given: Any = priority  # whatever the caller really gave
-        if not isinstance(given, int) or not -(2**31) <= given < 2**31:
+        if not isinstance(given, int) or isinstance(given, bool) or not -(2**31) <= given < 2**31:
             raise InvalidParameter(f"priority={given!r}: must be an integer of 32 bits.", param="priority")
         if given and not self.limits.by_priority:
             raise InvalidParameter(
                 f"priority={given} needs scheduling_policy='priority'; this engine serves first come, first served.",
                 param="priority",
             )
-        if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
-            raise InvalidParameter(f"timeout={timeout!r}: must be a number of seconds above 0.", param="timeout")
+        seconds: Any = 1.0 if timeout is None else timeout
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST:
+            raise InvalidParameter(f"timeout={timeout!r}: must be seconds, above 0 and at most 1e9.", param="timeout")
 
     def _text(self, token_ids: list[int], params: SamplingParams) -> SequenceText | None:
         if self.tokenizer is None or not params.detokenize:
@@ -232,9 +324,7 @@ class FrontEnd:
                 f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name
             )
 
-    def _spec(
-        self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...], index: int
-    ) -> SamplerSpec:
+    def _spec(self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...]) -> SamplerSpec:
         greedy = params.greedy
         bias = {i: max(-BIAS_LIMIT, min(BIAS_LIMIT, b)) for i, b in (params.logit_bias or {}).items()}
         bad_words: tuple[tuple[int, ...], ...] = ()
@@ -258,5 +348,20 @@ class FrontEnd:
             bad_words=bad_words,
             num_logprobs=params.logprobs,
             logprob_ids=tuple(params.logprob_token_ids or ()),
-            num_prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+            num_prompt_logprobs=params.prompt_logprobs,
         )
+
+
+def _child(parent: NewRequest, index: int, request_id: str) -> NewRequest:
+    """Another completion of the same prompt: it shares the prompt's blocks, and draws from a seed of its own."""
+    spec = msgspec.structs.replace(
+        parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None
+    )
+    return msgspec.structs.replace(
+        parent,
+        handle=parent.handle + index,
+        request_id=request_id,
+        sampler=spec,
+        parent=parent.handle,
+        read_prefix_cache=True,
+    )

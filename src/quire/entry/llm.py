@@ -1,7 +1,8 @@
 """The offline class: prompts in, outputs out, in the caller's thread."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from quire.observe.progress import Progress
 from quire.text.protocol import TextTokenizer
 
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
+Mail = deque[tuple[int, RequestOutput]]  # outputs with the handle of their prompt's first completion
 
 
 class LLM:
@@ -37,7 +39,7 @@ class LLM:
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
         self._engine: Engine | None = assemble(EngineConfig.from_flat(model=fspath(model), **options))
         self._front = front_end(self._engine)
-        self._mail: dict[int, deque[tuple[int, RequestOutput]]] = {}  # by first handle: streams may be read in turns
+        self._mail: dict[int, Mail] = {}  # by first handle: streams may be read in turns
         self._dead: EngineDead | None = None  # why nothing can run any more
 
     @property
@@ -69,8 +71,11 @@ class LLM:
         final = [p.clone(output_kind=OutputKind.FINAL_ONLY) for p in params]
         started: list[Generation] = []
         done: dict[int, RequestOutput] = {}
-        with Progress("Generating", len(parsed), enabled=use_tqdm, unit="prompt") as progress:
-            for output, first_handle in self._run(parsed, final, priority, started):
+        with (
+            Progress("Generating", len(parsed), enabled=use_tqdm, unit="prompt") as progress,
+            closing(self._run(parsed, final, priority, started)) as outputs,
+        ):
+            for output, first_handle in outputs:
                 done[first_handle] = output
                 progress.advance(1)
         return [done[g.completions[0].handle] for g in started]
@@ -98,7 +103,7 @@ class LLM:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=chat_template_kwargs,
             )
             for m in conversations
         ]
@@ -107,8 +112,9 @@ class LLM:
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, an output for every step; with output_kind=DELTA each holds only what is new."""
         params = self._params(sampling_params, 1)
-        for output, _ in self._run(parse_prompts([prompt]), params, None, []):
-            yield output
+        with closing(self._run(parse_prompts([prompt]), params, None, [])) as outputs:
+            for output, _ in outputs:
+                yield output
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **template_kwargs: Any
@@ -171,16 +177,15 @@ class LLM:
             )
         return list(given)
 
-    def _start(self, prompt: Prompt, params: SamplingParams, priority: int) -> Generation:
-        """Queue one prompt: all of its completions, or nothing."""
+    def _start(
+        self, prompt: Prompt, params: SamplingParams, priority: int, started: list[Generation], mail: Mail
+    ) -> None:
+        """Queue one prompt with all of its completions; when one is refused, whoever owns `started` ends the others."""
         generation, requests = self._front.start(prompt, params, priority=priority)
-        try:
-            for request in requests:
-                self.engine.core.add(request)
-        except BaseException:
-            self._abort([generation])
-            raise
-        return generation
+        self._mail[generation.completions[0].handle] = mail
+        started.append(generation)
+        for request in requests:
+            self.engine.core.add(request, places=0)  # the bound of the queue is for callers who know nothing of another
 
     def _run(
         self,
@@ -188,10 +193,11 @@ class LLM:
         params: list[SamplingParams],
         priority: Sequence[int] | None,
         started: list[Generation],
-    ) -> Iterator[tuple[RequestOutput, int]]:
+    ) -> Generator[tuple[RequestOutput, int], None, None]:
         """Queue all prompts, or none, and step until they have ended; a caller who stops listening aborts them.
 
-        Fills `started`; yields outputs with the handle of their prompt's first completion.
+        Fills `started`; yields outputs with the handle of their prompt's first completion. What an interrupted run has
+        left in the core is aborted first.
         """
         if self._dead is not None:
             raise self._dead
@@ -199,12 +205,13 @@ class LLM:
             raise InvalidParameter(
                 f"{len(prompts)} prompts and {len(priority)} priorities: give one each.", param="priority"
             )
-        ready: deque[tuple[int, RequestOutput]] = deque()
+        ready: Mail = deque()
         try:
+            with uninterrupted():
+                self._abort_orphans()
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                 with uninterrupted():  # nothing is queued that nobody would abort
-                    started.append(self._start(prompt, p, priority[i] if priority else 0))
-                    self._mail[started[-1].completions[0].handle] = ready
+                    self._start(prompt, p, priority[i] if priority else 0, started, ready)
             num_open = len(started)
             while True:
                 while ready:  # filled by any stream's step
@@ -216,9 +223,10 @@ class LLM:
                 assert self.engine.core.has_work, "a request has got lost"
                 self._step()
         finally:
-            self._abort([g for g in started if not g.finished])
-            for generation in started:
-                self._mail.pop(generation.completions[0].handle, None)
+            with uninterrupted():
+                for generation in started:
+                    self._mail.pop(generation.completions[0].handle, None)
+                self._abort_orphans()
 
     def _step(self) -> None:
         """One step of the engine, its outputs handed to whoever waits for them; a fault of it is final."""
@@ -231,7 +239,8 @@ class LLM:
                 for handle in stopped:
                     core.abort(handle)
                 for handle, output in outputs:
-                    self._mail[handle].append((handle, output))
+                    if (mail := self._mail.get(handle)) is not None:  # else its reader has just gone
+                        mail.append((handle, output))
         except Exception as fault:
             self._dead = EngineDead(f"the engine stopped: {fault}")
             raise self._dead from fault
@@ -240,11 +249,16 @@ class LLM:
                 self._dead = EngineDead("the engine stopped: a step was interrupted.")
             raise
 
-    def _abort(self, generations: list[Generation]) -> None:
-        dropped = [handle for generation in generations for handle in self._front.drop(generation)]
-        if self._engine is None or self._dead is not None:
-            return
-        for handle in dropped:
-            self._engine.core.abort(handle)
-        while self._engine.core.has_work and not len(self._front):
+    def _abort_orphans(self) -> None:
+        """End every request whose outputs are nobody's mail. Interrupted anywhere, it can be done again."""
+        for generation in self._front.live():
+            if generation.completions[0].handle not in self._mail:
+                self._front.drop(generation)
+        if self._engine is None or self._dead is not None or self._engine.core.torn:
+            return  # torn without being dead: a stream is collected in the middle of another's step
+        core = self._engine.core
+        for handle in core.handles:
+            if handle not in self._front:
+                core.abort(handle)
+        while core.has_work and not len(self._front):
             self._step()

@@ -11,6 +11,14 @@ from quire.text.chat import ChatTemplate, encode_chat, no_template
 from quire.text.protocol import TextTokenizer
 
 Messages = Sequence[dict[str, Any]]
+ARGUMENTS = (  # of rendering, which are no variables of a template
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "adapt_tool_calls",
+)
 
 
 def front_end(engine: Engine) -> FrontEnd:
@@ -36,14 +44,19 @@ def tokenizer_of(front: FrontEnd) -> TextTokenizer:
 def render_chat(
     engine: Engine,
     messages: Messages,
+    /,
     *,
     chat_template: str | None = None,
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    **kwargs: Any,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    **variables: Any,
 ) -> Prompt:
-    """The prompt of one conversation, its text and token ids (no doubled BOS)."""
+    """The prompt of one conversation, its text and token ids (no doubled BOS).
+
+    chat_template_kwargs, variables   what the template sees besides; `InvalidParameter` for the name of an argument
+    """
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise InvalidParameter(
@@ -59,6 +72,19 @@ def render_chat(
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        **kwargs,
+        **{**variables, **_checked_variables(chat_template_kwargs)},
     )
     return Prompt(text=text, token_ids=encode_chat(tokenizer, text))
+
+
+def _checked_variables(given: Any) -> dict[str, Any]:
+    variables: Any = {} if given is None else given
+    if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
+        raise InvalidParameter("chat_template_kwargs must be a dict of names.", param="chat_template_kwargs")
+    for name in ARGUMENTS:
+        if name in variables:
+            raise InvalidParameter(
+                f"chat_template_kwargs may not hold {name}: it is no variable of the template.",
+                param="chat_template_kwargs",
+            )
+    return variables

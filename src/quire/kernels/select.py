@@ -12,11 +12,11 @@ from quire.contracts.errors import ConfigError
 
 # Operation -> its implementations, best first. Every one ends with the reference, which supports everything.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "norm": ("cpu", "ref"),
-    "rope": ("cpu", "ref"),
-    "activation": ("cpu", "ref"),
-    "linear": ("cpu", "ref"),
-    "attention": ("cpu", "ref"),
+    "norm": ("native", "cpu", "ref"),
+    "heads": ("native", "cpu", "ref"),
+    "activation": ("native", "cpu", "ref"),
+    "linear": ("native", "cpu", "ref"),
+    "attention": ("native", "cpu", "ref"),
 }
 
 
@@ -58,7 +58,7 @@ class Kernels:
     """The chosen implementation modules, one per operation, and the choices that led to them."""
 
     norm: ModuleType
-    rope: ModuleType
+    heads: ModuleType
     activation: ModuleType
     linear: ModuleType
     attention: ModuleType

@@ -59,9 +59,10 @@ class KVAllocator:
         assert not match.blocks or match.generation == self.pool.generation, "a key was dropped since the match"
         self.pool.share(match.blocks)  # before taking: nothing matched may be evicted
         table += match.blocks
+        self._num_shared[slot] = len(match.blocks)
         table += self.pool.take(-(-num_tokens // self.block_size) - len(table))
         self.capacity[slot] = len(table) * self.block_size
-        self.published[slot] = self._num_shared[slot] = len(match.blocks)
+        self.published[slot] = len(match.blocks)
         return np.array(table, np.int32)
 
     def grow(self, slot: int, num_tokens: int) -> list[int] | None:
@@ -128,8 +129,11 @@ class KVAllocator:
         self.capacity[slot] = self.published[slot] = self._num_shared[slot] = 0
 
     def forget(self, slot: int) -> None:
-        """Free the slot of a failed request; the blocks it published itself can no longer be found."""
-        self.pool.forget(self._tables[slot][self._num_shared[slot] : int(self.published[slot])])
+        """Free the slot of a failed request; no block that it published itself can be found any more.
+
+        Also when its admission, growth or publishing broke off in the middle.
+        """
+        self.pool.forget(self._tables[slot][self._num_shared[slot] :])
         self.free(slot)
 
     def num_blocks(self, slot: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.contracts.blocks import NULL_BLOCK, PAGE_ALIGN, KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
+from quire.kernels.native import memory
 
 _DTYPES = {
     "float32": torch.float32,
@@ -43,7 +44,7 @@ class KVArena:
         self._places = _place_layers(geometry)
         self._layers: dict[int, tuple[KVComponent, ...]] = {i: g.components for g in geometry.groups for i in g.layers}
         size = num_blocks * self.page_bytes
-        raw = torch.empty(size + PAGE_ALIGN, dtype=torch.uint8, device=device)
+        raw = memory.empty((size + PAGE_ALIGN,), torch.uint8, device)
         self.data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, size)
         self.pages = self.data.view(num_blocks, self.page_bytes)
         self.pages[NULL_BLOCK].zero_()

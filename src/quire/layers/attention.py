@@ -35,15 +35,10 @@ class Attention(nn.Module):
         q, k = self.q_norm.weight, self.k_norm.weight
         self.head_norm = torch.cat((q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1))).detach()
 
-    def forward(self, x: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; writes this step's keys and values to `kv` before attending."""
-        tokens, rotated = x.shape[0], self.num_heads + self.num_kv_heads
-        qkv = self.qkv(x).view(tokens, rotated + self.num_kv_heads, self.head_dim)
-        qk, v = qkv[:, :rotated], qkv[:, rotated:]
-        if self.head_norm is not None:
-            qk = self.kernels.norm.rms_norm(qk, self.head_norm, self.eps)
-        qk = self.kernels.rope.apply_rope(qk, *rotation)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        self.kernels.attention.write_kv(k, v, kv, ctx.attention.kv_slots)
+    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+        """x, residual [T, hidden] -> residual + the layer; writes this step's keys and values to `kv` before attending."""
+        tokens = x.shape[0]
+        qkv = self.qkv(x).view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q = self.kernels.heads.prepare(qkv, self.head_norm, self.eps, *rotation, kv, ctx.attention.kv_slots)
         attended = self.kernels.attention.paged_attention(q, kv, ctx.attention, self.scale)
-        return self.output(attended.view(tokens, self.num_heads * self.head_dim))
+        return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), residual)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.native import memory
 from quire.kernels.select import Kernels
 
 
@@ -19,7 +20,8 @@ class Build:
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialized parameter for inference."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        empty = memory.empty(shape, self.dtype, self.device)
+        return nn.Parameter(empty, requires_grad=False)
 
 
 @dataclass

@@ -23,6 +23,5 @@ class DecoderBlock(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
-        attended = self.attention(self.attention_norm(hidden), rotation, ctx, kv)
-        normed, hidden = self.mlp_norm.add(attended, hidden)
-        return hidden + self.mlp(normed)
+        hidden = self.attention(self.attention_norm(hidden), hidden, rotation, ctx, kv)
+        return self.mlp(self.mlp_norm(hidden), hidden)

@@ -12,10 +12,19 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__()
-        self.weight = build.parameter(vocab_size, hidden_size)
+        self.kernel = build.kernels.linear
+        self.weight: nn.Parameter | None = build.parameter(vocab_size, hidden_size)
+        self.packed: unquantized.PackedLinear | None = None
+
+    def share(self, packed: unquantized.PackedLinear) -> None:
+        """Read rows from what a tied head packed, and free the plain ones."""
+        self.packed, self.weight = packed, None
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int32 or int64 ids in [0, V) -> [T, hidden]."""
+        """[T] int64 ids in [0, V) -> [T, hidden]."""
+        if self.packed is not None:
+            return unquantized.rows(self.kernel, self.packed, token_ids)
+        assert self.weight is not None
         return F.embedding(token_ids, self.weight)
 
 
@@ -30,14 +39,16 @@ class LMHead(nn.Module):
         self.packed: unquantized.PackedLinear | None = None
 
     def pack(self) -> None:
-        """Reorder the weights; a tied embedding keeps its plain rows too, because lookups need them."""
+        """Reorder the weights; a tied embedding keeps its plain rows too, unless the kernel can read packed ones."""
         (tied,) = self.tied
         weight = self.weight if tied is None else tied.weight
         assert weight is not None, "packed twice"
         self.packed = unquantized.pack(self.kernel, weight, None)
         self.weight = None
+        if tied is not None and "rows" in self.kernel.SUPPORT.features:
+            tied.share(self.packed)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, V] float32 logits."""
         assert self.packed is not None, "run before pack()"
-        return unquantized.run(self.kernel, hidden, self.packed).float()
+        return unquantized.run_float(self.kernel, hidden, self.packed)

@@ -36,6 +36,40 @@ class Linear(nn.Module):
         assert self.packed is not None, "run before pack()"
         return unquantized.run(self.kernel, x, self.packed)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, in_features] -> residual [T, out_features] + the projection."""
+        assert self.packed is not None, "run before pack()"
+        return unquantized.run_add(self.kernel, x, self.packed, residual)
+
+
+class GatedLinear(Linear):
+    """silu(gate(x)) * up(x): [T, in_features] -> [T, out_features], the two in one projection.
+
+    In one kernel where it has the feature "gated", else a projection and an activation.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, build: Build) -> None:
+        super().__init__(in_features, {"gate": out_features, "up": out_features}, bias, build)
+        self.activation = build.kernels.activation
+        self.fused = "gated" in self.kernel.SUPPORT.features
+
+    def pack(self) -> None:
+        """See `Linear`."""
+        if not self.fused:
+            super().pack()
+            return
+        assert self.weight is not None, "packed twice"
+        self.packed = unquantized.pack_gated(self.kernel, self.weight, self.bias)
+        self.weight = self.bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in_features] -> [T, out_features]."""
+        if not self.fused:
+            gated: Tensor = self.activation.silu_mul(super().forward(x))
+            return gated
+        assert self.packed is not None, "run before pack()"
+        return unquantized.run_gated(self.kernel, x, self.packed)
+
 
 @runtime_checkable
 class Packs(Protocol):

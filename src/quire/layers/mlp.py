@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from quire.layers.context import Build
-from quire.layers.linear import Linear
+from quire.layers.linear import GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
@@ -11,10 +11,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, build: Build) -> None:
         super().__init__()
-        self.kernel = build.kernels.activation
-        self.gate_up = Linear(hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias, build)
+        self.gate_up = GatedLinear(hidden_size, intermediate_size, bias, build)
         self.down = Linear(intermediate_size, {"": hidden_size}, bias, build)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        return self.down(self.kernel.silu_mul(self.gate_up(x)))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [T, hidden], residual [T, hidden] -> their sum after the layer, [T, hidden]."""
+        return self.down.add(self.gate_up(x), residual)

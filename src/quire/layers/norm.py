@@ -17,7 +17,3 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, width] -> [T, width]."""
         return self.kernel.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), both [T, width]."""
-        return self.kernel.add_rms_norm(x, residual, self.weight, self.eps)

@@ -28,6 +28,11 @@ class CpuFacts:
     device: str = "cpu"
 
 
+def read_cpu_flags() -> frozenset[str]:
+    """Instruction sets by their words in /proc/cpuinfo; empty where there is none."""
+    return _cpu_flags(_read(Path("/proc/cpuinfo")))
+
+
 def read_cpu_facts() -> CpuFacts:
     """Look at this machine; a few milliseconds."""
     cpuinfo = _read(Path("/proc/cpuinfo"))

@@ -6,8 +6,20 @@
 
 import msgspec
 
+from quire.config.engine import EngineConfig
 from quire.contracts.output import StepOutputs
 from quire.contracts.request import NewRequest
+
+
+class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a core is started with: one line of JSON on the standard input of its process.
+
+    to_core, from_core   addresses of the sockets; whoever reads one binds it, the other side connects
+    """
+
+    config: EngineConfig
+    to_core: str
+    from_core: str
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -23,7 +35,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
-    """Run a named operation between two steps; `Reply` carries the same id."""
+    """Run a named operation between two steps; `Reply` carries the same id.
+
+    reset_prefix_cache   whether no request was running;  check  True, or an error that says what is inconsistent
+    """
 
     id: int
     name: str

@@ -22,12 +22,13 @@ import numpy as np
 from quire.contracts.output import StepOutputs
 from quire.contracts.request import NewRequest
 from quire.contracts.step import StepPlan, StepResult
+from quire.procs.messages import FromCore, ToCore
 
 ARRAY = 1  # msgpack extension type
 ELEMENT_TYPES = tuple(map(np.dtype, ("int32", "float32", "uint8")))
 _INDEX = {dtype: index for index, dtype in enumerate(ELEMENT_TYPES)}
 
-Message = StepPlan | StepResult | StepOutputs | NewRequest
+Record = StepPlan | StepResult | StepOutputs | NewRequest
 M = TypeVar("M", StepPlan, StepResult, StepOutputs, NewRequest)
 
 
@@ -59,11 +60,18 @@ def _check_array(kind: Any, value: object) -> object:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_extension)
-_DECODERS = {kind: msgspec.msgpack.Decoder(kind, dec_hook=_check_array, ext_hook=_from_extension)
-             for kind in get_args(Message)}
 
 
-def encode(message: Message) -> bytes:
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_check_array, ext_hook=_from_extension)
+
+
+_DECODERS = {kind: _decoder(kind) for kind in get_args(Record)}
+_TO_CORE: msgspec.msgpack.Decoder[ToCore] = _decoder(ToCore)
+_FROM_CORE: msgspec.msgpack.Decoder[FromCore] = _decoder(FromCore)
+
+
+def encode(message: Record | ToCore | FromCore) -> bytes:
     """The message as bytes."""
     assert sys.byteorder == "little", "arrays travel little-endian"
     return _ENCODER.encode(message)
@@ -76,3 +84,13 @@ def decode(data: bytes | memoryview, kind: type[M]) -> M:
     """
     decoded: M = _DECODERS[kind].decode(data)
     return decoded
+
+
+def decode_to_core(data: bytes | memoryview) -> ToCore:
+    """The message to the core in `data`; raises `msgspec.DecodeError` when the bytes hold anything else."""
+    return _TO_CORE.decode(data)
+
+
+def decode_from_core(data: bytes | memoryview) -> FromCore:
+    """The message from the core in `data`; raises `msgspec.DecodeError` when the bytes hold anything else."""
+    return _FROM_CORE.decode(data)

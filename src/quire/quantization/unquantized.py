@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """What `run` needs: the kernel's own layout of the weight, and the bias [N] or None."""
+    """What the kernel runs: its own layout of the weight, which only it understands, and the bias [N] or None."""
 
-    weight: Tensor
+    weight: object
     bias: Tensor | None
 
 
@@ -45,7 +45,39 @@ def pack(kernel: ModuleType, weight: Tensor, bias: Tensor | None) -> PackedLinea
         return PackedLinear(kernel.pack(weight.detach()), None if bias is None else bias.detach())
 
 
+def pack_gated(kernel: ModuleType, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """`pack` for `run_gated`, of a kernel with the feature "gated"."""
+    with torch.no_grad():
+        return PackedLinear(kernel.pack_gated(weight.detach()), None if bias is None else bias.detach())
+
+
 def run(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
     """x [T, K] -> [T, N]."""
     y: Tensor = kernel.run(x, packed.weight, packed.bias)
+    return y
+
+
+def run_add(kernel: ModuleType, x: Tensor, packed: PackedLinear, residual: Tensor) -> Tensor:
+    """x [T, K] -> residual [T, N] + the product; the residual is left as it is."""
+    if "add" in kernel.SUPPORT.features:
+        fused: Tensor = kernel.run_add(x, packed.weight, packed.bias, residual)
+        return fused
+    return residual + run(kernel, x, packed)
+
+
+def run_float(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
+    """x [T, K] -> [T, N] float32."""
+    y: Tensor = kernel.run_float(x, packed.weight, packed.bias)
+    return y
+
+
+def run_gated(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
+    """x [T, K] -> silu(gate) * up [T, N / 2]."""
+    y: Tensor = kernel.run_gated(x, packed.weight, packed.bias)
+    return y
+
+
+def rows(kernel: ModuleType, packed: PackedLinear, ids: Tensor) -> Tensor:
+    """Rows `ids` [T] of the weight -> [T, K], of a kernel with the feature "rows"."""
+    y: Tensor = kernel.rows(packed.weight, ids)
     return y

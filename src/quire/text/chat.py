@@ -148,17 +148,28 @@ def encode_chat(tokenizer: TextTokenizer, text: str) -> list[int]:
 
 def _folder_sources(folder: Path) -> dict[str, str]:
     """Templates by name; files win over tokenizer_config.json, as in transformers."""
-    files = {TEMPLATE_FILE: "default"}
-    found = {name: (folder / file).read_text("utf-8") for file, name in files.items() if (folder / file).is_file()}
-    found |= {path.stem: path.read_text("utf-8") for path in sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))}
-    if found:
-        return found
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict):
-        return dict(template)
-    return {"default": template} if template else {}
+    files = {"default": folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).is_file() else {}
+    files |= {path.stem: path for path in sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))}
+    if files:
+        return {name: _file_text(path) for name, path in files.items()}
+    path = folder / "tokenizer_config.json"
+    template = read_json(path).get("chat_template") or {}
+    if isinstance(template, str):
+        template = {"default": template}
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    if isinstance(template, dict) and all(isinstance(text, str) for item in template.items() for text in item):
+        return template
+    raise UnsupportedModel(
+        f"{path}: chat_template must be a text, or a list of them with names: correct it, or give one as chat_template."
+    )
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise UnsupportedModel(f"{path} is not UTF-8 text: fetch it again, or give one as chat_template.") from None
 
 
 def _override_source(override: str | Path, sources: Mapping[str, str]) -> str:
@@ -170,7 +181,10 @@ def _override_source(override: str | Path, sources: Mapping[str, str]) -> str:
     path = Path(override)
     if not path.is_file():
         raise ConfigError(f"chat_template={str(override)!r} is neither a file nor a Jinja template: check the path.")
-    return path.read_text("utf-8")
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"chat_template={str(override)!r} is not UTF-8 text: give another file.") from None
 
 
 def _checked(messages: Any) -> Sequence[Any]:

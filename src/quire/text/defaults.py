@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.contracts.errors import InvalidParameter, UnsupportedModel
+from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.contracts.sampling import SamplingParams
 from quire.text.protocol import TextTokenizer
 from quire.text.special import read_json
 
 GENERATION_FILE = "generation_config.json"
+MODEL_FILE = "config.json"
 # generation_config.json -> SamplingParams
 FIELDS = {
     "temperature": "temperature",
@@ -28,12 +29,14 @@ def load_eos_ids(folder: Path, tokenizer: TextTokenizer | None = None) -> tuple[
     """Ids that end a sequence, without repeats: the tokenizer's, then `generation_config.json`, then `config.json`.
 
     A checkpoint often lists some of them in one place only (an end of turn beside an end of text), so all count.
+    Errors: `UnsupportedModel` when one is no token id.
     """
-    config = read_json(folder / "config.json")
-    text_config = config.get("text_config") or {}
-    found = [] if tokenizer is None else _as_ids(tokenizer.eos_token_id)
-    for source in (read_json(folder / GENERATION_FILE), config, text_config):
-        found += _as_ids(source.get("eos_token_id"))
+    found = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for file in (GENERATION_FILE, MODEL_FILE):
+        config = read_json(folder / file)
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                found += _as_ids(part.get("eos_token_id"), folder / file)
     return tuple(dict.fromkeys(found))
 
 
@@ -42,10 +45,14 @@ def load_generation_defaults(
 ) -> dict[str, Any]:
     """`SamplingParams` fields that `generation_config.json` sets; {} without the file, or when it is not `read`.
 
-    `override` replaces single entries, under the names of that file; `InvalidParameter` for a name it does not have.
+    `override` replaces single entries, under the names of that file; `InvalidParameter` for a name it does not have,
+    `ConfigError` for one that is no string.
     `do_sample: false` means greedy (temperature 0); when it is absent, the file says nothing of it.
     Errors: `UnsupportedModel` when a value is out of the range of its field.
     """
+    for name in override or ():
+        if not isinstance(name, str):
+            raise ConfigError(f"override_generation_config: {name!r} is not a name: its keys must be strings.")
     unknown = sorted(set(override or ()) - set(FIELDS) - {"do_sample"})
     if unknown:
         known = ", ".join((*FIELDS, "do_sample"))
@@ -65,7 +72,12 @@ def load_generation_defaults(
     return values
 
 
-def _as_ids(value: Any) -> list[int]:
+def _as_ids(value: Any, path: Path) -> list[int]:
     if value is None:
         return []
-    return [int(i) for i in value] if isinstance(value, (list, tuple)) else [int(value)]
+    ids = value if isinstance(value, list) else [value]
+    if any(type(i) is not int or not 0 <= i < 2**32 for i in ids):
+        raise UnsupportedModel(
+            f"{path}: eos_token_id={value!r} must be a token id or a list of token ids. Correct the file."
+        )
+    return ids

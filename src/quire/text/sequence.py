@@ -56,6 +56,12 @@ class SequenceText:
         """
         if self.stop is not None:
             return "", self.stop
+        if not finished and not self._stepwise and self._detokenizer is not None:  # nearly every call
+            self.num_tokens += len(token_ids)
+            delta = self._detokenizer.push(token_ids)
+            if delta:
+                self._shown.append(delta)
+            return delta, None
         delta = self._advance(token_ids, hide_last=ended_by_token and not self._include_stop)
         if finished and self.stop is None and self._detokenizer is not None:
             delta += self._match(self._detokenizer.flush())

@@ -6,12 +6,13 @@ Knows the file formats only, not how text is encoded. Precedence follows transfo
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from quire.contracts.errors import ModelNotFound, UnsupportedModel
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -42,18 +43,40 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
     def read(folder: Path) -> "SpecialTokens":
         """Read the folder's files; absent files mean no special tokens. `UnsupportedModel` if one is damaged."""
         config = read_json(folder / "tokenizer_config.json")
-        added = {int(i): _added(spec) for i, spec in (config.get("added_tokens_decoder") or {}).items()}
-        if "added_tokens_decoder" not in config:
-            config = {**config, **read_json(folder / "special_tokens_map.json")}
-        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        values = extra.values() if isinstance(extra, dict) else extra
-        named = {name: token_content(config[name]) for name in NAMED if config.get(name) is not None}
-        return SpecialTokens(named=named, extra=tuple(token_content(v) for v in values), added=added)
+        older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
+        both = {**config, **older}
+        extra = "extra_special_tokens" if both.get("extra_special_tokens") else "additional_special_tokens"
+        try:
+            return SpecialTokens(
+                named={name: _content(name, both[name]) for name in NAMED if both.get(name) is not None},
+                extra=_contents(extra, both.get(extra) or []),
+                added=_added_tokens(config.get("added_tokens_decoder") or {}),
+            )
+        except _Damaged as error:
+            file = "special_tokens_map.json" if error.name in older else "tokenizer_config.json"
+            raise UnsupportedModel(f"{folder / file}: {error.name} must be {error}: fetch the file again.") from None
 
 
-def token_content(value: Any) -> str:
+class _Damaged(Exception):
+    """The entry `name` is not what the message says."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(what)
+        self.name = name
+
+
+def _content(name: str, value: Any) -> str:
     """The text of a token given as a string or as a mapping with "content"."""
-    return str(value["content"]) if isinstance(value, dict) else str(value)
+    content = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(content, str):
+        raise _Damaged(name, 'a token: a string, or an object with "content"')
+    return content
+
+
+def _contents(name: str, values: Any) -> tuple[str, ...]:
+    if not isinstance(values, (dict, list)):
+        raise _Damaged(name, "a list of tokens")
+    return tuple(_content(name, value) for value in (values.values() if isinstance(values, dict) else values))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -71,6 +94,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _added(spec: Any) -> AddedTokenSpec:
-    flags = {key: spec[key] for key in AddedTokenSpec.__struct_fields__ if key in spec}
-    return AddedTokenSpec(**{"special": False, "normalized": True, **flags})
+def _added_tokens(entries: Any) -> dict[int, AddedTokenSpec]:
+    try:
+        defaults = {"special": False, "normalized": True}
+        return {i: msgspec.convert(defaults | spec, AddedTokenSpec)
+                for i, spec in msgspec.convert(entries, dict[TokenId, dict[str, Any]], strict=False).items()}
+    except msgspec.ValidationError:
+        raise _Damaged("added_tokens_decoder", "an object of tokens by id") from None

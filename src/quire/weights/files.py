@@ -93,10 +93,12 @@ def read_header(path: Path) -> list[StoredTensor]:
 def _stored(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:
     try:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+            raise ValueError
         exact = prod(shape) * ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError):
         raise WeightsError(f"{path}: the header entry of {name} is damaged or of an unknown dtype: {_AGAIN}") from None
-    if end - start != exact or start < 0:
+    if end - start != exact:
         raise WeightsError(f"{path}: {name} {list(shape)} {dtype} needs {exact} bytes, has {end - start}: {_AGAIN}")
     if data + end > size:
         raise WeightsError(f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}: {_AGAIN}")

@@ -6,12 +6,35 @@ Knows the hub client and its errors. No torch.
 import re
 from pathlib import Path
 
+from quire.config.bundled import bundled_model
+from quire.config.engine import EngineConfig
 from quire.contracts.errors import ModelNotFound
 
 # What a model needs; never pickles, other frameworks' weights or second copies of the same weights.
 ALLOWED = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "LICENSE*")
 IGNORED = ("consolidated*", "original/*", "*/*.safetensors")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:
+    """The folders of an engine's model and of its tokenizer, downloaded when they are ids of the hub.
+
+    Without a model it is the bundled one. Raises ModelNotFound.
+    """
+    model, tokenizer = config.model.model, config.model.tokenizer
+    folder = _configured(config, model) if model else bundled_model()
+    return folder, _configured(config, tokenizer) if tokenizer else folder
+
+
+def _configured(config: EngineConfig, model: str) -> Path:
+    load = config.load
+    return resolve_model_folder(
+        model,
+        revision=config.model.revision,
+        offline=load.offline,
+        download_dir=load.download_dir,
+        token=load.hf_token,
+    )
 
 
 def resolve_model_folder(

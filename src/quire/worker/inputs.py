@@ -1,12 +1,15 @@
 """From a plan and the slot tables to the tensors of one forward pass; nothing here needs a token's value."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, StepPlan
 from quire.worker.slots import SlotTables
+
+I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +19,7 @@ class StepInputs:
     token_ids, positions, kv_slots  [T] int64;  query_start  [S+1];  seq_lens [S] context including this step
     block_tables [S, max_blocks] int32 of the longest slot
     sample_rows  [N] token indices whose logits are sampled;  sample_slots [N];  sample_positions [N] = sequence length
-    scored       (slot, first token index, number of rows, position of the first row) for prompt logprobs
+    scored       (index in S, slot, first token index, number of rows up to the slot's last token) for prompt logprobs
     """
 
     slots: torch.Tensor
@@ -38,13 +41,13 @@ def build_inputs(plan: StepPlan, tables: SlotTables, block_size: int) -> StepInp
     counts = torch.from_numpy(plan.num_tokens.astype(np.int64))
     start = tables.computed[slots]
     seq_lens = start + counts
-    query_start = torch.zeros(len(slots) + 1, dtype=torch.int64)
-    torch.cumsum(counts, 0, out=query_start[1:])
-    row = torch.repeat_interleave(counts)  # which of the S slots a token belongs to
+    bounds = np.concatenate(([0], np.cumsum(plan.num_tokens, dtype=np.int64)))
+    query_start = torch.from_numpy(bounds)
+    row = torch.repeat_interleave(counts, output_size=int(bounds[-1]))  # which of the S slots a token belongs to
     positions = torch.arange(len(row)) - query_start[row] + start[row]
     token_slot = slots[row]
     blocks = tables.block_table[token_slot, positions // block_size].long()
-    samples = torch.from_numpy((plan.outputs & SAMPLE) > 0)
+    samples = torch.from_numpy(np.flatnonzero(plan.outputs & SAMPLE))
     max_blocks = int(tables.num_blocks[plan.slots].max())
     return StepInputs(
         slots=slots,
@@ -57,14 +60,13 @@ def build_inputs(plan: StepPlan, tables: SlotTables, block_size: int) -> StepInp
         sample_rows=query_start[1:][samples] - 1,
         sample_slots=slots[samples],
         sample_positions=seq_lens[samples],
-        scored=_scored(plan, query_start, start),
+        scored=_scored(plan, bounds),
     )
 
 
-def _scored(plan: StepPlan, query_start: torch.Tensor, start: torch.Tensor) -> list[tuple[int, int, int, int]]:
+def _scored(plan: StepPlan, bounds: I64) -> list[tuple[int, int, int, int]]:
     scored = []
     for i in np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist():
         rows = int(plan.num_rows[i])
-        skipped = int(plan.num_tokens[i]) - rows
-        scored.append((int(plan.slots[i]), int(query_start[i]) + skipped, rows, int(start[i]) + skipped))
+        scored.append((i, int(plan.slots[i]), int(bounds[i + 1]) - rows, rows))
     return scored

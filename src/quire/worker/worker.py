@@ -12,7 +12,7 @@ from quire.kernels.sampling.logprobs import row_logprobs
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, Tap, run_layers
 from quire.worker.inputs import StepInputs, build_inputs
-from quire.worker.sampler import Sampler
+from quire.worker.sampler import SampleOutput, Sampler
 from quire.worker.slots import SlotTables
 
 SCORE_ROWS = 64  # prompt rows whose logits exist at once: 64 x 152k x 4 bytes = 39 MB
@@ -47,7 +47,6 @@ class Worker:
         inputs = build_inputs(plan, self.tables, self._block_size)
         hidden = self._forward(inputs)
         logits = self._logits(hidden[inputs.sample_rows])
-        scored = self._score_prompts(inputs, hidden)
         forward_done = time.perf_counter()
         if self.on_logits is not None:
             self.on_logits(inputs.sample_slots, inputs.sample_positions, logits)
@@ -55,9 +54,24 @@ class Worker:
         out = self.sampler.sample(logits, inputs.sample_slots, inputs.sample_positions, history)
         self.tables.advance(inputs.slots, inputs.seq_lens)
         self.tables.sampling.append(inputs.sample_slots, inputs.sample_positions, out.tokens)
+        return self._read_back(plan.step, inputs, hidden, logits, out, times=(began, forward_done))
+
+    def _read_back(
+        self,
+        step: int,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        out: SampleOutput,
+        *,
+        times: tuple[float, float],
+    ) -> StepResult:
+        """Wait for what the step computed: the one place that takes results off the device."""
+        began, forward_done = times
+        scored = self._score_prompts(inputs, hidden)
         slots = inputs.sample_slots.int().numpy()
         return StepResult(
-            step=plan.step,
+            step=step,
             slots=slots,
             tokens=out.tokens.int().numpy()[:, None],
             num_accepted=np.ones(len(slots), np.int32),
@@ -84,7 +98,8 @@ class Worker:
     def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, RowLogprobs]:
         """Each row scores the token after it; a prompt's last row has none."""
         found = {}
-        for slot, first, count, position in inputs.scored:
+        for i, slot, first, count in inputs.scored:
+            position = int(inputs.seq_lens[i]) - count
             spec = self.tables.sampling.specs[slot]
             assert spec.num_prompt_logprobs is not None
             rows = min(count, spec.num_prompt - 1 - position)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.entry.cli.main import main
+from quire.entry.exit_codes import REFUSED
 
 ROW = {"workload", "requests", "seconds", "input_tokens", "output_tokens", "output_tokens_per_s", "total_tokens_per_s"}
 SMALL = {
@@ -54,7 +55,7 @@ def test_latency_adds_token_times(model: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_workload_that_does_not_fit_is_refused_first(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "throughput", *engine_flags(model), "--only", "latency_b1"]) == 2
+    assert main(["bench", "throughput", *engine_flags(model), "--only", "latency_b1"]) == REFUSED
     err = capsys.readouterr().err
     assert "latency_b1 needs a context of 768 tokens, this engine has 256" in err and "--max-len" in err
 
@@ -70,6 +71,6 @@ def test_startup_in_a_process_of_its_own(model: str, capsys: pytest.CaptureFixtu
 
 
 def test_startup_of_a_model_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "startup", str(tmp_path), "--repeat", "1"]) == 2
+    assert main(["bench", "startup", str(tmp_path), "--repeat", "1"]) == REFUSED
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1 and str(tmp_path) in err[0]

@@ -247,3 +247,24 @@ def test_every_real_configuration(shared: Path) -> None:
         raw = raws[name]
         reason = raw["model_type"] if raw["model_type"] not in FAMILIES else raw["quantization_config"]["quant_method"]
         assert reason in message, name
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sliding_window", "4096"), ("max_window_layers", "28"), ("layer_types", [{}]),
+        ("layer_types", "full_attention"), ("architectures", 5), ("architectures", "Qwen3ForCausalLM"),
+        ("architectures", [{}]), ("rms_norm_eps", float("inf")), ("rms_norm_eps", 10**40),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_named(key: str, value: Any) -> None:
+    damaged = changed(**({"use_sliding_window": True} | {key: value}))
+    with pytest.raises(ModelError, match=f"folder/config.json: {key}=.* must be ") as error:
+        parse_checkpoint_config(damaged, "folder/config.json")
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_type_that_is_no_name_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="model_type"):
+        parse_checkpoint_config(changed(model_type=["qwen3"]))

@@ -5,19 +5,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from quire.config import env
 from quire.config.engine import EngineConfig, flat_names
 from quire.config.flags import (
     FlagParser,
     add_engine_flags,
+    add_flags,
     add_model_argument,
-    describe_engine_flags,
     engine_config,
     given_options,
     option_warnings,
-    parse_bool,
-    parse_size,
+    server_options,
+    settings_of,
+    with_objects,
 )
+from quire.config.texts import parse_bool, parse_size
 from quire.contracts.errors import ConfigError
 
 # The command line is a promise: a flag that goes or changes its name breaks somebody's script.
@@ -28,15 +29,8 @@ FLAGS = """
 --block-size --kv-cache-memory-bytes --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
---device --num-threads --async-depth
+--device --num-threads --async-depth --mock-step-ms
 """.split()
-
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(env.os.environ):
-        if name.startswith(("QUIRE_", "VLLM_")) or name == "HF_TOKEN":
-            monkeypatch.delenv(name)
 
 
 def make_parser() -> FlagParser:
@@ -168,7 +162,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_help_names_every_flag_and_its_default() -> None:
-    text = describe_engine_flags()
+    text = make_parser().format_help()
     assert all(flag in text for flag in FLAGS)
     assert "token budget of one step (default: 2048)" in " ".join(text.split())
 
@@ -209,11 +203,63 @@ def test_the_hub_token_comes_from_its_own_variable(monkeypatch: pytest.MonkeyPat
 
 def test_variables_that_are_not_read_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert option_warnings() == []
-    monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "1")
     monkeypatch.setenv("QUIRE_FULL", "1")  # of the tests
+    monkeypatch.setenv("QUIRE_WEATHER", "fine")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
-    monkeypatch.setenv("VLLM_USE_V1", "1")
-    misspelt, peer = option_warnings()
-    assert misspelt == "QUIRE_MAX_MODEL_LENGTH is not read: did you mean QUIRE_MAX_MODEL_LEN?"
-    assert peer.startswith("VLLM_CPU_KVCACHE_SPACE, VLLM_USE_V1 are not read by Quire.")
-    assert "--kv-cache-memory-bytes" in peer
+    monkeypatch.setenv("VLLM_SOMETHING_ELSE", "1")
+    foreign, peer = option_warnings()
+    assert foreign == "QUIRE_WEATHER is not read by Quire."
+    assert peer.startswith("VLLM_API_KEY, VLLM_CPU_KVCACHE_SPACE, VLLM_SOMETHING_ELSE are not read by Quire.")
+    assert "VLLM_API_KEY: QUIRE_API_KEY or --api-key" in peer and "--kv-cache-memory-bytes" in peer
+    assert "secret" not in peer
+
+
+def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "1")
+    with pytest.raises(ConfigError, match="QUIRE_MAX_MODEL_LENGTH is not known: did you mean QUIRE_MAX_MODEL_LEN?"):
+        options([])
+
+
+def test_what_kubernetes_sets_for_a_service_named_quire_is_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"QUIRE_PORT": "tcp://10.0.0.7:8000", "QUIRE_SERVICE_HOST": "10.0.0.7", "QUIRE_SERVICE_PORT": "1",
+                       "QUIRE_SERVICE_PORT_HTTP": "1", "QUIRE_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+                       "QUIRE_PORT_8000_TCP_ADDR": "10.0.0.7", "QUIRE_PORT_8000_TCP_PROTO": "tcp",
+                       "VLLM_SERVICE_HOST": "10.0.0.8", "VLLM_PORT": "tcp://10.0.0.8:8000"}.items():
+        monkeypatch.setenv(name, text)
+    parser = FlagParser(prog="quire test")
+    add_flags(parser, server_options())
+    assert settings_of(parser.parse_args([]), server=True).values == {}
+    warning, = option_warnings()
+    assert warning == "QUIRE_PORT holds tcp://10.0.0.7:8000, which Kubernetes sets for a service of this name: ignored."
+
+
+@pytest.mark.parametrize(("args", "expected"), [
+    (["m", "--a.b", "1", "--x", "y", "--a.c.d=z"], ["m", '--a={"b": 1, "c": {"d": "z"}}', "--x", "y"]),
+    (["-cc.mode=3"], ['-cc={"mode": 3}']),
+    (["--temperature", "-0.5", "-1.5", "./a.b", "--x=a.b"], ["--temperature", "-0.5", "-1.5", "./a.b", "--x=a.b"]),
+    (["--", "--a.b", "1"], ["--", "--a.b", "1"]),
+    (["--a.b"], ['--a={"b": ""}']),
+])
+def test_dotted_flags_are_one_object(args: list[str], expected: list[str]) -> None:
+    assert with_objects(args) == expected
+
+
+def test_a_dotted_flag_reaches_its_option() -> None:
+    found = options(["--override-generation-config.temperature", "0.5", "--override_generation_config.top_k=3"])
+    assert found == {"override_generation_config": {"temperature": 0.5, "top_k": 3}}
+
+
+def test_help_can_be_asked_for_a_part(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        make_parser().parse_args(["--help=kv_cache"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--kv-cache-memory-bytes" in text and "--dtype" not in text and "--help" not in text
+
+
+def test_what_is_configured_later_is_there_when_needed() -> None:
+    parser = FlagParser(prog="quire test", configure=add_model_argument)
+    assert len(parser._actions) == 1
+    assert parser.parse_args(["m"]).model_argument == "m"
+    assert len(parser.actions()) == 2  # not added twice

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.config.engine import CacheConfig, ModelConfig
-from quire.config.resolve import MemoryPlan, resolve_dtype, resolve_geometry, resolve_memory
+from quire.config.resolve import MemoryPlan, resolve_dtype, resolve_geometry, resolve_memory, slot_bytes
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
 
@@ -14,8 +14,9 @@ PAGE = 8 * 2 * (2 * 32 * 64 * 2)
 
 def plan(free: int = 1 << 34, context: int = 4096, **options: int) -> MemoryPlan:
     model = ModelConfig(max_model_len=options.pop("max_model_len", None))
+    num_seqs = options.pop("max_num_seqs", 4)
     return resolve_memory(
-        GEOMETRY, model, CacheConfig(**options), context=context, max_num_seqs=4, free_bytes=free
+        GEOMETRY, model, CacheConfig(**options), context=context, max_num_seqs=num_seqs, free_bytes=free
     )
 
 
@@ -46,6 +47,10 @@ def test_an_unset_context_shrinks_with_a_notice() -> None:
         ({"max_model_len": 4096, "kv_cache_memory_bytes": 11 * PAGE}, ["to 320", "raise kv_cache_memory_bytes"]),
         ({"max_model_len": 4096, "free": 44 * PAGE}, ["a quarter", "set kv_cache_memory_bytes"]),
         ({"kv_cache_memory_bytes": PAGE}, ["one block of 0.12 MiB"]),
+        ({"kv_cache_memory_bytes": 10 * 10**12}, ["kv_cache_memory_bytes", "9313.2", "16.00 GiB", "lower kv_cache"]),
+        ({"num_gpu_blocks_override": 10**9}, ["override", "122070.31 GiB", "16.00 GiB", "lower num_gpu"]),
+        ({"max_num_seqs": 2_000_000}, ["max_num_seqs=2000000", "31.95 GiB", "16.00 GiB", "lower max_num_seqs"]),
+        ({"max_num_seqs": 2_000_000, "num_gpu_blocks_override": 128}, ["lower max_num_seqs"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(options: dict[str, int], words: list[str]) -> None:
@@ -74,3 +79,18 @@ def test_dtype(requested: str, stored: str, units: bool, chosen: str) -> None:
 def test_float16_is_refused_on_a_cpu(requested: str) -> None:
     with pytest.raises(ConfigError, match="bfloat16 or dtype=float32"):
         resolve_dtype(requested, "float16", True)
+
+
+def test_the_tables_of_a_slot_are_all_counted() -> None:
+    import torch
+
+    from quire.engine.table import RunningTable
+    from quire.worker.sampling_table import SamplingTable
+    from quire.worker.slots import SlotTables
+
+    num_slots, length = 64, 1024
+    tables = SlotTables(SamplingTable(num_slots, 100, length), num_slots, length // 32, torch.device("cpu"))
+    parts = (tables, tables.sampling, RunningTable(num_slots))
+    held = [column for part in parts for column in vars(part).values()]
+    used = sum(t.nbytes if hasattr(t, "nbytes") else 8 * len(t) for t in held if hasattr(t, "__len__"))
+    assert used <= num_slots * slot_bytes(length, GEOMETRY) <= 1.1 * used

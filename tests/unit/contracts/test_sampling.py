@@ -38,7 +38,7 @@ BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "n": ((1, 2, MAX_N), (0, -1, MAX_N + 1, 1.0, "2", None, True), "an integer in [1, 16384]"),
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
-    "repetition_penalty": ((1e-9, 1, 50.0), (0, -0.1, *NO_NUMBERS), "a finite number above 0"),
+    "repetition_penalty": ((0.01, 1, 100), (0, -0.1, 1e-300, 1e300, 101, *NO_NUMBERS), "a number in [0.01, 100]"),
     "temperature": ((0, 0.0, 1e-9, 2, 2.0), (-1e-9, 2.0001, *NO_NUMBERS), "a number in [0, 2]"),
     "top_p": ((1e-9, 0.5, 1), (0, -0.1, 1.0001, *NO_NUMBERS), "a number in (0, 1]"),
     "top_k": ((-1, 0, 1, 10**6), (-2, 1.5, "1", None, True), "an integer >= -1 (0 and -1 mean off)"),
@@ -179,7 +179,9 @@ def test_params_and_specs_cross_a_wire_unchanged() -> None:
     ({"max_tokens": 0}, r"max_tokens must be an integer >= 1"),
     ({"temperature": -0.1}, "temperature must be 0"),
     ({"temperature": 2.1}, "temperature must be 0"),
-    ({"length_penalty": math.inf}, "length_penalty must be a finite number"),
+    ({"length_penalty": math.inf}, r"length_penalty must be a number in \[-10, 10\]"),
+    ({"length_penalty": 5000.0}, r"length_penalty must be a number in \[-10, 10\]"),
+    ({"length_penalty": -5000.0}, r"length_penalty must be a number in \[-10, 10\]"),
 ])
 def test_beam_search_bounds(fields: dict[str, Any], message: str) -> None:
     BeamSearchParams(beam_width=2, max_tokens=3)

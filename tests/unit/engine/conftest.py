@@ -76,14 +76,14 @@ class EngineRig:
     # --- what a front end does ----------------------------------------------------------------------------------
 
     def add(self, prompt: Sequence[int], max_tokens: int = 4, *, handle: int | None = None, seed: int | None = None,
-            fail_after: int | None = None, scored: bool = False, **fields: Any) -> int:
+            fail_after: int | None = None, scored: bool = False, places: int = 1, **fields: Any) -> int:
         """Add a request; `fail_after` plants a device failure after so many outputs; `scored` asks for prompt rows."""
         handle = len(self.asked) if handle is None else handle
         sampler = SamplerSpec(seed=handle if seed is None else seed, num_prompt=len(prompt),
                               num_prompt_logprobs=0 if scored else None)
         new = NewRequest(handle=handle, request_id=str(handle), token_ids=array("I", prompt).tobytes(),
                          max_tokens=max_tokens, sampler=sampler, **fields)
-        self.core.add(new)
+        self.core.add(new, places=places)
         if fail_after is not None:
             self.mock.fail[str(handle)] = fail_after
         self.asked[handle], self.prompts[handle] = new, list(prompt)

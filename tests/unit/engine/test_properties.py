@@ -55,11 +55,13 @@ class EngineMachine(RuleBasedStateMachine):
             with pytest.raises(PromptTooLong):
                 rig.add(prompt, max_tokens, **fields)
             return
-        if len(rig.scheduler.queue) >= self.bound:
+        waiting = len(rig.scheduler.queue) + rig.scheduler.num_blocked
+        if waiting and waiting + 1 + children > self.bound:
             with pytest.raises(QueueFull):
-                rig.add(prompt, max_tokens, **fields)
+                rig.add(prompt, max_tokens, places=1 + children, **fields)
             return
-        parent = rig.add(prompt, max_tokens, seed=seed, fail_after=fail_after, scored=scored, **fields)
+        parent = rig.add(prompt, max_tokens, seed=seed, fail_after=fail_after, scored=scored, places=1 + children,
+                         **fields)
         for index in range(children):
             rig.add(prompt, max_tokens, seed=seed + 100 + index, parent=parent, **fields)
 
@@ -70,8 +72,6 @@ class EngineMachine(RuleBasedStateMachine):
         rig = self.rig
         parent = data.draw(st.sampled_from(sorted(rig.asked)))
         live = parent not in rig.finish and parent in rig.core._requests
-        if not live and len(rig.scheduler.queue) >= self.bound:
-            return
         rig.add(rig.prompts[parent], rig.asked[parent].max_tokens, parent=parent)
         event(f"child of a parent {'live' if live else 'gone'}")
 

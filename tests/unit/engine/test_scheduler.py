@@ -314,6 +314,27 @@ def test_a_bounded_queue_refuses_new_requests_but_no_child_and_no_preempted_one(
         rig.judge(handle)
 
 
+def test_a_bounded_queue_takes_a_prompt_with_all_its_completions_or_not_at_all(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, slots=1, max_waiting=4)
+    parent = rig.add([1], 2, places=5)  # more than the bound, but nobody waits
+    for _ in range(4):
+        rig.add([1], 2, parent=parent)
+    with pytest.raises(QueueFull, match=r"5 requests are waiting already \(max_waiting=4\)"):
+        rig.add([2], 2)  # those that are blocked on their prompt wait, too
+    rig.step()
+    rig.abort(parent)
+    rig.drain()
+    rig.add([1], 2), rig.add([2], 2), rig.add([3], 2)
+    with pytest.raises(QueueFull, match=r"2 more do not fit"):
+        rig.add([4], 2, places=2)
+    assert len(rig.scheduler.queue) == 3
+    rig.add([4], 2, places=0)
+    past = [rig.add([5], 2, places=0) for _ in range(3)]  # past the bound
+    rig.drain()
+    for handle in past:
+        rig.judge(handle)
+
+
 def test_a_preempted_request_returns_to_a_full_queue(Rig: Any, depth: int) -> None:
     rig = Rig(depth, blocks=9, budget=32, max_waiting=2)
     rig.add(range(12), 16), rig.add(range(50, 62), 16)

@@ -106,10 +106,17 @@ def test_ctrl_c_during_a_quick_question_is_130(fakes: Any) -> None:
 def test_a_question_that_is_refused_leaves_no_trace(fakes: Any, typed: Callable[..., None],
                                                     capsys: pytest.CaptureFixture[str]) -> None:
     typed("too long", "b")
-    assert main(["chat"]) == 0
+    main(["chat"])
     assert asked(fakes) == [[user("too long")], [user("b")]]
     assert "quire: error: the prompt has 9 tokens" in capsys.readouterr().err
 
 
 def test_a_quick_question_that_is_refused_is_exit_code_1(fakes: Any) -> None:
     assert main(["chat", "-q", "too long"]) == 1
+
+
+@pytest.mark.parametrize(("lines", "code"), [(["too long"], 1), (["too long", "b"], 1), (["b"], 0)], ids=str)
+def test_questions_from_a_file_that_fail_are_exit_code_1(fakes: Any, typed: Callable[..., None], lines: list[str],
+                                                         code: int) -> None:
+    typed(*lines)
+    assert main(["chat"]) == code

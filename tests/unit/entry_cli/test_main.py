@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 
 from quire import __version__
-from quire.contracts.errors import EngineDead, InvalidParameter, QuireError, WeightsError
+from quire.contracts.errors import ConfigError, EngineDead, InvalidParameter, QuireError, WeightsError
 from quire.entry.cli import weights
 from quire.entry.cli.main import COMMANDS, main
+
+
+class OutOfMemoryError(QuireError):
+    """Named as PyTorch's."""
+
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 
 
 def test_the_commands_are_these() -> None:
-    assert list(COMMANDS) == ["complete", "chat", "weights", "verify", "bench"]
+    assert list(COMMANDS) == ["serve", "chat", "complete", "bench", "weights", "verify", "doctor", "completion"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,11 +29,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("args", [["--help"], ["-h"], []])
-def test_help_lists_commands_and_engine_flags(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 0
     text = capsys.readouterr().out
     assert all(f"\n    {name} " in text for name in COMMANDS)
-    assert "--max-num-batched-tokens N" in text
+    assert "`quire COMMAND --help`" in text and "--max-num-batched-tokens" not in text
 
 
 @pytest.mark.parametrize("args", [[name] for name in COMMANDS] + [["bench", kind] for kind in
@@ -44,13 +49,8 @@ def test_every_command_has_help(args: list[str], capsys: pytest.CaptureFixture[s
     (["bench"], "the following arguments are required: KIND"),
     (["bench", "latency", "--repeat", "0"], "'0' is no whole number above 0 (`quire bench latency --help`"),
     (["--no-such"], "unknown flag --no-such."),
-    (["weights", "a", "--model", "b"], "two models are named"),
-    (["weights", "/no/such/folder"], "'/no/such/folder' does not exist"),
     (["complete", "-p", "x", "--temperature", "9"], "temperature=9.0 is out of range"),
-    (["complete", "-p", "x", "--block-size", "0"], "block_size=0: must be at least 1"),
-    (["bench", "throughput", "--only", "nothing"], "unknown workload 'nothing'"),
-    (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
-    (["bench", "engine", "--steps", "9999"], "--steps 9999: at most"),
+    (["completion", "powershell"], "invalid choice: 'powershell'"),
 ])
 def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
                                               capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,10 +60,34 @@ def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
     assert err.startswith("quire: error: ") and message in err
 
 
+@pytest.mark.parametrize(("args", "message"), [
+    (["weights", "a", "--model", "b"], "two models are named"),
+    (["weights", "/no/such/folder"], "'/no/such/folder' does not exist"),
+    (["complete", "-p", "x", "--block-size", "0"], "block_size=0: must be at least 1"),
+    (["bench", "throughput", "--only", "nothing"], "unknown workload 'nothing'"),
+    (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
+    (["bench", "engine", "--steps", "9999"], "--steps 9999: at most"),
+    (["serve", "-tp", "2"], "-tp 2: several devices are not implemented yet."),
+    (["serve", "--ssl-keyfile", "k"], "ssl_keyfile and ssl_certfile go together"),
+    (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
+    (["chat", "--api-key", "k"], "--api-key and --model-name go with --url"),
+])
+def test_what_cannot_be_served_is_one_line_and_exit_code_3(args: list[str], message: str,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert err.startswith("quire: error: ") and message in err
+
+
 @pytest.mark.parametrize(("error", "code"), [
-    (WeightsError("model.safetensors is truncated:\n  download it again."), 2),
+    (WeightsError("model.safetensors is truncated:\n  download it again."), 3),
+    (ConfigError("max_model_len=5 needs 4 GiB of KV cache and there is 1 GiB out of memory"), 3),
+    (EngineDead("the engine stopped: RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried"), 4),
+    (EngineDead("the engine stopped: MemoryError"), 4),
+    (OutOfMemoryError("CUDA out of memory."), 4),
     (InvalidParameter("n=0 is out of range."), 2),
-    (EngineDead("the engine stopped: out of memory"), 1),
+    (EngineDead("the engine stopped: nan"), 1),
     (KeyboardInterrupt(), 130),
     (BrokenPipeError(), 141),
 ])
@@ -82,7 +106,7 @@ def test_what_a_command_raises_becomes_an_exit_code(error: BaseException, code: 
 
 @pytest.mark.parametrize("args", [["--debug", "weights", "/no/such"], ["weights", "/no/such", "--debug"]])
 def test_debug_shows_the_traceback(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 2
+    assert main(args) == 3
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -111,11 +135,31 @@ def test_help_and_weights_leave_torch_out() -> None:
     lines = run_python("""
 import sys
 from quire.entry.cli.main import main
-for args in (["--help"], ["complete", "--help"], ["bench", "engine", "--help"], ["weights"], ["weights", "--json"]):
+for args in (["--help"], ["complete", "--help"], ["bench", "engine", "--help"], ["serve", "--help"],
+             ["serve", "--print-config"], ["completion", "bash"], ["weights"], ["weights", "--json"]):
     assert main(args) == 0, args
 print("torch loaded:", "torch" in sys.modules)
 """).splitlines()
     assert lines[-1] == "torch loaded: False"
+
+
+def test_help_brings_nothing_that_is_heavy() -> None:
+    lines = run_python("""
+import sys
+from quire.entry.cli.main import main
+assert main(["serve", "--help"]) == 0
+heavy = ("torch", "numpy", "starlette", "uvicorn", "zmq", "prometheus_client", "tokenizers", "jinja2", "yaml", "rich")
+print("loaded:", [name for name in heavy if name in sys.modules])
+""").splitlines()
+    assert lines[-1] == "loaded: []"
+
+
+def test_a_misspelt_variable_stops_a_command_and_no_help(monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "1")
+    assert main(["weights"]) == 3
+    assert "did you mean QUIRE_MAX_MODEL_LEN?" in capsys.readouterr().err
+    assert main(["serve", "--help"]) == 0
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -33,3 +33,8 @@ def test_the_report_decides(ok: bool, code: int, monkeypatch: pytest.MonkeyPatch
     assert main(["verify", "some/model", "-p", "text", "--dtype", "float32"]) == code
     assert calls == [("some/model", "float32", "text")]
     assert capsys.readouterr().out == "layer 0: equal\n"
+
+
+def test_random_weights_have_nothing_to_be_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "some/model", "--load-format", "dummy"]) == 3
+    assert "load_format=dummy" in capsys.readouterr().err

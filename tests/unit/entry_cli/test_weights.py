@@ -49,7 +49,7 @@ def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_missing_shard_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model-00001-of-00002.safetensors").unlink()
-    assert main(["weights", str(folder)]) == 2
+    assert main(["weights", str(folder)]) == 3
     assert "model-00001-of-00002.safetensors is missing" in capsys.readouterr().err
 
 

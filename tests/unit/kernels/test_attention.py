@@ -1,26 +1,35 @@
 """Paged attention against its reference, over poisoned caches."""
 
+from dataclasses import replace
+from types import ModuleType
+
 import pytest
 import torch
 
-from quire.kernels.attention import KVView, cpu, inputs, plan, ref
+from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, plan, ref
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+FAST = [
+    pytest.param(cpu, id="cpu"),
+    pytest.param(native, id="native", marks=pytest.mark.skipif(bool(native.SUPPORT.missing), reason="no native kernels")),
+]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", inputs.CASES, ids=str)
-def test_cpu_matches_reference(case: inputs.Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("impl", FAST)
+def test_matches_reference(impl: ModuleType, case: inputs.Case, dtype: torch.dtype) -> None:
     for seed in range(3):
         q, kv, meta = inputs.make(case, dtype, seed)
-        expected = ref.paged_attention(q, kv, meta, scale=0.3)
-        actual = cpu.paged_attention(q, kv, meta, scale=0.3)
+        scale = 1.2 * case.head_dim**-0.5
+        expected = ref.paged_attention(q, kv, meta, scale)
+        actual = impl.paged_attention(q, kv, replace(meta, plans={}), scale)
         assert actual.dtype == dtype and actual.shape == q.shape
         torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("impl", [cpu, ref], ids=["cpu", "ref"])
-def test_write_then_read_back(impl) -> None:  # type: ignore[no-untyped-def]
+def test_write_then_read_back(impl: ModuleType) -> None:
     arena = torch.full((6, 2, 3, 4, 8), float("nan"))
     kv = KVView(arena[:, 0], arena[:, 1])
     k, v = torch.randn(5, 3, 8), torch.randn(5, 3, 8)
@@ -32,15 +41,29 @@ def test_write_then_read_back(impl) -> None:  # type: ignore[no-untyped-def]
     assert int(torch.isnan(kv.k[:, 0, :, 0]).sum()) == 24 - 5
 
 
-def test_strided_query_rows() -> None:
+@pytest.mark.parametrize("impl", FAST)
+def test_strided_query_rows(impl: ModuleType) -> None:
     """q may be a slice of a wider projection."""
     q, kv, meta = inputs.make(inputs.CASES[12], torch.float32)
     wide = torch.randn(q.shape[0], q.shape[1] + 3, q.shape[2])
     wide[:, : q.shape[1]] = q
     expected = ref.paged_attention(q, kv, meta, scale=1.0)
     torch.testing.assert_close(
-        cpu.paged_attention(wide[:, : q.shape[1]], kv, meta, scale=1.0), expected, rtol=0, atol=1e-5
+        impl.paged_attention(wide[:, : q.shape[1]], kv, meta, scale=1.0), expected, rtol=0, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_native_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
+    """Alone or among others, bit for bit: parts of a context are cut in the same places."""
+    if native.SUPPORT.missing:
+        pytest.skip(native.SUPPORT.missing)
+    case = inputs.Case((1, 1, 3, 1), (1100, 30, 513, 512), heads=(4, 2), head_dim=64, block_size=16)
+    q, kv, meta = inputs.make(case, dtype)
+    together = native.paged_attention(q, kv, meta, scale=0.2)
+    for s, rows in enumerate((slice(0, 1), slice(1, 2), slice(2, 5), slice(5, 6))):
+        one = AttentionMeta([0, rows.stop - rows.start], [case.seq_lens[s]], meta.block_tables[s : s + 1], meta.kv_slots)
+        assert torch.equal(native.paged_attention(q[rows], kv, one, scale=0.2), together[rows])
 
 
 def test_consecutive_blocks_are_not_copied() -> None:
@@ -61,13 +84,14 @@ def test_shared_blocks_serve_every_owner() -> None:
 
 
 @pytest.mark.parametrize("extra", [{"window": 5}, {"soft_cap": 2.0}, {"sinks": torch.zeros(4)}], ids=str)
-def test_cpu_declares_what_it_cannot(extra: dict) -> None:  # type: ignore[type-arg]
+@pytest.mark.parametrize("impl", FAST)
+def test_declares_what_it_cannot(impl: ModuleType, extra: dict) -> None:  # type: ignore[type-arg]
     q, kv, meta = inputs.make(inputs.CASES[2], torch.float32)
-    assert not set(extra) & cpu.SUPPORT.features and set(extra) <= ref.SUPPORT.features
+    assert not set(extra) & impl.SUPPORT.features and set(extra) <= ref.SUPPORT.features
     plain = ref.paged_attention(q, kv, meta, scale=0.3)
     assert not torch.allclose(plain, ref.paged_attention(q, kv, meta, scale=0.3, **extra))
     with pytest.raises(AssertionError):
-        cpu.paged_attention(q, kv, meta, scale=0.3, **extra)
+        impl.paged_attention(q, kv, meta, scale=0.3, **extra)
 
 
 def test_reference_window_equals_a_shorter_context() -> None:

@@ -3,26 +3,30 @@
 import pytest
 
 from quire.contracts.errors import ConfigError
-from quire.kernels.attention import cpu, ref
+from quire.kernels.attention import cpu, native, ref
 from quire.kernels.select import IMPLEMENTATIONS, Needs, Support, objection, select, select_kernels
 
 
 def test_best_that_fits() -> None:
     choice, module = select("attention", Needs(device="cpu", dtype="float32"))
-    assert module is cpu and choice.name == "cpu" and choice.rejected == ()
+    if native.SUPPORT.missing:
+        assert module is cpu and choice.name == "cpu" and choice.rejected == (("native", native.SUPPORT.missing),)
+    else:
+        assert module is native and choice.name == "native" and choice.rejected == ()
 
 
 def test_reasons_for_the_rejected() -> None:
     choice, module = select("attention", Needs(device="cpu", dtype="float32", features=frozenset({"window", "sinks"})))
-    assert module is ref and choice.rejected == (("cpu", "has no sinks, window"),)
+    assert module is ref and choice.rejected[1:] == (("cpu", "has no sinks, window"),)
+    assert choice.rejected[0] == ("native", native.SUPPORT.missing or "has no sinks, window")
     assert "not cpu: has no sinks, window" in str(choice)
     choice, _ = select("norm", Needs(device="cpu", dtype="float16"))
-    assert choice.name == "ref" and "not in float16" in choice.rejected[0][1]
+    assert choice.name == "ref" and "not in float16" in choice.rejected[1][1]
 
 
 def test_forced() -> None:
     choice, module = select("attention", Needs(device="cpu", dtype="float32"), forced="ref")
-    assert module is ref and choice.reason == "asked for" and choice.rejected[0][0] == "cpu"
+    assert module is ref and choice.reason == "asked for" and choice.rejected[1] == ("cpu", "ref was asked for")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,6 @@ def test_objections_in_order() -> None:
 def test_kernels_of_a_model() -> None:
     kernels = select_kernels("cpu", "float32", forced={"linear": "ref"})
     assert [choice.op for choice in kernels.choices] == list(IMPLEMENTATIONS)
-    assert kernels.linear.__name__.endswith("linear.ref") and kernels.attention is cpu
+    assert kernels.linear.__name__.endswith("linear.ref") and kernels.attention is select("attention", Needs(device="cpu", dtype="float32"))[1]
     with pytest.raises(ConfigError, match="lineer"):
         select_kernels("cpu", "float32", forced={"lineer": "ref"})

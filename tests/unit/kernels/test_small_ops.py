@@ -1,17 +1,27 @@
 """Norm, rope, activation and linear: every implementation against the reference, on fresh random inputs."""
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 
-from quire.kernels import activation, linear, norm, rope  # noqa: F401  (the operations under test)
+from quire.kernels import activation, heads, linear, norm, rope  # noqa: F401  (the operations under test)
 from quire.kernels.activation import cpu as activation_cpu
 from quire.kernels.activation import inputs as activation_inputs
+from quire.kernels.activation import native as activation_native
 from quire.kernels.activation import ref as activation_ref
+from quire.kernels.heads import cpu as heads_cpu
+from quire.kernels.heads import inputs as heads_inputs
+from quire.kernels.heads import native as heads_native
+from quire.kernels.heads import ref as heads_ref
 from quire.kernels.linear import cpu as linear_cpu
 from quire.kernels.linear import inputs as linear_inputs
+from quire.kernels.linear import native as linear_native
 from quire.kernels.linear import ref as linear_ref
 from quire.kernels.norm import cpu as norm_cpu
 from quire.kernels.norm import inputs as norm_inputs
+from quire.kernels.norm import native as norm_native
 from quire.kernels.norm import ref as norm_ref
 from quire.kernels.rope import cpu as rope_cpu
 from quire.kernels.rope import inputs as rope_inputs
@@ -22,39 +32,38 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
 
 
+def fast(*implementations: ModuleType) -> Any:
+    """One parameter per implementation, skipped with its reason where it cannot run."""
+    return pytest.mark.parametrize("impl", [
+        pytest.param(m, id=m.__name__.rpartition(".")[2],
+                     marks=pytest.mark.skipif(bool(m.SUPPORT.missing), reason=m.SUPPORT.missing or "runs"))
+        for m in implementations
+    ])  # fmt: skip
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     bound = TOLERANCE[expected.dtype] * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
 
 
+@fast(norm_cpu, norm_native)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", norm_inputs.SHAPES + norm_inputs.HEAD_SHAPES, ids=str)
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, _, weight = norm_inputs.make(shape, dtype)
+def test_rms_norm(impl: ModuleType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = norm_inputs.make(shape, dtype)
     weight = weight[0] if len(shape) == 2 and weight.dim() == 2 else weight
     before = x.clone()
-    close(norm_cpu.rms_norm(x, weight, 1e-5), norm_ref.rms_norm(x, weight, 1e-5))
+    close(impl.rms_norm(x, weight, 1e-5), norm_ref.rms_norm(x, weight, 1e-5))
     assert torch.equal(x, before)
 
 
+@fast(norm_cpu, norm_native)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm_uses_eps(dtype: torch.dtype) -> None:
+def test_rms_norm_uses_eps(impl: ModuleType, dtype: torch.dtype) -> None:
     x, weight = torch.full((1, 8), 1e-3, dtype=dtype), torch.ones(8, dtype=dtype)
-    close(norm_cpu.rms_norm(x, weight, 1e-2), norm_ref.rms_norm(x, weight, 1e-2))
+    close(impl.rms_norm(x, weight, 1e-2), norm_ref.rms_norm(x, weight, 1e-2))
     assert norm_ref.rms_norm(x, weight, 1e-2).max() < 0.02
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", norm_inputs.SHAPES, ids=str)
-def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, residual, weight = norm_inputs.make(shape, dtype)
-    before = x.clone(), residual.clone()
-    for actual, expected in zip(
-        norm_cpu.add_rms_norm(x, residual, weight, 1e-6), norm_ref.add_rms_norm(x, residual, weight, 1e-6), strict=True
-    ):
-        close(actual, expected)
-    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,22 +75,99 @@ def test_rope(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     torch.testing.assert_close(turned.norm(dim=-1), x.float().norm(dim=-1), rtol=2e-2, atol=1e-2)
 
 
+@fast(activation_cpu, activation_native)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", activation_inputs.SHAPES, ids=str)
-def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_silu_mul(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = activation_inputs.make(shape, dtype)
-    close(activation_cpu.silu_mul(gate_up), activation_ref.silu_mul(gate_up))
+    close(impl.silu_mul(gate_up), activation_ref.silu_mul(gate_up))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", linear_inputs.SHAPES, ids=str)
-def test_linear(shape: tuple[int, int, int], dtype: torch.dtype, bias: bool) -> None:
-    if linear_cpu.SUPPORT.missing:
-        pytest.skip(linear_cpu.SUPPORT.missing)
+@fast(linear_cpu, linear_native)
+def test_linear(impl: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype, bias: bool) -> None:
+    skip_unless_computed(impl, dtype)
     x, weight, offset = linear_inputs.make(shape, dtype)
     added = offset if bias else None
-    packed = linear_cpu.pack(weight.clone())
-    close(linear_cpu.run(x, packed, added), linear_ref.run(x, linear_ref.pack(weight), added))
-    close(linear_cpu.run(x[:1], packed, added), linear_ref.run(x[:1], weight, added))
-    assert linear_cpu.run(x[:0], packed, added).shape == (0, shape[1])
+    packed = impl.pack(weight.clone())
+    close(impl.run(x, packed, added), linear_ref.run(x, linear_ref.pack(weight), added))
+    close(impl.run(x[:1], packed, added), linear_ref.run(x[:1], weight, added))
+    assert impl.run(x[:0], packed, added).shape == (0, shape[1])
+    wide = impl.run_float(x, packed, added)
+    assert wide.dtype == torch.float32
+    close(wide.to(dtype), linear_ref.run_float(x, weight, added).to(dtype))
+
+
+@fast(linear_native)
+@pytest.mark.parametrize("shape", linear_inputs.SHAPES, ids=str)
+def test_linear_added_to_a_residual(impl: ModuleType, shape: tuple[int, int, int]) -> None:
+    x, weight, bias = linear_inputs.make(shape, torch.bfloat16)
+    residual = torch.randn(shape[:2], generator=torch.Generator().manual_seed(1)).bfloat16()
+    before = residual.clone()
+    expected = linear_ref.run_float(x, weight, bias) + residual.float()
+    close(impl.run_add(x, impl.pack(weight), bias, residual), expected.bfloat16())
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 2, 32), (3, 40, 24), (33, 98, 96), (130, 256, 64)], ids=str)
+@fast(linear_native)
+def test_gated_linear(impl: ModuleType, shape: tuple[int, int, int], bias: bool) -> None:
+    x, weight, offset = linear_inputs.make(shape, torch.bfloat16)
+    added = offset if bias else None
+    expected = activation_ref.silu_mul(linear_ref.run_float(x, weight, added)).to(torch.bfloat16)
+    close(impl.run_gated(x, impl.pack_gated(weight), added), expected)
+
+
+@fast(linear_native)
+def test_a_native_row_depends_on_nothing_but_itself(impl: ModuleType) -> None:
+    """Bit for bit: blocks and chunks do not change the order in which a row's products are added."""
+    x, weight, _ = linear_inputs.make((1100, 70, 544), torch.bfloat16)
+    packed = impl.pack(weight)
+    whole = impl.run_float(x, packed, None)
+    for rows in (slice(0, 1), slice(7, 24), slice(31, 64), slice(1000, 1100)):
+        assert torch.equal(impl.run_float(x[rows], packed, None), whole[rows])
+
+
+@fast(linear_native)
+def test_what_a_row_holds_stays_in_it(impl: ModuleType) -> None:
+    x, weight, _ = linear_inputs.make((40, 33, 40), torch.bfloat16)
+    packed = impl.pack(weight)
+    expected = impl.run(x, packed, None)
+    x[5] = float("nan")
+    x[39, 39] = float("inf")
+    actual = impl.run(x, packed, None)
+    assert actual[5].isnan().all() and not actual[39].isfinite().any()
+    sound = [row for row in range(40) if row not in (5, 39)]
+    assert torch.equal(actual[sound], expected[sound])
+
+
+@fast(linear_native)
+def test_rows_of_a_packed_weight(impl: ModuleType) -> None:
+    _, weight, _ = linear_inputs.make((1, 70, 40), torch.bfloat16)
+    packed = impl.pack(weight)
+    ids = torch.tensor([0, 69, 31, 32, 15, 16, 17, 31, 3, 64])
+    assert torch.equal(impl.rows(packed, ids), weight[ids])
+    assert impl.rows(packed, torch.tensor([70, -1, 2])).isnan().all(dim=1).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", heads_inputs.CASES, ids=str)
+@fast(heads_cpu, heads_native)
+def test_heads(impl: ModuleType, case: heads_inputs.Case, dtype: torch.dtype) -> None:
+    """q, and the whole cache: what was not written is NaN as before."""
+    *given, kv, slots = heads_inputs.make(case, dtype)
+    qkv, norm, cos, sin = given
+    other = heads_inputs.make(case, dtype)[4]
+    close(impl.prepare(qkv, norm, 1e-5, cos, sin, kv, slots), heads_ref.prepare(qkv, norm, 1e-5, cos, sin, other, slots))
+    for actual, expected in ((kv.k, other.k), (kv.v, other.v)):
+        assert torch.equal(actual.isnan(), expected.isnan())
+        close(actual.nan_to_num(), expected.nan_to_num())
+
+
+def skip_unless_computed(impl: ModuleType, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    if name not in impl.SUPPORT.dtypes:
+        pytest.skip(f"computes no {name}")

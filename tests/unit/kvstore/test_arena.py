@@ -5,6 +5,7 @@ import torch
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
+from quire.kernels.native import memory
 from quire.kvstore.arena import KVArena
 
 CPU = torch.device("cpu")
@@ -62,7 +63,10 @@ def test_views_share_the_memory_of_the_pages():
 
 
 def test_the_padding_page_starts_as_zeros_in_used_memory(monkeypatch):
-    monkeypatch.setattr(torch, "empty", lambda size, **kind: torch.full((size,), POISON, **kind))
+    def poisoned(shape, dtype, device):
+        return torch.full(shape, POISON, dtype=dtype, device=device)
+
+    monkeypatch.setattr(memory, "empty", poisoned)
     pages = arena().pages
     assert not pages[0].any() and bool((pages[1:] == POISON).all())
 

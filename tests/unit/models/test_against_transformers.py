@@ -133,7 +133,7 @@ def test_logits_equal(case: str, tmp_path: Path) -> None:
 
 def test_reference_kernels_give_the_same(tmp_path: Path) -> None:
     theirs = write_checkpoint(tmp_path, *CASES["qwen3"])
-    ops = ("norm", "rope", "activation", "linear", "attention")
+    ops = ("norm", "heads", "activation", "linear", "attention")
     ours = load(tmp_path, kernels=dict.fromkeys(ops, "ref"))
     assert {choice.name for choice in ours.kernels.choices} == {"ref"}
     prompt = list(range(40))

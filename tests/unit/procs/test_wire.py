@@ -8,7 +8,8 @@ from quire.contracts.output import Finish, StepOutputs, StepStats
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Admission, RowLogprobs, SharedPrefix, StepPlan, StepResult, StepTimings
-from quire.procs.wire import decode, encode
+from quire.procs import messages as say
+from quire.procs.wire import decode, decode_from_core, decode_to_core, encode
 
 SPEC = SamplerSpec(seed=2**64 - 1, num_prompt=3, temperature=0.5, stop_ids=(7, 9), logit_bias=((4, -1.5),),
                    bad_words=((1, 2), (3,)), num_logprobs=-1)
@@ -103,3 +104,35 @@ def test_an_element_type_that_the_field_does_not_have_is_refused() -> None:
 def test_bytes_that_are_something_else_are_refused(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode(data, StepOutputs)
+
+
+TO_CORE = [say.Add((REQUEST, REQUEST)), say.Abort((1, 2**31 - 1)), say.Control(7, "reset_prefix_cache"), say.Stop()]
+FROM_CORE = [
+    say.Loading("weights", 1, 2**40, "B"),
+    say.Ready(max_model_len=1, vocab_size=2, num_slots=3, num_blocks=4, block_size=5, depth=1, dtype="bfloat16",
+              device="cpu", weight_bytes=6, kv_bytes=2**40, plans={"norm": "ref"}, phases={"weights": 0.5},
+              notes=("ü",)),
+    say.Outputs(OUTPUTS), say.Outputs(EMPTY_OUTPUTS), say.Rejected((1, 2), "QueueFull", "full", None),
+    say.Reply(7, True), say.Reply(8, None, "no"), say.Failed("EngineDead", "why", "Traceback"),
+]
+
+
+def test_messages_come_out_as_what_they_are() -> None:
+    for message in TO_CORE:
+        assert same(message, decode_to_core(encode(message)))
+    for message in FROM_CORE:
+        assert same(message, decode_from_core(encode(message)))
+
+
+def test_a_message_in_the_wrong_direction_is_refused() -> None:
+    for message in TO_CORE:
+        with pytest.raises(msgspec.DecodeError):
+            decode_from_core(encode(message))
+    for message in FROM_CORE:
+        with pytest.raises(msgspec.DecodeError):
+            decode_to_core(encode(message))
+    with pytest.raises(msgspec.DecodeError):
+        decode_to_core(b"\xc1")
+    floats = say.Outputs(StepOutputs(handles=np.zeros(2, np.float32), tokens=ints(1, 2)))
+    with pytest.raises(msgspec.ValidationError, match="int32"):
+        decode_from_core(encode(floats))

@@ -263,3 +263,25 @@ def test_chat_text_gets_no_second_bos(tiny: Tokenizer, tiny_folder: Path) -> Non
     text = _render(template)
     assert text.startswith("<|im_start|>user\n") and text.endswith("<|im_start|>assistant\n")
     assert encode_chat(tiny, text)[0] == tiny.token_id("<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [[{"x": 1}], [{"name": "default"}], [{"name": "default", "template": 5}], ["plain"], {"default": 5}, 5],
+    ids=str,
+)
+def test_templates_in_another_form_name_the_file(save: Callable[..., Path], damage: object) -> None:
+    folder = save(tokenizer_config={"chat_template": damage})
+    with pytest.raises(UnsupportedModel, match=r"tokenizer_config\.json: chat_template .*as chat_template") as error:
+        ChatTemplate.load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_template_files_that_are_no_text_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / name).write_bytes(b"\xff\xfe{{")
+    with pytest.raises(UnsupportedModel, match=f"{name}.*not UTF-8"):
+        ChatTemplate.load(tmp_path)
+    with pytest.raises(ConfigError, match=f"chat_template=.*{name}.*not UTF-8"):
+        ChatTemplate.load(tmp_path / "additional_chat_templates" / "none", tmp_path / name)

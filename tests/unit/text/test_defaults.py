@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.contracts.errors import InvalidParameter, UnsupportedModel
+from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.contracts.sampling import SamplingParams
 from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.defaults import load_eos_ids, load_generation_defaults
@@ -71,3 +71,18 @@ def test_the_defaults_can_be_overridden_or_ignored(tmp_path: Path) -> None:
         load_generation_defaults(tmp_path, override={"top_p": 7})
     with pytest.raises(InvalidParameter, match="'heat'"):
         load_generation_defaults(tmp_path, override={"heat": 1})
+
+
+@pytest.mark.parametrize("value", ["abc", "5", -1, 2.5, True, [1, "x"], {"id": 1}, 2**32], ids=str)
+@pytest.mark.parametrize("name", ["generation_config", "config"])
+def test_an_eos_id_that_is_none_names_its_file(save: Callable[..., Path], name: str, value: object) -> None:
+    folder = save(**{name: {"eos_token_id": value}})
+    with pytest.raises(UnsupportedModel, match=f"{folder}/{name}.json: eos_token_id=.* must be a token id") as error:
+        load_eos_ids(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("override", [{1: 0.9}, {1: 0.9, "top_p": 0.5}, {None: 1}], ids=str)
+def test_an_override_whose_name_is_no_name_is_a_wrong_option(tmp_path: Path, override: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="override_generation_config: .* is not a name"):
+        load_generation_defaults(tmp_path, override=override)

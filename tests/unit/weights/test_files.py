@@ -78,6 +78,16 @@ def damage(folder: Path, kind: str) -> str:
         case "unknown dtype":
             write(second, {"c": ("Q4", [4], bytes(2))})
             return "entry of c"
+        case "offsets of text" | "offsets of fractions" | "negative shape":
+            changes = {
+                "offsets of text": {"data_offsets": ["0", "2"]},
+                "offsets of fractions": {"data_offsets": [0.0, 2.0]},
+                "negative shape": {"shape": [-1, -1]},
+            }
+            entry = {"dtype": "F16", "shape": [1, 1], "data_offsets": [0, 2]} | changes[kind]
+            text = json.dumps({"c": entry}).encode()
+            second.write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
+            return "model-00002-of-00002.safetensors: the header entry of c is damaged"
         case "damaged index":
             (folder / INDEX).write_text('{"weight_map": {"a": "../../etc/passwd"}}')
             return f"{INDEX} is damaged"
@@ -88,7 +98,8 @@ def damage(folder: Path, kind: str) -> str:
     "kind",
     [
         "truncated", "cut in the header", "empty", "not safetensors", "missing shard", "missing shard without index",
-        "tensor missing", "tensor twice", "wrong length", "unknown dtype", "damaged index",
+        "tensor missing", "tensor twice", "wrong length", "unknown dtype", "offsets of text", "offsets of fractions",
+        "negative shape", "damaged index",
     ],
 )  # fmt: skip
 def test_damage_is_named(tmp_path: Path, kind: str) -> None:

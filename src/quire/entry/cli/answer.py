@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from quire.contracts.output import RequestOutput
 
 
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What is new of one answer. Counts of the prompt, and `total` tokens of the answer, come when they are known."""
+
+    text: str = ""
+    num_tokens: int = 0
+    num_prompt: int | None = None
+    num_cached: int | None = None
+    total: int | None = None
+    reason: str | None = None
+    failure: str | None = None
+
+
 @dataclass(kw_only=True)
 class Answer:
     """One answer, complete or interrupted. Times are seconds since the question; `first` is None without a token."""
@@ -24,7 +37,16 @@ class Answer:
     first: float | None = None
     seconds: float = 0.0
     interrupted: bool = False
+    reason: str | None = None
     failure: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Take in what is new."""
+        self.text += piece.text
+        self.num_tokens = self.num_tokens + piece.num_tokens if piece.total is None else piece.total
+        self.num_prompt = self.num_prompt if piece.num_prompt is None else piece.num_prompt
+        self.num_cached = self.num_cached if piece.num_cached is None else piece.num_cached
+        self.reason, self.failure = piece.reason or self.reason, piece.failure or self.failure
 
     def stats(self) -> str:
         """One line: counts and speed."""
@@ -36,35 +58,57 @@ class Answer:
                 f"{1000 * self.first:.0f} ms")
 
 
-def print_answer(pieces: "Iterator[RequestOutput]") -> Answer:
-    """Print the pieces (DELTA outputs of one completion) to stdout as they come, and a last newline. Ctrl-C ends it."""
+def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[Piece]:
+    """The pieces of a stream of DELTA outputs of one completion."""
+    try:
+        for output in outputs:
+            delta = output.outputs[0]
+            failed = delta.finish_reason == "error"
+            yield Piece(text=delta.text, num_tokens=len(delta.token_ids), num_prompt=len(output.prompt_token_ids),
+                        num_cached=output.num_cached_tokens or 0, reason=delta.finish_reason,
+                        failure=str(delta.stop_reason) if failed else None)
+    finally:
+        if isinstance(outputs, Generator):
+            outputs.close()  # aborts the request
+
+
+def print_answer(pieces: Iterator[Piece], *, whole_steps: bool = True) -> Answer:
+    """Print the pieces to stdout as they come, and a last newline. Ctrl-C ends it.
+
+    whole_steps   Ctrl-C takes effect between two pieces, not within whatever makes the next one
+    """
     answer = Answer()
-    with interruptible() as stop:
-        try:
-            _print_pieces(pieces, answer, stop)
-        finally:
-            if isinstance(pieces, Generator):
-                pieces.close()  # aborts the request
+    try:
+        if whole_steps:
+            with interruptible() as stop:
+                _print_pieces(pieces, answer, stop)
+        else:
+            _print_until_interrupted(pieces, answer)
+    finally:
+        if isinstance(pieces, Generator):
+            pieces.close()
     if not answer.text.endswith("\n"):
         sys.stdout.write("\n")
     sys.stdout.flush()
     return answer
 
 
-def _print_pieces(pieces: "Iterator[RequestOutput]", answer: Answer, stop: threading.Event) -> None:
+def _print_until_interrupted(pieces: Iterator[Piece], answer: Answer) -> None:
+    try:
+        _print_pieces(pieces, answer, threading.Event())
+    except KeyboardInterrupt:
+        answer.interrupted = True
+
+
+def _print_pieces(pieces: Iterator[Piece], answer: Answer, stop: threading.Event) -> None:
     start = time.perf_counter()
     for piece in pieces:
-        delta = piece.outputs[0]
         answer.seconds = time.perf_counter() - start
-        if answer.first is None and delta.token_ids:
+        if answer.first is None and piece.num_tokens:
             answer.first = answer.seconds
-        answer.num_tokens += len(delta.token_ids)
-        answer.num_prompt, answer.num_cached = len(piece.prompt_token_ids), piece.num_cached_tokens or 0
-        answer.text += delta.text
-        sys.stdout.write(delta.text)
+        answer.add(piece)
+        sys.stdout.write(piece.text)
         sys.stdout.flush()
-        if delta.finish_reason == "error":
-            answer.failure = str(delta.stop_reason)
         if stop.is_set():
             answer.interrupted = True
             return

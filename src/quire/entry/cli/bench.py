@@ -1,4 +1,4 @@
-"""`quire bench`: how fast start-up, one request, many requests and the engine core are."""
+"""`quire bench`: how fast start-up, one request, many requests, the engine core and servers are."""
 
 import argparse
 import json
@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
 from quire.contracts.errors import ConfigError
+from quire.entry.cli import bench_http, bench_serve
 from quire.entry.cli.table import format_table
 
 if TYPE_CHECKING:
     from quire.bench.engine import CoreTimes
 
-SUMMARY = "measure: latency, throughput, startup, engine"
+SUMMARY = "measure: latency, throughput, startup, engine, serve, http"
 KINDS = {
     "latency": "one request at a time: first token, inter-token time",
     "throughput": "batches of requests: tokens per second",
     "startup": "process start to first token, by phase",
     "engine": "Python per step of the engine core, without a model",
+    "serve": "a load on a running server: latencies, throughput, goodput",
+    "http": "what HTTP costs: processor time per streamed event, delay of a first token",
 }
+OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "http": bench_http}
 MODEL_HELP = """\
 MODEL is the name of a bundled configuration (random weights, no tokenizer), or a folder or hub id; default: qwen3-0.6b.
 """
@@ -38,12 +42,15 @@ def configure(parser: FlagParser) -> None:
     kinds = parser.add_subparsers(prog="quire bench", dest="kind", metavar="KIND", required=True, title="kinds",
                                   parser_class=FlagParser)
     for name, summary in KINDS.items():
-        model = "" if name == "engine" else " [MODEL]"
+        model = "" if name == "engine" or name in OWN_FLAGS else " [MODEL]"
         kind = kinds.add_parser(name, help=summary, usage=f"quire bench {name}{model} [flags]",
                                 description=f"{summary}\n\n{MODEL_HELP if model else ''}")
         kind.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback on error")
         kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
         kind.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file")
+        if name in OWN_FLAGS:
+            OWN_FLAGS[name].configure(kind)
+            continue
         if name == "engine":
             kind.add_argument("--steps", type=_positive, default=400, metavar="N", help="steps to measure, at most 400")
             continue
@@ -58,7 +65,10 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table or JSON."""
+    """Measure, and print a table or JSON; returns the exit code."""
+    if args.kind in OWN_FLAGS:
+        code: int = OWN_FLAGS[args.kind].run(args)
+        return code
     runs: dict[str, Callable[[argparse.Namespace], None]] = {
         "latency": _workloads, "throughput": _workloads, "startup": _startup, "engine": _engine}
     runs[args.kind](args)

@@ -1,20 +1,20 @@
-"""`quire chat`: a conversation in the terminal, or one question with -q."""
+"""`quire chat`: a conversation in the terminal, or one question with -q; with a model in this process or a server's."""
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
-from quire.contracts.errors import RequestError, RequestFailed
-from quire.entry.cli.answer import Answer, print_answer
+from quire.contracts.errors import EngineError, RequestError, RequestFailed
+from quire.entry.cli.answer import Answer, Piece, local_pieces, print_answer
+from quire.entry.cli.remote import add_remote_flags, remote_model
 from quire.entry.cli.sampling import add_sampling_flags, sampling_values
-
-if TYPE_CHECKING:
-    from quire.contracts.sampling import SamplingParams
-    from quire.entry.llm import LLM
 
 SUMMARY = "talk to a model"
 HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+Stream = Callable[[list[dict[str, Any]]], Iterator[Piece]]
 
 
 def configure(parser: FlagParser) -> None:
@@ -23,6 +23,7 @@ def configure(parser: FlagParser) -> None:
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer and leave")
     parser.add_argument("--system-prompt", metavar="TEXT", help="the first message of every conversation")
     parser.add_argument("--no-stats", action="store_true", help="do not print counts and speed")
+    add_remote_flags(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser, skip=("seed", "skip_tokenizer_init"))
 
@@ -30,6 +31,12 @@ def configure(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the end of the input. Exit code 130 when the answer to -q was interrupted."""
     values = sampling_values(args)
+    server = remote_model(args)
+    if server is not None:
+        asked = server
+        if args.quick is None and sys.stdin.isatty():
+            print(f"{asked.name} at {asked.where}", file=sys.stderr)
+        return _converse(args, lambda messages: asked.stream_chat(messages, values), local=False)
     engine_config(args)
     from quire.contracts.sampling import OutputKind
     from quire.entry.llm import LLM
@@ -38,19 +45,24 @@ def run(args: argparse.Namespace) -> int:
         for note in llm.engine.notes:
             print(f"quire: note: {note}", file=sys.stderr)
         params = llm.get_default_sampling_params().clone(**values, output_kind=OutputKind.DELTA)
-        chat = Conversation(llm, params, system=args.system_prompt, stats=not args.no_stats)
-        if args.quick is not None:
-            return 130 if chat.ask(args.quick).interrupted else 0
-        _talk(chat, sys.stdin.isatty())
-        return 0
+        return _converse(args, lambda messages: local_pieces(llm.stream_chat(messages, params)), local=True)
+
+
+def _converse(args: argparse.Namespace, stream: Stream, *, local: bool) -> int:
+    chat = Conversation(stream, local=local, system=args.system_prompt, stats=not args.no_stats)
+    if args.quick is not None:
+        return 130 if chat.ask(args.quick).interrupted else 0
+    terminal = sys.stdin.isatty()
+    failed = _talk(chat, terminal)
+    return 1 if failed and not terminal else 0
 
 
 class Conversation:
-    """The messages so far, and the model that answers."""
+    """The messages so far, and whoever answers: `stream` takes all of them; `local` in this process."""
 
-    def __init__(self, llm: "LLM", params: "SamplingParams", *, system: str | None, stats: bool) -> None:
-        self._llm = llm
-        self._params = params
+    def __init__(self, stream: Stream, *, local: bool, system: str | None, stats: bool) -> None:
+        self._stream = stream
+        self.local = local
         self._stats = stats
         self._start = [{"role": "system", "content": system}] if system else []
         self.messages: list[dict[str, Any]] = list(self._start)
@@ -65,7 +77,7 @@ class Conversation:
         Raises the `RequestError` of a conversation that cannot be answered (too long); the history is as before.
         """
         question = {"role": "user", "content": message}
-        answer = print_answer(self._llm.stream_chat([*self.messages, question], self._params))
+        answer = print_answer(self._stream([*self.messages, question]), whole_steps=self.local)
         if self._stats:
             print(f"quire: {answer.stats()}", file=sys.stderr)
         if answer.failure is not None:
@@ -75,7 +87,9 @@ class Conversation:
         return answer
 
 
-def _talk(chat: Conversation, terminal: bool) -> None:
+def _talk(chat: Conversation, terminal: bool) -> int:
+    """Answer every line until the end of the input; returns how many could not be answered."""
+    failed = 0
     if terminal:
         import importlib.util
 
@@ -87,7 +101,7 @@ def _talk(chat: Conversation, terminal: bool) -> None:
             case "":
                 continue
             case "/exit" | "/quit":
-                return
+                break
             case "/reset":
                 chat.reset()
                 print("(a new conversation)", file=sys.stderr)
@@ -98,8 +112,12 @@ def _talk(chat: Conversation, terminal: bool) -> None:
             case message:
                 try:
                     chat.ask(message)
-                except RequestError as error:
+                except (RequestError, EngineError) as error:
+                    if chat.local and isinstance(error, EngineError):
+                        raise  # a server may come back, an engine in this process does not
+                    failed += 1
                     print(f"quire: error: {error} /reset starts a new conversation.", file=sys.stderr)
+    return failed
 
 
 def _read_line(terminal: bool) -> str | None:

@@ -1,8 +1,4 @@
-"""`quire`: finds the command, runs it, and turns errors into one line and an exit code.
-
-    0   done                            2    a flag, a configuration or a model that cannot be served
-    1   anything else that went wrong   130  Ctrl-C        141  nobody reads the output any more
-"""
+"""`quire`: finds the command, runs it, and turns errors into one line and an exit code (see `exit_codes`)."""
 
 import argparse
 import io
@@ -13,41 +9,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire import __version__
-from quire.config.flags import FlagParser, describe_engine_flags, option_warnings
-from quire.contracts.errors import ConfigError, InvalidParameter, ModelError, QuireError
-from quire.entry.cli import bench, chat, complete, verify, weights
+from quire.config.flags import FlagParser, option_warnings
+from quire.contracts.errors import QuireError
+from quire.entry.cli import bench, chat, complete, completion, doctor, serve, verify, weights
+from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
 
-COMMANDS: dict[str, Any] = {"complete": complete, "chat": chat, "weights": weights, "verify": verify, "bench": bench}
-FAILED, MISUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
-
-
-class _WholeHelp(argparse.Action):
-    """`quire --help`: the commands and, computed only now, every engine flag."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(nargs=0, **settings)
-
-    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        print(f"{parser.format_help()}\nEngine flags of complete, chat, verify and bench; --max-model-len 32k is also "
-              f"QUIRE_MAX_MODEL_LEN=32k:\n\n{describe_engine_flags()}")
-        parser.exit()
+COMMANDS: dict[str, Any] = {"serve": serve, "chat": chat, "complete": complete, "bench": bench, "weights": weights,
+                            "verify": verify, "doctor": doctor, "completion": completion}
+ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": ""}  # instead of [MODEL]
+SPOKEN = ("doctor", "completion")  # commands that say themselves what is wrong with the environment, or need none
+EPILOG = """\
+`quire COMMAND --help` lists a command's flags, `quire serve --help=TEXT` those that mention a text. Every option is a
+flag and an environment variable: --max-model-len 32k or QUIRE_MAX_MODEL_LEN=32k. Flags of vLLM are understood.
+"""
 
 
 def build_parser() -> FlagParser:
     """The parser of the whole command line."""
-    parser = FlagParser(prog="quire", description="Quire: an LLM inference engine.", add_help=False,
-                        usage="quire COMMAND [MODEL] [flags]")
-    parser.add_argument("-h", "--help", action=_WholeHelp, dest=argparse.SUPPRESS, help="show this")
-    parser.add_argument("--version", action="version", version=f"quire {__version__}", help="show the version")
+    parser = FlagParser(prog="quire", description="Quire: an LLM inference and serving engine.", epilog=EPILOG,
+                        add_help=False, usage="quire COMMAND [MODEL] [flags]")
+    parser.add_argument("-h", "--help", action="help", help="show this")
+    parser.add_argument("--version", "-v", action="version", version=f"quire {__version__}", help="show the version")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(prog="quire", dest="command", metavar="COMMAND", title="commands",
                                      parser_class=FlagParser)
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY,
-                                      usage=f"quire {name} {'KIND' if module is bench else '[MODEL]'} [flags]")
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY, configure=module.configure,
+                                      usage=f"quire {name} {ARGUMENTS.get(name, '[MODEL] ')}[flags]")
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
                              help="show the traceback of an error")
-        module.configure(command)
     return parser
 
 
@@ -56,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(argv)
     except SystemExit as stop:  # argparse: --help, --version, a misused flag
-        return stop.code if isinstance(stop.code, int) else 0
+        return stop.code if isinstance(stop.code, int) else DONE
     except BrokenPipeError:
         _drop_output()
         return UNREAD
@@ -73,17 +63,19 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
-    for line in option_warnings():
-        print(f"quire: warning: {line}", file=sys.stderr)
+    if args.command not in SPOKEN:
+        for line in option_warnings():
+            print(f"quire: warning: {line}", file=sys.stderr)
     try:
         code: int = COMMANDS[args.command].run(args)
         sys.stdout.flush()
         return code
-    except QuireError as error:
+    except (QuireError, MemoryError) as error:
         if args.debug:
             traceback.print_exc()
-        print(f"quire: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return MISUSED if isinstance(error, ConfigError | ModelError | InvalidParameter) else FAILED
+        message = " ".join(str(error).split()) or "the memory does not suffice: use a smaller model or context."
+        print(f"quire: error: {message}", file=sys.stderr)
+        return exit_code(error)
 
 
 def _drop_output() -> None:

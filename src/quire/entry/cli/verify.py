@@ -3,6 +3,7 @@
 import argparse
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
+from quire.contracts.errors import ConfigError
 
 SUMMARY = "compare a model layer by layer with Hugging Face's implementation (needs transformers)"
 
@@ -17,6 +18,8 @@ def configure(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table. Exit code 1 when the two differ."""
     config = engine_config(args)
+    if config.load.load_format == "dummy":
+        raise ConfigError("load_format=dummy makes random weights, which equal no checkpoint's: leave it out.")
     from quire.explain.parity import verify
 
     report = verify(config.model.model, config, args.prompt)

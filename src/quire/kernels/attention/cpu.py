@@ -52,7 +52,7 @@ def paged_attention(
     if decode is not None and decode.rows is not None:
         out[decode.rows] = _decode(q[decode.rows], kv, decode, scale)
     for chunk in plan.chunks:
-        out[chunk.first : chunk.last] = _chunk(q[chunk.first : chunk.last], kv, chunk, scale)
+        out[chunk.first : chunk.last] = attend_chunk(q[chunk.first : chunk.last], kv, chunk, scale)
     return out
 
 
@@ -120,8 +120,8 @@ def _merge(output: Tensor, lse: Tensor, merge: Merge) -> Tensor:
     return torch.mul(output, weights).sum(1).to(output.dtype)
 
 
-def _chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tensor:
-    """q [M, Hq, D], consecutive positions of one sequence -> [M, Hq, D]."""
+def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tensor:
+    """Several rows of one sequence: q [M, Hq, D], consecutive positions of one sequence -> [M, Hq, D]."""
     rows, heads, dim = q.shape
     kv_heads = kv.k.shape[1]
     group = heads // kv_heads

@@ -36,6 +36,12 @@ CASES = (
     Case((3, 1, 9, 1), (3, 30, 25, 1), heads=(6, 2)),
     Case((1, 4, 1), (33, 36, 129), heads=(7, 1), block_size=16, deal="runs"),
     Case((2, 40), (80, 40), heads=(8, 4), head_dim=32, deal="shared"),
+    Case((1, 1, 1), (200, 16, 33), heads=(16, 8), head_dim=128, block_size=16),
+    Case((1, 3, 1), (70, 66, 5), heads=(9, 3), head_dim=64, block_size=32),
+    Case((1, 2), (45, 31), heads=(20, 1), head_dim=256, block_size=16),
+    Case((1, 1), (1030, 512), heads=(4, 2), head_dim=32, block_size=32),
+    Case((4, 1), (600, 513), heads=(3, 1), head_dim=80),
+    Case((70, 1), (300, 20), heads=(4, 2), head_dim=64, block_size=16),
 )
 
 

@@ -73,8 +73,12 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """One sequence with several query rows: rows first..last of the step, positions past..total of the context."""
+    """One sequence with several query rows: rows first..last of the step, positions past..total of the context.
 
+    sequence   its row of the block tables;  blocks   its blocks [n] int64
+    """
+
+    sequence: int
     first: int
     last: int
     past: int
@@ -98,13 +102,7 @@ def plan_step(meta: AttentionMeta, block_size: int) -> StepPlan:
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     single = [s for s in range(len(lengths)) if starts[s + 1] - starts[s] == 1]
     chunks = tuple(
-        ChunkPlan(
-            first=starts[s],
-            last=starts[s + 1],
-            past=length - (starts[s + 1] - starts[s]),
-            total=length,
-            blocks=meta.block_tables[s, : -(-length // block_size)].long(),
-        )
+        plan_chunk(meta, s, starts[s], starts[s + 1], length, block_size)
         for s, length in enumerate(lengths)
         if starts[s + 1] - starts[s] > 1
     )
@@ -112,6 +110,12 @@ def plan_step(meta: AttentionMeta, block_size: int) -> StepPlan:
     plan = StepPlan(decode, chunks)
     meta.plans[block_size] = plan
     return plan
+
+
+def plan_chunk(meta: AttentionMeta, s: int, first: int, last: int, length: int, block_size: int) -> ChunkPlan:
+    """Rows first..last of the step, which end the context of sequence `s`, `length` tokens long."""
+    blocks = meta.block_tables[s, : -(-length // block_size)].long()
+    return ChunkPlan(sequence=s, first=first, last=last, past=length - (last - first), total=length, blocks=blocks)
 
 
 def _plan_decode(single: list[int], starts: list[int], lengths: list[int], tables: Tensor, size: int) -> DecodePlan:

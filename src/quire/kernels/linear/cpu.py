@@ -33,3 +33,8 @@ def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     if packed.layout is torch.strided:  # oneDNN kept the plain layout
         return F.linear(x, packed, bias)
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def run_float(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return run(x, packed, bias).float()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-SHAPES = ((1, 8, 8), (3, 40, 24), (8, 96, 256), (65, 129, 64))  # (T, N, K)
+SHAPES = ((1, 8, 8), (3, 40, 24), (8, 96, 256), (65, 129, 64), (33, 64, 320), (700, 48, 1056))  # (T, N, K)
 
 
 def make(shape: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,5 +14,10 @@ def pack(weight: Tensor) -> Tensor:
 
 def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """See `quire.kernels.linear`."""
+    return run_float(x, packed, bias).to(x.dtype)
+
+
+def run_float(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
     product = x.float() @ packed.float().t()
-    return (product if bias is None else product + bias.float()).to(x.dtype)
+    return product if bias is None else product + bias.float()

@@ -2,7 +2,5 @@
 
 rms_norm(x [..., D], weight [D] or [H, D] with x [..., H, D], eps) -> [..., D]
     y = x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in x's dtype (Zhang & Sennrich, 2019).
-add_rms_norm(x [T, D], residual [T, D], weight [D], eps) -> (y, s)
-    s = x + residual in x's dtype, y = rms_norm(s). Inputs are left as they are.
 A weight of two dimensions gives each head its own, so that q and k are normalized in one call.
 """

@@ -14,9 +14,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.dim() == 1:
         return F.rms_norm(x, width, weight, eps)
     return F.rms_norm(x, width, None, eps).mul_(weight)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.norm`."""
-    total = x + residual
-    return F.rms_norm(total, total.shape[-1:], weight, eps), total

@@ -7,9 +7,9 @@ SHAPES = ((1, 8), (3, 64), (7, 100), (64, 1024))  # [T, D]
 HEAD_SHAPES = ((1, 3, 16), (5, 24, 64))  # [T, H, D]
 
 
-def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual of `shape` and a weight over its last dimension (last two when there are three)."""
+def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """x of `shape` and a weight over its last dimension (last two when there are three)."""
     generator = torch.Generator().manual_seed(seed)
-    x, residual = (torch.randn(shape, generator=generator).mul_(3).to(dtype) for _ in range(2))
+    x = torch.randn(shape, generator=generator).mul_(3).to(dtype)
     weight = torch.rand(shape[1:], generator=generator).add_(0.5).to(dtype)
-    return x, residual, weight
+    return x, weight

@@ -37,6 +37,9 @@ class Filters:
 
 def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits [R, V] -> (tokens [R] int64, best [R] the largest logit, NaN if the row holds one)."""
+    if logits.device.type == "cpu":  # numpy's takes no threads, which would spin on after it beside the next step
+        tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
+        return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     best, tokens = logits.max(dim=-1)
     return tokens, best
 

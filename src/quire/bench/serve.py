@@ -1,0 +1,171 @@
+"""A load on a running server, and what came of it: latencies, throughput, goodput, errors by kind.
+
+The result's names are those of `vllm bench serve`, so that whatever reads its files reads ours.
+"""
+
+import asyncio
+import math
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from quire.bench.serve_client import Client, Record
+from quire.bench.serve_load import Ask, arrivals
+from quire.contracts.errors import ConfigError
+
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+BUSY = 0.8  # share of a core above which the client itself may be what limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """When requests are sent: at `rate` per second, never more than `max_concurrency` at once."""
+
+    rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The requests that ended; those that an interrupt cut off are not among them."""
+
+    records: list[Record] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    interrupted: bool = False
+
+
+async def drive(client: Client, asks: Sequence[Ask], pace: Pace, on_end: Callable[[], None] = lambda: None) -> Run:
+    """Send every request at its time and wait for all; Ctrl-C ends it early and keeps what there is."""
+    run, stop = Run(), asyncio.Event()
+    gate = asyncio.Semaphore(pace.max_concurrency or len(asks) or 1)
+    loop = asyncio.get_running_loop()
+    with suppress(NotImplementedError):  # a loop without signal support; Ctrl-C then ends the program
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+    began, cpu = perf_counter(), time.process_time()
+
+    async def one(ask: Ask, late: float) -> None:
+        async with gate:
+            run.records.append(await client.send(ask, late))
+            on_end()
+
+    async def all_of_them() -> None:
+        async with asyncio.TaskGroup() as group:
+            for ask, due in zip(asks, arrivals(len(asks), pace.rate, pace.burstiness, pace.seed), strict=True):
+                wait = began + due - perf_counter()
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                group.create_task(one(ask, max(0.0, perf_counter() - began - due)))
+
+    work, stopped = asyncio.ensure_future(all_of_them()), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+        run.interrupted = not work.done()
+    finally:
+        stopped.cancel()
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+        with suppress(NotImplementedError):
+            loop.remove_signal_handler(signal.SIGINT)
+    run.seconds, run.cpu_seconds = perf_counter() - began, time.process_time() - cpu
+    return run
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """ "ttft:200" and the like to {name: milliseconds}; e2e means e2el. Raises `ConfigError`."""
+    bounds = {}
+    for pair in pairs:
+        name, colon, value = pair.partition(":")
+        name = {"e2e": "e2el"}.get(name, name)
+        if name not in ("ttft", "tpot", "e2el") or not colon or not value.replace(".", "", 1).isdigit():
+            raise ConfigError(f"--goodput {pair}: must be ttft:MS, tpot:MS or e2e:MS.")
+        bounds[name] = float(value)
+    return bounds
+
+
+def summarize(run: Run, percentiles: Sequence[float], goodput: dict[str, float]) -> dict[str, Any]:
+    """The result of a run: counts, rates per second, latencies in milliseconds, the client's own cost."""
+    done = [record for record in run.records if record.error is None]
+    seconds, num_events = max(run.seconds, 1e-9), sum(record.num_events for record in run.records)
+    num_input, num_output = sum(r.num_input for r in done), sum(r.num_output for r in done)
+    result: dict[str, Any] = {
+        "duration": round(run.seconds, 4),
+        "completed": len(done),
+        "failed": len(run.records) - len(done),
+        "errors": dict(Counter(record.error for record in run.records if record.error is not None)),
+        "interrupted": run.interrupted,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "tokens_counted_by": "server" if all(record.counted for record in done) else "events",
+        "request_throughput": round(len(done) / seconds, 3),
+        "output_throughput": round(num_output / seconds, 2),
+        "total_token_throughput": round((num_input + num_output) / seconds, 2),
+        "tokens_per_event": round(num_output / max(1, sum(r.num_events for r in done)), 2),
+    }
+    latencies = {name: [_latency(record, name) for record in done] for name in ("ttft", "tpot", "e2el")}
+    if goodput:
+        met = [all((latencies[name][i] or 0.0) <= bound for name, bound in goodput.items()) for i in range(len(done))]
+        result |= {"goodput_bounds_ms": goodput, "request_goodput": round(sum(met) / seconds, 3)}
+    latencies["itl"] = [1000 * gap for record in done for gap in record.gaps]
+    for name in LATENCIES:
+        result |= _describe(name, [value for value in latencies[name] if value is not None], percentiles)
+    return result | {
+        "max_send_delay_ms": round(1000 * max((record.late for record in run.records), default=0.0), 2),
+        "client_cpu_share": round(run.cpu_seconds / seconds, 3),
+        "client_cpu_us_per_event": round(1e6 * run.cpu_seconds / max(1, num_events), 1),
+    }
+
+
+def _latency(record: Record, name: str) -> float | None:
+    """Milliseconds; None when the request has no such time."""
+    if name == "e2el":
+        return 1000 * (record.ended - record.started)
+    if record.first is None:
+        return None
+    if name == "ttft":
+        return 1000 * (record.first - record.started)
+    return 1000 * (record.ended - record.first) / (record.num_output - 1) if record.num_output > 1 else None
+
+
+def _describe(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    ordered = sorted(values)
+    row: dict[str, float | None] = {
+        f"mean_{name}_ms": round(statistics.fmean(ordered), 3) if ordered else None,
+        f"median_{name}_ms": percentile(ordered, 50),
+        f"std_{name}_ms": round(statistics.pstdev(ordered), 3) if ordered else None,
+    }
+    return row | {f"p{p:g}_{name}_ms": percentile(ordered, p) for p in percentiles}
+
+
+def percentile(ordered: Sequence[float], p: float) -> float | None:
+    """The p-th percentile (0 to 100) of sorted values, linear between neighbours; None of nothing."""
+    if not ordered:
+        return None
+    place = (len(ordered) - 1) * p / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return round(ordered[low] + (ordered[high] - ordered[low]) * (place - low), 3)
+
+
+def remarks(result: dict[str, Any], asks: Sequence[Ask]) -> list[str]:
+    """What a reader of the result should know before believing it."""
+    lines = []
+    if result["tokens_counted_by"] == "events":
+        lines.append("the server sent no usage: output tokens are events, input tokens are unknown.")
+    if result["tokens_per_event"] > 1.05:
+        lines.append(f"events carry {result['tokens_per_event']} tokens: ITL is the time between events.")
+    asked = statistics.fmean(ask.max_tokens for ask in asks) if asks else 0.0
+    if result["completed"] and result["total_output_tokens"] / result["completed"] < 0.95 * asked:
+        lines.append("answers ended before their length: --ignore-eos makes them as long as asked.")
+    if result["client_cpu_share"] > BUSY:
+        lines.append(f"this client used {result['client_cpu_share']:.0%} of a core: it may be what limits.")
+    return lines

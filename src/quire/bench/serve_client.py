@@ -1,0 +1,191 @@
+"""One streamed request to an OpenAI-compatible server, timed. Knows events and tokens, nothing of arrival rates."""
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.bench.serve_load import Ask
+from quire.contracts.errors import ConfigError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+DONE = b"[DONE]"
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What became of one request. Times in seconds on one monotonic clock.
+
+    gaps         between events with text, first to last
+    num_output   tokens, as the server counted them; without its count, events (`counted` is False then)
+    error        what went wrong, as a short kind
+    """
+
+    started: float
+    late: float = 0.0
+    first: float | None = None
+    ended: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    num_events: int = 0
+    num_input: int = 0
+    num_output: int = 0
+    counted: bool = False
+    error: str | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    def has_token(self) -> bool:
+        """Whether this is more than the announcement of a role; a text completion's choice always is."""
+        d = self.delta
+        return d is None or bool(d.content or d.reasoning or d.reasoning_content or d.tool_calls)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where and how to ask. `extra` is merged into every body."""
+
+    base_url: str
+    endpoint: str
+    model: str
+    chat: bool
+    headers: dict[str, str]
+    extra: dict[str, Any]
+    timeout: float = 6 * 3600.0
+    insecure: bool = False
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """The JSON of one request."""
+        body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        if self.chat:
+            given = isinstance(ask.prompt, list)
+            body["messages"] = ask.prompt if given else [{"role": "user", "content": ask.prompt}]
+            body["max_completion_tokens"] = ask.max_tokens
+        else:
+            body |= {"prompt": ask.prompt, "max_tokens": ask.max_tokens}
+        return body | self.extra
+
+
+class Client:
+    """Sends requests over as many connections as there are at once; an async context manager.
+
+    Raises `ConfigError` when aiohttp, the client library of the `bench` extra, is not installed.
+    """
+
+    def __init__(self, target: Target) -> None:
+        try:
+            import aiohttp
+        except ImportError:
+            raise ConfigError("`quire bench serve` needs aiohttp: pip install 'quire[bench]'.") from None
+        self.target = target
+        self._library, self._errors = aiohttp, aiohttp.ClientError
+
+    async def __aenter__(self) -> "Client":
+        target, library = self.target, self._library
+        self._session = library.ClientSession(
+            headers={"Content-Type": "application/json", **target.headers},
+            connector=library.TCPConnector(limit=0, ssl=not target.insecure),
+            timeout=library.ClientTimeout(total=target.timeout, sock_connect=30),
+        )
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._session.close()
+
+    async def first_model(self) -> str:
+        """The name of the first model that the server lists; `ConfigError` when it does not say."""
+        url = f"{self.target.base_url}/v1/models"
+        try:
+            async with self._session.get(url) as response:
+                if response.status != 200:
+                    raise ConfigError(f"{url} answers {response.status}: name the model with --model.")
+                listed = await response.json(content_type=None)
+                return str(listed["data"][0]["id"])
+        except (self._errors, TimeoutError, OSError) as error:
+            raise ConfigError(f"no server at {self.target.base_url}: {error}.") from None
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(f"{url} lists no model: name one with --model.") from None
+
+    async def send(self, ask: Ask, late: float = 0.0) -> Record:
+        """Run one request to its end. Never raises for what the server does: see `Record.error`."""
+        target = self.target
+        body = msgspec.json.encode(target.body(ask))
+        record = Record(started=perf_counter(), late=late)
+        try:
+            async with self._session.post(target.base_url + target.endpoint, data=body) as response:
+                if response.status != 200:
+                    record.error = f"HTTP {response.status}"
+                else:
+                    await _read(response.content, record)
+        except TimeoutError:
+            record.error = "timeout"
+        except (self._errors, OSError) as error:
+            record.error = type(error).__name__
+        except msgspec.MsgspecError:
+            record.error = "an event that is no completion"
+        record.ended = perf_counter()
+        if not record.counted:
+            record.num_output = record.num_events
+        return record
+
+
+async def _read(content: "aiohttp.StreamReader", record: Record) -> None:
+    rest, last, finished = b"", record.started, False
+    async for chunk in content.iter_any():
+        now = perf_counter()
+        *events, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            data = event.partition(b"data:")[2].strip()
+            if not data:
+                continue  # a comment that keeps the connection alive
+            if data == DONE:
+                finished = True
+            elif _note(_DECODER.decode(data), record):
+                if record.first is None:
+                    record.first = now
+                else:
+                    record.gaps.append(now - last)
+                last = now
+                record.num_events += 1
+    if not finished and record.error is None:
+        record.error = "the stream broke off"
+
+
+def _note(event: _Event, record: Record) -> bool:
+    """Take an event's usage and error; returns whether it brought tokens."""
+    if event.error is not None:
+        kind = event.error.get("type") if isinstance(event.error, dict) else None
+        record.error = f"error event {kind or ''}".strip()
+    if event.usage is not None:
+        record.counted = True
+        record.num_input, record.num_output = event.usage.prompt_tokens, event.usage.completion_tokens
+    for choice in event.choices:
+        if choice.has_token():
+            return True
+    return False

@@ -1,0 +1,101 @@
+"""What a server is asked in a benchmark, and when: random prompts or a file of them, arrivals at a rate.
+
+Knows nothing of HTTP. Prompts for completions are token ids, so that their length is exact with any tokenizer; prompts
+for chat are words, and the server's own count is what gets reported.
+"""
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.contracts.errors import ConfigError
+
+LOW_ID, HIGH_ID = 1000, 8000  # ids that nearly every vocabulary has, above special tokens
+WORDS = ("time year people way day man thing woman life child world school state family student group country problem "
+         "hand part place case week company system program question work night point home water room mother area "
+         "money story fact month lot right study book eye job word business issue side kind head house service friend "
+         "father power hour game line end member law car city name team minute idea body back face level office door "
+         "health art war history party result change morning reason research girl moment air force").split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request: a text, token ids, or a conversation's messages, and how many tokens to answer at most."""
+
+    prompt: str | list[int] | list[dict[str, Any]]
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomLoad:
+    """Random prompts. Lengths are drawn from [len * (1 - ratio), len * (1 + ratio)]; the prefix is one for all."""
+
+    input_len: int = 1024
+    output_len: int = 128
+    input_ratio: float = 0.0
+    output_ratio: float = 0.0
+    prefix_len: int = 0
+    as_text: bool = False
+
+    def draw(self, count: int, seed: int) -> list[Ask]:
+        """The same `count` requests for the same seed."""
+        rng = random.Random(seed)
+        prefix = self._piece(rng, self.prefix_len)
+        asks = []
+        for _ in range(count):
+            num_in = _spread(rng, self.input_len, self.input_ratio)
+            num_out = _spread(rng, self.output_len, self.output_ratio)
+            piece = prefix + self._piece(rng, num_in)
+            asks.append(Ask(prompt=" ".join(map(str, piece)) if self.as_text else piece, max_tokens=num_out))
+        return asks
+
+    def _piece(self, rng: random.Random, length: int) -> list[Any]:
+        return rng.choices(WORDS, k=length) if self.as_text else [rng.randrange(LOW_ID, HIGH_ID) for _ in range(length)]
+
+
+def _spread(rng: random.Random, length: int, ratio: float) -> int:
+    return max(1, rng.randint(math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))))
+
+
+def read_load(path: Path, output_len: int, count: int, *, chat: bool) -> list[Ask]:
+    """`count` requests of a JSON-lines file, from the start again when it has fewer.
+
+    A line is {"prompt": text or ids} or, for chat, {"messages": [...]}, with "max_tokens" or "output_tokens" if its
+    own bound is to hold instead of `output_len`. Raises `ConfigError` with the line that is wrong.
+    """
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dataset-path {path}: {error}.") from None
+    asks = [_parse(line, f"{path}:{number}", output_len, chat) for number, line in enumerate(lines, 1)]
+    if not asks:
+        raise ConfigError(f"--dataset-path {path}: the file holds no request.")
+    return [asks[i % len(asks)] for i in range(count)]
+
+
+def _parse(line: str, where: str, output_len: int, chat: bool) -> Ask:
+    try:
+        row = json.loads(line)
+        prompt = row.get("messages") if chat and "messages" in row else row["prompt"]
+        bound = int(row.get("max_tokens") or row.get("output_tokens") or output_len)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ConfigError(f'{where}: not a JSON object with "prompt"{" or messages" if chat else ""}.') from None
+    if chat and isinstance(prompt, list) and not all(isinstance(message, dict) for message in prompt):
+        raise ConfigError(f"{where}: token ids cannot be chat messages; use --backend openai.")
+    return Ask(prompt=prompt, max_tokens=bound)
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> Sequence[float]:
+    """Seconds after the start at which each request is sent: a Poisson process for burstiness 1 (gamma-distributed
+    gaps otherwise: below 1 in bursts, above 1 more evenly); all at once for an infinite rate."""
+    if math.isinf(rate):
+        return [0.0] * count
+    rng, now, times = random.Random(seed), 0.0, []
+    for _ in range(count):
+        times.append(now)
+        now += rng.gammavariate(burstiness, 1.0 / (rate * burstiness))
+    return times

@@ -1,0 +1,149 @@
+"""Where the value of an option comes from: the command line, else the environment, else a file, else its default.
+
+Knows precedence and origins; the spellings of values are known by `texts.py`, flags by `flags.py`.
+"""
+
+import difflib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.config.env import hf_token, option_texts, unknown_variables, variable
+from quire.config.file import read_config_file
+from quire.config.peer_args import Given, PeerOutcome, file_peer_flag, given_peer_flags, judge, refuse
+from quire.config.peer_flags import PEER_FLAGS
+from quire.config.texts import option_parser, read_value
+from quire.contracts.errors import ConfigError
+
+FLAG, ORIGIN = "option.", "origin."  # of our names in the namespace: values, and the spelling that brought each
+CONFIG_FILE = "config_file"
+SECRETS = ("api_key", "hf_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options by name, those that were given; where each came from; and lines about flags that change nothing."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, name: str, value: Any, origin: str) -> None:
+        """Set an option, above whatever was there."""
+        self.values[name], self.origins[name] = value, origin
+
+    def describe(self, options: Iterable[tuple[str, Field[Any]]]) -> str:
+        """Every option, given or not, as a file for --config with the origins as comments; secrets are not shown."""
+        lines: list[str] = []
+        for title, option in options:
+            if f"# {title}" not in lines:
+                lines += [""] * bool(lines) + [f"# {title}"]
+            given = option.name in self.values
+            value = self.values[option.name] if given else option.default
+            origin = self.origins[option.name] if given else "default"
+            line = f"{option.name.replace('_', '-')}: {json.dumps(value)}"
+            if option.name in SECRETS and value:
+                line = f"# {option.name.replace('_', '-')}: ***"
+            lines.append(f"{line:<44} # {origin}")
+        return "\n".join(lines)
+
+
+def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Collection[str]) -> Settings:
+    """The settings that a parsed command line, the environment and the file of --config give.
+
+    options   all there are;  own   names of those that the command takes
+    Raises `ConfigError` for a value that does not parse, an unknown name, a flag of vLLM's that cannot be met, or
+    two models.
+    """
+    by_name = {option.name: option for option in options}
+    _refuse_unknown_variables(by_name)
+    found = Settings(values={}, origins={})
+    if token := hf_token():
+        found.put("hf_token", token, "environment variable HF_TOKEN")
+    path = namespace.get(CONFIG_FILE)
+    in_file = _read_file(Path(path), by_name, found) if path else []
+    given = given_peer_flags(namespace)
+    below, above = judge(in_file, besides=given), judge(given)
+    refuse(below.refusals + above.refusals)
+    _put_aliases(found, below, by_name)
+    for name, text in option_texts(own).items():
+        source = f"environment variable {variable(name)}"
+        found.put(name, _parsed(by_name[name], text, source), source)
+    _put_aliases(found, above, by_name)
+    for place, value in namespace.items():
+        if place.startswith(FLAG):
+            name = place.removeprefix(FLAG)
+            found.put(name, value, f"flag {namespace[ORIGIN + name]}")
+    _name_model(namespace, found)
+    found.notes.extend(below.notes + above.notes)
+    return found
+
+
+def _put_aliases(found: Settings, outcome: PeerOutcome, options: Mapping[str, Field[Any]]) -> None:
+    for name, (value, spelling) in outcome.values.items():
+        found.put(name, _parsed(options[name], value, spelling) if isinstance(value, str) else value, spelling)
+
+
+def _refuse_unknown_variables(known: Iterable[str]) -> None:
+    for name, near in unknown_variables(known).items():
+        if near is not None:
+            raise ConfigError(f"environment variable {name} is not known: did you mean {near}?")
+
+
+def _parsed(option: Field[Any], text: str, source: str) -> Any:
+    try:
+        value = option_parser(option)(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}.") from None
+    choices = option.metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigError(f"{source}: {value!r} is not one of {', '.join(choices)}.")
+    return value
+
+
+def _read_file(path: Path, options: Mapping[str, Field[Any]], found: Settings) -> list[Given]:
+    """Fill in what a file holds of our options; returns what it holds of vLLM's flags."""
+    peer: list[Given] = []
+    spellings = _spellings(options)
+    for key, value in read_config_file(path).items():
+        off = key.startswith("no-") and isinstance(value, bool) and key[3:] in spellings
+        option = spellings.get(key[3:] if off else key)
+        if option is not None:
+            try:
+                found.put(option.name, read_value(option, not value if off else value), f"file {path}")
+            except ValueError as error:
+                raise ConfigError(f"--config {path}: {key}: {error}.") from None
+            continue
+        theirs = file_peer_flag(key, value)
+        if theirs is None:
+            known = [*spellings, *(flag.name[2:] for flag in PEER_FLAGS)]
+            near = difflib.get_close_matches(key, known, n=1)
+            raise ConfigError(f"--config {path}: {key} is not known."
+                              + (f" Did you mean {near[0]}?" if near else " `quire serve --help` lists the options."))
+        peer.append(Given(theirs.flag, f"{path}: {theirs.spelling}", theirs.text))
+    return peer
+
+
+def _spellings(options: Mapping[str, Field[Any]]) -> dict[str, Field[Any]]:
+    """Key in a file -> its option, under every spelling of its flag."""
+    spelt = {name.replace("_", "-"): option for name, option in options.items()}
+    extra = {flag[2:]: option for option in options.values() for flag in option.metadata["flags"]}
+    return spelt | extra
+
+
+def _name_model(namespace: Mapping[str, Any], found: Settings) -> None:
+    """The positional argument MODEL is the option `model`."""
+    positional = namespace.get("model_argument")
+    if positional is not None:
+        named = namespace.get(FLAG + "model", positional)
+        if named != positional:
+            raise ConfigError(f"two models are named, {positional!r} and --model {named!r}: name one.")
+        found.put("model", positional, "argument MODEL")
+    for name in ("served_model_name", "api_key"):
+        taken = namespace.get(FLAG + name, ())
+        if "model" not in found.values and len(taken) > 1 and "/" in taken[-1]:
+            raise ConfigError(f"--{name.replace('_', '-')} takes every text that follows, and no model is named: put "
+                              f"the model first, or give it with --model.")
+

@@ -1,0 +1,124 @@
+"""From the texts that people type to the values of options, whatever the texts come from.
+
+Knows the spellings (sizes with suffixes, switches, lists, JSON) and which option takes which. Knows neither argparse
+nor the environment nor files.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Any
+
+SIZE = re.compile(r"(-?\d+(?:\.\d+)?)(?:([kKmMgGtT])(i?)B?)?")
+POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+AUTO = ("auto", "-1")  # spellings of "not set" for max_model_len
+LIST = tuple[str, ...]
+OBJECT = dict[str, Any] | None
+
+
+def parse_size(text: str) -> int:
+    """A whole number, with a suffix if you like: 32k = 32,000, 32K = 32Ki = 32,768; also m/M, g/G, t/T.
+
+    Raises ValueError for anything else, a fraction of one included.
+    """
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no whole number such as 32768, 32k (32,000) or 32K (32,768)")
+    number, suffix, binary = match.groups()
+    base = 1024 if suffix and (suffix.isupper() or binary) else 1000
+    value = float(number) * base ** POWERS[suffix.lower()] if suffix else float(number)
+    if value != int(value) or ("." in number and not suffix):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(value) if suffix else int(number)
+
+
+def parse_number(text: str) -> float:
+    """A number; raises ValueError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number") from None
+
+
+def parse_bool(text: str) -> bool:
+    """1, true, yes, on or 0, false, no, off; raises ValueError."""
+    if text.lower() in TRUE + FALSE:
+        return text.lower() in TRUE
+    raise ValueError(f"{text!r} is neither {'/'.join(TRUE)} nor {'/'.join(FALSE)}")
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object; raises ValueError."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is no JSON object such as {{\"temperature\": 0.5}}")
+    return value
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Several texts: separated by commas, or a JSON list of strings; raises ValueError."""
+    if not text.lstrip().startswith("["):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return parse_item(text)
+
+
+def parse_item(text: str) -> tuple[str, ...]:
+    """One text as it is, or a JSON list of strings; raises ValueError."""
+    if not text.lstrip().startswith("["):
+        return (text,)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is no JSON ({error})") from None
+    if not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{text!r} is no list of strings")
+    return tuple(value)
+
+
+def parse_length(text: str) -> int | None:
+    """A context length: a size, or -1 or auto for the longest that the model and the memory allow (None)."""
+    return None if text in AUTO else parse_size(text)
+
+
+PARSERS: dict[Any, Callable[[str], Any]] = {
+    bool: parse_bool, str: str, str | None: str, int: parse_size, int | None: parse_size, float: parse_number,
+    float | None: parse_number, OBJECT: parse_object, LIST: parse_list}
+METAVARS: dict[Any, str] = {str: "TEXT", str | None: "TEXT", int: "N", int | None: "N", float: "X", float | None: "X",
+                            OBJECT: "JSON", LIST: "TEXT"}
+
+
+def option_parser(option: Field[Any]) -> Callable[[str], Any]:
+    """From a text to the option's value; raises ValueError."""
+    return parse_length if option.name == "max_model_len" else PARSERS[option.type]
+
+
+def read_value(option: Field[Any], value: object) -> Any:
+    """The option's value from a YAML or JSON value, a text as in a flag included; raises ValueError."""
+    kind = option.type
+    optional = kind in (str | None, int | None, float | None, OBJECT)
+    if value is None and optional:
+        return None
+    if isinstance(value, str):
+        return (value,) if kind == LIST and not value.lstrip().startswith("[") else option_parser(option)(value)
+    if kind == LIST and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if kind == OBJECT and isinstance(value, dict):
+        return value
+    if isinstance(value, bool):
+        if kind is bool:
+            return value
+    elif isinstance(value, int) and kind in (int, int | None):
+        return option_parser(option)(str(value))
+    elif isinstance(value, (int, float)) and kind in (float, float | None):
+        return float(value)
+    raise ValueError(f"{value!r} is {_NOT.get(kind, 'no text: put it in quotes')}")
+
+
+_NOT: dict[Any, str] = {bool: "neither true nor false", int: "no whole number", int | None: "no whole number",
+                        float: "no number", float | None: "no number", OBJECT: "no mapping",
+                        LIST: "no list of texts: put each in quotes"}

@@ -1,0 +1,56 @@
+"""An engine core on the mock executor, sized like a model's: what `--device mock` runs.
+
+Every request gets the tokens that `mock_tokens` says; a step takes as long as the configuration says. Reads a model's
+config.json for its vocabulary and context, and no weights. Never imports torch.
+"""
+
+from pathlib import Path
+
+from quire.config.checkpoint import read_checkpoint_config
+from quire.config.engine import EngineConfig
+from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.errors import ConfigError
+from quire.engine.core import EngineCore
+from quire.engine.mock_executor import MockExecutor
+from quire.kv.allocator import KVAllocator
+from quire.kv.hashing import namespace_digest
+from quire.kv.pool import BlockPool
+
+BLOCK_SIZE = 32
+MAX_BLOCKS = 65_536  # by default: two million tokens
+
+
+def build_mock_core(config: EngineConfig, folder: Path) -> EngineCore:
+    """A core for the vocabulary and context of the model in `folder`.
+
+    Raises `ConfigError` when max_model_len exceeds the model's context or the blocks asked for.
+    """
+    args = read_checkpoint_config(folder)
+    scheduler, size = config.scheduler, config.cache.block_size or BLOCK_SIZE
+    length = config.model.max_model_len or args.max_position_embeddings
+    if length > args.max_position_embeddings:
+        raise ConfigError(f"max_model_len={length} exceeds the model's context of {args.max_position_embeddings}.")
+    full = -(-length // size)
+    num_blocks = config.cache.num_gpu_blocks_override or max(full, min(scheduler.max_num_seqs * full, MAX_BLOCKS))
+    if num_blocks < full:
+        raise ConfigError(f"max_model_len={length} needs {full} blocks of {size}: raise num_gpu_blocks_override.")
+    executor = MockExecutor(
+        num_slots=scheduler.max_num_seqs,
+        num_blocks=num_blocks,
+        block_size=size,
+        vocab_size=args.vocab_size,
+        max_model_len=length,
+        depth=config.device.async_depth or 1,
+        verify=False,
+        answers=True,
+        step_seconds=config.device.mock_step_ms / 1000,
+    )
+    component = KVComponent("mock", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
+    geometry = KVGeometry(block_size=size, groups=(KVGroup(layers=(0,), components=(component,)),))
+    return EngineCore(
+        executor,
+        scheduler,
+        KVAllocator(BlockPool(num_blocks), geometry, num_slots=scheduler.max_num_seqs),
+        root_key=namespace_digest(model="mock", revision="", dtype="float32", block_size=size, geometry=geometry),
+        prefix_caching=config.cache.enable_prefix_caching,
+    )

@@ -1,0 +1,232 @@
+"""`quire bench serve`: a load on any OpenAI-compatible server. Flags are spelled as in `vllm bench serve`."""
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.config.flags import FlagParser
+from quire.contracts.errors import ConfigError
+from quire.entry.cli.table import format_table
+from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED
+from quire.observe.progress import Progress
+
+if TYPE_CHECKING:
+    from quire.bench.serve import Run
+    from quire.bench.serve_client import Client, Target
+    from quire.bench.serve_load import Ask
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+def configure(parser: FlagParser) -> None:
+    """Add the flags."""
+    target = parser.add_argument_group("server")
+    target.add_argument("--base-url", "--url", metavar="URL", help="the server (default: http://HOST:PORT)")
+    target.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    target.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    target.add_argument("--backend", choices=("openai", "openai-chat", "vllm", "quire"), default="openai",
+                        help="openai-chat: chat completions; all others: completions")
+    target.add_argument("--endpoint", metavar="PATH", help="completions, chat, or a path (default: by --backend)")
+    target.add_argument("--model", help="the model's name (default: the first that the server lists)")
+    target.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    target.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="more headers")
+    target.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
+    target.add_argument("--timeout", type=float, default=6 * 3600.0, metavar="S", help="of a whole request")
+    _configure_load(parser.add_argument_group("load"))
+    _configure_result(parser.add_argument_group("result"))
+
+
+def _configure_load(load: Any) -> None:
+    load.add_argument("--dataset-name", "--dataset", default="random", metavar="NAME",
+                      help="random, or custom with --dataset-path, or a file (default: random)")
+    load.add_argument("--dataset-path", type=Path, metavar="FILE", help='JSON lines of {"prompt": ...}')
+    load.add_argument("--random-input-len", "--input-len", type=int, default=1024, metavar="N")
+    load.add_argument("--random-output-len", "--output-len", type=int, default=128, metavar="N",
+                      help="tokens to generate, for lines of a file that do not say, too")
+    load.add_argument("--random-range-ratio", default="0", metavar="X",
+                      help='lengths vary by this share, 0 to 1; {"input": X, "output": Y} for each')
+    load.add_argument("--random-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts share")
+    load.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="default: %(default)s")
+    load.add_argument("--num-warmups", "--warmup", type=int, default=0, metavar="N", help="requests before the clock")
+    load.add_argument("--request-rate", type=float, default=math.inf, metavar="X",
+                      help="requests per second, as a Poisson process (default: inf, all at once)")
+    load.add_argument("--burstiness", type=float, default=1.0, metavar="X", help="below 1: in bursts; above: evenly")
+    load.add_argument("--max-concurrency", type=int, metavar="N", help="requests at once")
+    load.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
+    load.add_argument("--ignore-eos", action="store_true", help="answers as long as asked")
+    load.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
+    load.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="merged into every request")
+
+
+def _configure_result(result: Any) -> None:
+    result.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
+                        help="count requests within ttft:MS tpot:MS e2e:MS")
+    result.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="NAMES",
+                        help="latencies in the table (default: %(default)s)")
+    result.add_argument("--metric-percentiles", default="90,95,99", metavar="NUMBERS", help="default: %(default)s")
+    result.add_argument("--save-result", action="store_true", help="write the JSON to a file of a telling name")
+    result.add_argument("--result-filename", metavar="NAME", help="that name")
+    result.add_argument("--result-dir", type=Path, default=Path("."), metavar="DIR", help="its folder")
+    result.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drive the load, print the result; 1 when every request failed, 130 after Ctrl-C."""
+    from quire.bench.serve import parse_goodput, remarks, summarize
+    from quire.bench.serve_client import Client
+
+    percentiles = _numbers(args.metric_percentiles)
+    goodput = parse_goodput(args.goodput)
+    names = _latency_names(args.percentile_metrics)
+    asks, warmups = _load(args)
+    client = Client(_target(args))
+    done, model = asyncio.run(_drive(args, client, asks, warmups))
+    result = _settings(args, model) | summarize(done, percentiles, goodput)
+    if args.save_result or args.out is not None:
+        _save(args, result)
+    print(json.dumps(result, indent=1) if args.json else _report(result, names, percentiles))
+    for line in remarks(result, asks):
+        print(f"quire: note: {line}", file=sys.stderr)
+    if done.interrupted:
+        return INTERRUPTED
+    return DONE if result["completed"] else FAILED
+
+
+async def _drive(args: argparse.Namespace, client: "Client", asks: "list[Ask]",
+                 warmups: "list[Ask]") -> "tuple[Run, str]":
+    from dataclasses import replace
+
+    from quire.bench.serve import Pace, drive
+
+    async with client:
+        if not args.model:
+            client.target = replace(client.target, model=await client.first_model())
+        await drive(client, warmups, Pace(max_concurrency=args.max_concurrency))
+        pace = Pace(rate=args.request_rate, burstiness=args.burstiness, max_concurrency=args.max_concurrency,
+                    seed=args.seed)
+        shown = not args.disable_tqdm
+        with Progress("Requests", len(asks), enabled=shown, unit="requests") as progress:
+            return await drive(client, asks, pace, lambda: progress.advance(1)), client.target.model
+
+
+def _load(args: argparse.Namespace) -> "tuple[list[Ask], list[Ask]]":
+    """The measured requests, and others of the same kind to warm up with."""
+    from quire.bench.serve_load import RandomLoad, read_load
+
+    for name in ("num_prompts", "random_input_len", "random_output_len", "request_rate", "burstiness", "timeout"):
+        if not vars(args)[name] > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {vars(args)[name]}: must be above 0.")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(f"--max-concurrency {args.max_concurrency}: must be at least 1.")
+    count, chat, name = args.num_prompts, _is_chat(args), args.dataset_name
+    if name == "random":
+        ratios = _ratios(args.random_range_ratio)
+        load = RandomLoad(input_len=args.random_input_len, output_len=args.random_output_len, as_text=chat,
+                          input_ratio=ratios[0], output_ratio=ratios[1], prefix_len=args.random_prefix_len)
+        drawn = load.draw(count + args.num_warmups, args.seed)
+    else:
+        path = args.dataset_path if name == "custom" else Path(name)
+        if path is None or not path.is_file():
+            raise ConfigError(f"--dataset-name {name}: must be random, custom with --dataset-path FILE, or a file.")
+        drawn = read_load(path, args.random_output_len, count + args.num_warmups, chat=chat)
+    return drawn[:count], drawn[count:]
+
+
+def _is_chat(args: argparse.Namespace) -> bool:
+    return "chat" in args.endpoint if args.endpoint else bool(args.backend == "openai-chat")
+
+
+def _target(args: argparse.Namespace) -> "Target":
+    from quire.bench.serve_client import Target
+
+    base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url {base}: must begin with http:// or https://.")
+    endpoint = args.endpoint or ("chat" if _is_chat(args) else "completions")
+    headers = dict(pair.partition("=")[::2] for pair in args.header)
+    if args.api_key:
+        headers["Authorization"] = f"Bearer {args.api_key}"
+    extra = dict(args.extra_body)
+    if args.ignore_eos:
+        extra["ignore_eos"] = True
+    if args.temperature is not None:
+        extra["temperature"] = args.temperature
+    return Target(base_url=base, endpoint=PATHS.get(endpoint, "/" + endpoint.lstrip("/")), model=args.model or "",
+                  chat=_is_chat(args), headers=headers, extra=extra, timeout=args.timeout, insecure=args.insecure)
+
+
+def _ratios(text: str) -> tuple[float, float]:
+    try:
+        value = json.loads(text)
+        pair = (value["input"], value["output"]) if isinstance(value, dict) else (value, value)
+        ratios = (float(pair[0]), float(pair[1]))
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f'--random-range-ratio {text}: must be a number or {{"input": X, "output": Y}}.') from None
+    if not all(0.0 <= ratio < 1.0 for ratio in ratios):
+        raise ConfigError(f"--random-range-ratio {text}: must be in [0, 1).")
+    return ratios
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--metric-percentiles {text}: must be numbers such as 90,99.") from None
+    if not all(0.0 <= number <= 100.0 for number in numbers):
+        raise ConfigError(f"--metric-percentiles {text}: must be between 0 and 100.")
+    return numbers
+
+
+def _latency_names(text: str) -> list[str]:
+    from quire.bench.serve import LATENCIES
+
+    names = [{"e2e": "e2el"}.get(name, name) for name in text.split(",")]
+    if unknown := set(names) - set(LATENCIES):
+        raise ConfigError(f"--percentile-metrics {sorted(unknown)[0]}: there are {', '.join(LATENCIES)}.")
+    return names
+
+
+def _settings(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """How it was measured; no keys, no headers."""
+    rate = "inf" if math.isinf(args.request_rate) else args.request_rate
+    return {"date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend, "model_id": model,
+            "num_prompts": args.num_prompts, "request_rate": rate, "burstiness": args.burstiness,
+            "max_concurrency": args.max_concurrency, "seed": args.seed}
+
+
+def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    name = args.result_filename or (f"{args.backend}-{result['request_rate']}qps-"
+                                    f"{Path(result['model_id']).name}-{result['date']}.json")
+    path = args.out or args.result_dir / name
+    try:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}.") from None
+
+
+def _report(result: dict[str, Any], names: list[str], percentiles: list[float]) -> str:
+    shown = {
+        "requests completed": result["completed"], "requests failed": result["failed"],
+        "duration, s": result["duration"], "input tokens": result["total_input_tokens"],
+        "output tokens": result["total_output_tokens"], "requests/s": result["request_throughput"],
+        "output tokens/s": result["output_throughput"], "total tokens/s": result["total_token_throughput"],
+    }
+    if "request_goodput" in result:
+        bounds = " ".join(f"{name}:{bound:g}" for name, bound in result["goodput_bounds_ms"].items())
+        shown[f"goodput, requests/s ({bounds} ms)"] = result["request_goodput"]
+    shown["client CPU, us per event"] = result["client_cpu_us_per_event"]
+    shown["client CPU, share of a core"] = result["client_cpu_share"]
+    shown |= {f"error: {kind}": count for kind, count in result["errors"].items()}
+    columns = ["mean", "median", *(f"p{p:g}" for p in percentiles)]
+    rows = [[f"{name.upper()}, ms", *(_cell(result[f"{column}_{name}_ms"]) for column in columns)] for name in names]
+    head = f"{result['model_id']}{', interrupted' if result['interrupted'] else ''}"
+    return "\n\n".join((head, format_table(("", "value"), list(shown.items())), format_table(("", *columns), rows)))
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

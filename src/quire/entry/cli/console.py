@@ -1,0 +1,167 @@
+"""What `quire serve` prints: progress while it loads, a banner of a few lines, and a line of statistics when busy.
+
+Knows terminals. Everything goes to standard error; the server calls the hooks.
+"""
+
+import json
+import shlex
+import sys
+import time
+from typing import TextIO
+
+from quire import __version__
+from quire.config.serve import ServerConfig, is_loopback
+from quire.entry.cli.table import format_bytes
+from quire.observe.metrics import StatsLine
+from quire.observe.progress import Progress
+from quire.procs.messages import Loading, Ready
+
+QUIET_SECONDS = 2.0  # plain progress lines come no closer than this
+ELSEWHERE = ("dtype", "memory")  # plans that have a line of their own
+MAX_KERNELS = 240  # characters of the kernels' line before reasons are left out
+ANYWHERE = ("0.0.0.0", "::")
+
+
+class Console:
+    """The hooks of one server. On a terminal loading is a bar, elsewhere a line now and then."""
+
+    def __init__(self, config: ServerConfig, out: TextIO | None = None) -> None:
+        self._out = sys.stderr if out is None else out
+        self._terminal = self._out.isatty() and config.engine.load.use_tqdm_on_load
+        self._stats = not config.serve.disable_log_stats
+        self._phase, self._printed, self._idle = "", 0.0, True
+        self._bar: Progress | None = None
+
+    def note(self, text: str) -> None:
+        """A line the user should see."""
+        self._end_bar()
+        self._print(f"quire: note: {text}")
+
+    def loading(self, message: Loading) -> None:
+        """The state of a phase of loading."""
+        new = message.phase != self._phase
+        self._phase = message.phase
+        if self._terminal:
+            self._draw(message, new)
+        elif new or time.monotonic() - self._printed >= QUIET_SECONDS or (message.total and message.done
+                                                                          >= message.total):
+            self._printed = time.monotonic()
+            self._print(f"quire: {message.phase}{_share(message)}")
+
+    def banner(self, ready: Ready, config: ServerConfig, url: str) -> None:
+        """The engine is loaded and the server answers at `url`."""
+        self._end_bar()
+        for line in banner_lines(ready, config, url):
+            self._print(line)
+        for note in ready.notes:
+            self._print(f"quire: note: {note}")
+
+    def stats(self, line: StatsLine) -> None:
+        """Once in a while: a line when the engine is busy, and one more when it has come to rest."""
+        busy = bool(line.num_running or line.num_waiting or line.generation_tokens_per_s or line.prompt_tokens_per_s)
+        if self._stats and (busy or not self._idle):
+            self._print(stats_text(line))
+        self._idle = not busy
+
+    def close(self) -> None:
+        """Leave the terminal as it was; idempotent."""
+        self._end_bar()
+
+    def _draw(self, message: Loading, new: bool) -> None:
+        if new:
+            self._end_bar()
+            self._bar = Progress(message.phase, message.total, enabled=True, unit=message.unit).__enter__()
+        if self._bar is not None:
+            self._bar.update(message.done, message.total)
+
+    def _end_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.__exit__(None, None, None)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._out, flush=True)
+
+
+def _share(message: Loading) -> str:
+    if not message.total:
+        return ""
+    total = format_bytes(message.total) if message.unit == "B" else f"{message.total:,} {message.unit}".rstrip()
+    return f": {100 * message.done // message.total}% of {total}"
+
+
+def stats_text(line: StatsLine) -> str:
+    """Requests, cache and rates in one line."""
+    hits = "-" if line.hit_rate is None else f"{100 * line.hit_rate:.0f}%"
+    return (f"quire: {line.num_running} running, {line.num_waiting} waiting, KV {100 * line.kv_usage:.1f}%, prefix "
+            f"hits {hits}, tokens/s {line.prompt_tokens_per_s:,.0f} in {line.generation_tokens_per_s:,.0f} out")
+
+
+def banner_lines(ready: Ready, config: ServerConfig, url: str) -> list[str]:
+    """At most 12 lines: what is served, on what, how fast it came, and how to ask it."""
+    model, served = config.engine.model, served_name(config)
+    source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
+    tokens = ready.num_blocks * ready.block_size
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.phases.items())
+    blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
+    rows = {
+        "model": source if served == model.model else f"{source}, served as {served}",
+        "dtype": ready.plans.get("dtype", ready.dtype),
+        "device": f"{ready.device}; one process, one device; {ready.depth} step{'s'[:ready.depth != 1]} in flight",
+        "kernels": _kernels(ready),
+        "weights": format_bytes(ready.weight_bytes) if ready.weight_bytes else "",
+        "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes else blocks,
+        "at once": f"{_at_once(ready)} requests of the full {ready.max_model_len:,} tokens, at most "
+                   f"{ready.num_slots}",
+        "loading": f"{phases} (in all {sum(ready.phases.values()):.2f} s)" if phases else "",
+        "address": f"{url}/v1; {access_text(config)}",
+        "try": curl_line(config, url, served),
+    }
+    return [f"Quire {__version__}", *(f"  {name:<9} {text}" for name, text in rows.items() if text)]
+
+
+def _at_once(ready: Ready) -> str:
+    share = ready.num_blocks * ready.block_size / ready.max_model_len
+    return str(ready.num_slots) if share >= ready.num_slots else f"{share:.1f}"
+
+
+def _kernels(ready: Ready) -> str:
+    """Which implementation of each operation, and why; those of the same words together, without reasons if long."""
+    ops: dict[str, list[str]] = {}
+    for name, text in ready.plans.items():
+        if name not in ELSEWHERE:
+            ops.setdefault(text, []).append(name)
+    whole = "; ".join(f"{', '.join(names)}: {text}" for text, names in ops.items())
+    if len(whole) <= MAX_KERNELS:
+        return whole
+    return "; ".join(f"{', '.join(names)}: {text.split(' (')[0]}" for text, names in ops.items()) + " (see /version)"
+
+
+def served_name(config: ServerConfig) -> str:
+    """The main name under which the model is served."""
+    if config.serve.served_model_name:
+        return config.serve.served_model_name[0]
+    return config.engine.model.model or "quire-tiny"
+
+
+def access_text(config: ServerConfig) -> str:
+    """Who can use the server."""
+    http = config.http
+    near = http.uds is not None or is_loopback(http.host)
+    keys = f"{len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"
+    return f"{'this machine only' if near else 'any machine'}, {f'needs {keys}' if http.api_key else 'no key needed'}"
+
+
+def curl_line(config: ServerConfig, url: str, served: str) -> str:
+    """A command that asks the server something, as it can be typed; the key is read from the environment."""
+    body = json.dumps({"model": served, "prompt": "Once upon a time", "max_tokens": 32})
+    parts = ["curl"]
+    if config.http.uds is not None:
+        parts += ["--unix-socket", shlex.quote(config.http.uds)]
+        url = f"http{'s' if config.http.ssl_certfile else ''}://localhost"
+    for host in ANYWHERE:
+        url = url.replace(f"//{host}:", "//127.0.0.1:").replace(f"//[{host}]:", "//[::1]:")
+    parts += [f"{url}/v1/completions", "-H 'Content-Type: application/json'"]
+    if config.http.api_key:
+        parts.append('-H "Authorization: Bearer $QUIRE_API_KEY"')
+    return " ".join([*parts, "-d", shlex.quote(body)])

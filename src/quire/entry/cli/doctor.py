@@ -1,0 +1,61 @@
+"""`quire doctor`: looks at the machine and the installation, and says what is wrong and what to do about it.
+
+Works where nothing else does: PyTorch is imported in a process of its own, and may be missing or broken.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+from quire.config.flags import FlagParser
+from quire.entry.cli.finding import BAD, WARN, Finding
+
+SUMMARY = "check this machine and this installation, and say what to do about what is wrong"
+MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+
+
+def configure(parser: FlagParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to look at (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings. Exit code 1 when something is bad."""
+    findings = list(examine(args.port))
+    if args.json:
+        print(json.dumps({"ok": all(f.level != BAD for f in findings),
+                          "findings": [f.as_dict() for f in findings]}, indent=1))
+    else:
+        for finding in findings:
+            print(f"{MARKS[finding.level]}  {finding.name:<14} {finding.text}")
+            if finding.fix:
+                print(f"{'':<21}-> {finding.fix}")
+        print(_verdict(findings))
+    sys.stdout.flush()
+    return 1 if any(finding.level == BAD for finding in findings) else 0
+
+
+def examine(port: int) -> Iterator[Finding]:
+    """Every finding, in order; a check that fails itself is a finding, too."""
+    from quire.entry.cli import check_machine, check_software
+
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        check_software.versions, check_software.torch, check_software.packages, check_machine.cpu,
+        check_machine.memory, check_machine.gpus, check_machine.limits, check_machine.disk,
+        check_software.hub, check_software.compiler, check_software.kernel_cache,
+        lambda: check_machine.port(port), check_software.environment]
+    for check in checks:
+        try:
+            yield from check()
+        except (OSError, ValueError, LookupError) as error:
+            yield Finding("doctor", WARN, f"a check failed ({type(error).__name__}: {error})",
+                          "please report this line")
+
+
+def _verdict(findings: list[Finding]) -> str:
+    bad, warned = (sum(f.level == level for f in findings) for level in (BAD, WARN))
+    if bad:
+        return f"\n{bad} bad, {warned} to know about."
+    return "\nNothing is bad." if not warned else f"\nNothing is bad; {warned} to know about."

@@ -1,0 +1,225 @@
+"""`quire chat --url` and `quire complete --url`: the same commands, answered by a server instead of in this process.
+
+Speaks OpenAI's API over HTTP with the standard library: streams of server-sent events, errors as JSON. Knows nothing
+of engines; any server of that API will do.
+"""
+
+import argparse
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire import __version__
+from quire.config.env import client_key
+from quire.config.flags import FlagParser
+from quire.config.sources import FLAG, ORIGIN
+from quire.contracts.errors import ConfigError, EngineDead, ModelNotFound, QuireError, RequestFailed
+from quire.entry.cli.answer import Piece
+
+CONNECT_SECONDS = 10.0
+MAX_ERROR_BYTES = 1 << 20
+DONE = "[DONE]"
+COMPLETIONS, CHAT, MODELS = "/completions", "/chat/completions", "/models"
+
+
+def add_remote_flags(parser: FlagParser) -> None:
+    """Add --url and what goes with it."""
+    group = parser.add_argument_group("Ask a server instead of loading a model here")
+    group.add_argument("--url", metavar="URL", help="the server: http://host:8000, with or without /v1")
+    group.add_argument("--api-key", metavar="KEY", help="key to show (default: $QUIRE_API_KEY or $OPENAI_API_KEY)")
+    group.add_argument("--model-name", metavar="NAME", help="model to ask for (default: the first that it serves)")
+
+
+def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
+    """The server that the flags name, None without --url. Raises `QuireError` when it cannot be asked."""
+    if args.url is None:
+        if args.api_key is not None or args.model_name is not None:
+            raise ConfigError("--api-key and --model-name go with --url.")
+        return None
+    given = vars(args)
+    useless = [flag for place, flag in given.items() if place.startswith(ORIGIN) and place != f"{ORIGIN}model"]
+    if useless:
+        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options; leave this out.")
+    name = args.model_name or given.get("model_argument") or given.get(f"{FLAG}model")
+    return RemoteModel(args.url, key=args.api_key or client_key(), name=name)
+
+
+class RemoteModel:
+    """One model of a server. `fields` of a request are sampling parameters, as JSON."""
+
+    def __init__(self, url: str, *, key: str | None, name: str | None) -> None:
+        self._scheme, self._host, self._port, self._base = _split(url)
+        self._key = key
+        self.name = name or self._first_model()
+
+    def stream(self, prompt: str, fields: Mapping[str, Any]) -> Iterator[Piece]:
+        """Continue a text; the pieces hold what is new."""
+        return self._stream(COMPLETIONS, {"prompt": prompt, **fields})
+
+    def stream_chat(self, messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[Piece]:
+        """Answer a conversation; the pieces hold what is new."""
+        return self._stream(CHAT, {"messages": messages, **fields})
+
+    def _first_model(self) -> str:
+        with _Exchange(self, "GET", MODELS) as response:
+            found = _json(response.read(), self.where)
+        models = found.get("data") or []
+        if not models or not isinstance(models[0], dict) or "id" not in models[0]:
+            raise ModelNotFound(f"{self.where} lists no model: name one with --model-name.")
+        return str(models[0]["id"])
+
+    def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[Piece, None, None]:
+        body = {"model": self.name, **fields, "stream": True, "stream_options": {"include_usage": True}}
+        with _Exchange(self, "POST", path, body) as response:
+            ended, reason = False, None
+            for data in _events(response, self.where):
+                if data == DONE:
+                    ended = True
+                    break
+                event = _json(data.encode(), self.where)
+                if "error" in event:
+                    raise RequestFailed(f"{self.where} answered: {_words(event)}", code="remote")
+                for choice in event.get("choices") or []:
+                    reason = choice.get("finish_reason") or reason
+                    text = _text(choice)
+                    yield Piece(text=text, num_tokens=1 if text else 0, reason=reason)
+                if usage := event.get("usage"):
+                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+                    yield Piece(num_prompt=usage.get("prompt_tokens"), total=usage.get("completion_tokens"),
+                                num_cached=cached)
+            if not ended and reason is None:
+                raise EngineDead(f"the answer of {self.where} broke off: the server stopped, or the connection did.")
+
+    @property
+    def where(self) -> str:
+        """The server, as users type it."""
+        return f"{self._scheme}://{self._host}:{self._port}"
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection that is not open yet."""
+        if self._scheme == "https":
+            return http.client.HTTPSConnection(self._host, self._port, timeout=CONNECT_SECONDS)
+        return http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS)
+
+    def request(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:
+        """Send a request; what waits for its answer waits without end, for the model may be slow."""
+        headers = {"User-Agent": f"quire/{__version__}", "Accept": "application/json, text/event-stream"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        connection.connect()
+        assert connection.sock is not None
+        connection.sock.settimeout(None)
+        connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
+
+
+class _Exchange:
+    """One request and its answer; whatever goes wrong becomes an error of ours, in one line."""
+
+    def __init__(self, server: RemoteModel, method: str, path: str, body: Any = None) -> None:
+        self._server, self._method, self._path, self._body = server, method, path, body
+        self._connection = server.connect()
+
+    def __enter__(self) -> http.client.HTTPResponse:
+        where = self._server.where
+        try:
+            self._server.request(self._connection, self._method, self._path, self._body)
+            response = self._connection.getresponse()
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            self._connection.close()
+            raise _unreachable(error, where) from None
+        if response.status != http.client.OK:
+            try:
+                raise _refusal(response, where, self._path)
+            finally:
+                self._connection.close()
+        return response
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+
+def _split(url: str) -> tuple[str, str, int, str]:
+    """(scheme, host, port, path up to and with /v1)."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url {url}: {error}.") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(f"--url {url}: must be like http://localhost:8000.")
+    path = parts.path.rstrip("/")
+    default = 443 if parts.scheme == "https" else 80
+    return parts.scheme, host, port or default, path if path.endswith("/v1") else f"{path}/v1"
+
+
+def _unreachable(error: Exception, where: str) -> QuireError:
+    if isinstance(error, ConnectionRefusedError):
+        return EngineDead(f"nobody listens at {where}: start `quire serve`, or correct --url.")
+    if isinstance(error, socket.gaierror):
+        return ConfigError(f"{where}: the host has no address ({error.strerror}): correct --url.")
+    if isinstance(error, TimeoutError):
+        return EngineDead(f"{where} did not take the connection within {CONNECT_SECONDS:g} s.")
+    if isinstance(error, ssl.SSLError):
+        return EngineDead(f"{where}: no secure connection ({error.reason or error}); does it speak https?")
+    if isinstance(error, UnicodeError):
+        return ConfigError("--api-key: the key must be printable ASCII.")
+    return EngineDead(f"{where} closed the connection ({type(error).__name__}): is it an HTTP server?")
+
+
+def _refusal(response: http.client.HTTPResponse, where: str, path: str) -> QuireError:
+    body = response.read(MAX_ERROR_BYTES)
+    try:
+        words = _words(json.loads(body))
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        words = response.reason or ""
+    said = f"{where} answered {response.status}: {words}"
+    if response.status in (401, 403):
+        return ConfigError(f"{said} Give the key with --api-key, or in QUIRE_API_KEY.")
+    if response.status == 404:
+        return ModelNotFound(f"{said} Look for the model at {where}/v1{MODELS}, and at --url." if path != MODELS else
+                             f"{said} There is no OpenAI API at this --url.")
+    return RequestFailed(said, code="remote")
+
+
+def _words(answer: Any) -> str:
+    """The message of an error answer, whichever of the usual shapes it has."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return str(message or "no reason given")
+
+
+def _json(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        value = None
+    if not isinstance(value, dict):
+        raise EngineDead(f"{where} answered something that is no JSON object: is it an OpenAI API?")
+    return value
+
+
+def _events(response: http.client.HTTPResponse, where: str) -> Iterator[str]:
+    """The data of every server-sent event; comments and other fields are left out."""
+    lines: list[str] = []
+    try:
+        for raw in response:
+            line = raw.decode("utf-8", "replace").rstrip("\r\n")
+            if line.startswith("data:"):
+                lines.append(line[5:].removeprefix(" "))
+            elif not line and lines:
+                yield "\n".join(lines)
+                lines = []
+    except (OSError, http.client.HTTPException) as error:
+        raise EngineDead(f"the answer of {where} broke off ({type(error).__name__}).") from None
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return str(choice.get("text") or delta.get("content") or "")
+

@@ -1,0 +1,28 @@
+"""What the exit codes of a Quire process mean, and which error ends in which. No torch.
+
+    0   done, or stopped as asked           3     a configuration or a model that cannot be served
+    1   anything else that went wrong       4     out of memory
+    2   a command line that makes no sense  130   Ctrl-C        141   nobody reads the output any more
+"""
+
+from quire.contracts.errors import ConfigError, InvalidParameter, ModelError
+
+DONE, FAILED, MISUSED, REFUSED, NO_MEMORY, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141
+# How Python, PyTorch on a CPU and PyTorch on a GPU say that memory is used up, wherever the message has been.
+MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError", "OutOfMemory")
+MEMORY_WORDS = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "out of memory")
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of an error that ended a command or a server."""
+    if any(_says_memory(e) for e in (error, error.__cause__) if e is not None):
+        return NO_MEMORY
+    if isinstance(error, InvalidParameter):
+        return MISUSED
+    return REFUSED if isinstance(error, ConfigError | ModelError) else FAILED
+
+
+def _says_memory(error: BaseException) -> bool:
+    if any(kind.__name__ in MEMORY_ERRORS for kind in type(error).__mro__):
+        return True
+    return not isinstance(error, ConfigError | ModelError) and any(word in str(error) for word in MEMORY_WORDS)

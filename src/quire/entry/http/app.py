@@ -1,0 +1,97 @@
+"""The ASGI application: routes, and the layers that every request passes.
+
+    RequestScope    id, counts, access log, last resort
+    CORS            only with allowed_origins
+    ApiKeys         only with keys; every path but /health, /ping, /live, /ready
+    Gate            503 while the engine starts, drains or is dead
+    JsonOnly        415
+    routes          ops.py, openai/
+"""
+
+import difflib
+import sys
+import time
+from collections.abc import Iterable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.config.serve import ServerConfig
+from quire.contracts.errors import QuireError
+from quire.entry.http.answers import error_answer
+from quire.entry.http.auth import ApiKeys
+from quire.entry.http.context import ServerContext
+from quire.entry.http.engine import ServedEngine
+from quire.entry.http.errors import http_error
+from quire.entry.http.limits import JsonOnly, cors
+from quire.entry.http.openai.routes import routes as openai_routes
+from quire.entry.http.openapi import describe_api
+from quire.entry.http.ops import ALWAYS, Ops
+from quire.entry.http.readiness import Gate, LoadingBoard
+from quire.entry.http.request_scope import RequestScope
+from quire.observe.metrics import Metrics
+
+
+def build_app(
+    engine: ServedEngine, config: ServerConfig, metrics: Metrics, board: LoadingBoard | None = None
+) -> Starlette:
+    """The application over an engine, which may still be starting; `board` shows its progress."""
+    board = board or LoadingBoard()
+    context = ServerContext(engine=engine, config=config, metrics=metrics, model_names=model_names(config),
+                            created=int(time.time()))
+    routes: list[Route] = openai_routes(context)
+    routes += Ops(engine, config, metrics, board, lambda: describe_api(routes, config)).routes()
+    http = config.http
+    layers = [
+        Middleware(RequestScope, metrics=metrics, root_path=http.root_path,
+                   access_log=_log_line if http.access_log else None),
+        *cors(http.allowed_origins),
+        *([Middleware(ApiKeys, keys=http.api_key)] if http.api_key else []),
+        Middleware(Gate, engine=engine, board=board, always=ALWAYS),
+        Middleware(JsonOnly),
+    ]
+    paths = sorted({route.path for route in routes})
+    app = Starlette(routes=routes, middleware=layers,
+                    exception_handlers={HTTPException: _Refusals(paths).answer, QuireError: _quire_error})
+    app.router.redirect_slashes = False  # a redirect would be built from the Host header
+    return app
+
+
+def model_names(config: ServerConfig) -> tuple[str, ...]:
+    """The names under which the model is served, the main one first."""
+    model = config.engine.model.model
+    return config.serve.served_model_name or (model or "quire-tiny",)
+
+
+def _log_line(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class _Refusals:
+    """What the router says no to: an unknown path, with the nearest one, or another method."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = [path for path in paths if "{" not in path]
+
+    async def answer(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path, method = request.scope["path"], request.method
+        if error.status_code == 404:
+            near = [known for known in self._paths if known.endswith(path) and len(path) > 1]
+            near = near or difflib.get_close_matches(path[:200], self._paths, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            return error_answer(404, f"there is no {path[:200]!r} here.{hint}", "unknown_path")
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            message = f"{path} does not take {method}: use {allowed}."
+            return error_answer(405, message, "method_not_allowed", headers=error.headers)
+        return error_answer(error.status_code, str(error.detail), headers=error.headers)
+
+
+async def _quire_error(request: Request, error: Exception) -> Response:
+    answer = http_error(error)
+    return Response(answer.body(), answer.status, dict(answer.headers), "application/json")

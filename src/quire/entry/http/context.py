@@ -1,0 +1,144 @@
+"""What every route may use: the engine as routes see it, the configuration, and which requests are in flight."""
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.config.serve import ServerConfig
+from quire.contracts.errors import EngineStarting
+from quire.contracts.output import RequestOutput
+from quire.contracts.sampling import SamplingParams
+from quire.entry.completion import Generation
+from quire.entry.http.errors import HttpError
+from quire.entry.prompts import Prompt
+from quire.observe.metrics import Metrics
+from quire.procs.messages import Ready
+from quire.text.load import TextSide
+
+LOG = logging.getLogger("quire")
+LOADING = "the model is still loading: try again in a few seconds."
+MAX_LOGGED = 100  # names of unknown fields that are logged; more would let a client fill the log
+
+
+class Stream(Protocol):
+    """The outputs of all prompts of one request, as they arrive: lists of (prompt index, output)."""
+
+    @property
+    def generations(self) -> list[Generation]:
+        """By prompt index: token ids of the prompt, and more."""
+
+    def __aiter__(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+        """The stream itself."""
+
+    async def __anext__(self) -> list[tuple[int, RequestOutput]]:
+        """Everything that came since the last call, at least one; raises `RequestError` or `EngineError`."""
+
+    def close(self) -> None:
+        """Abort what still runs; idempotent."""
+
+
+class Serving(Protocol):
+    """What routes ask of an engine."""
+
+    @property
+    def text(self) -> TextSide | None:
+        """Tokenizer and template; None until they are loaded."""
+
+    @property
+    def ready(self) -> Ready | None:
+        """The engine's facts; None until it is loaded."""
+
+    def open(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Stream:
+        """Start all prompts or none; raises `RequestError` or `EngineError`."""
+
+
+class InFlight:
+    """The ids of the requests that are being answered."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @contextmanager
+    def hold(self, request_id: str) -> Iterator[None]:
+        """Own an id for a while; 409 when somebody else does."""
+        if request_id in self._ids:
+            raise HttpError(
+                409,
+                f"request {request_id!r} is already running: wait for its answer, or send another X-Request-Id.",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        self._ids.add(request_id)
+        try:
+            yield
+        finally:
+            self._ids.discard(request_id)
+
+
+class UnknownFields:
+    """Names of request fields that nobody knows; each is logged once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def log(self, names: Iterable[str]) -> None:
+        """Tell the log of names that are new, up to a bound."""
+        for name in names:
+            if name not in self._seen and len(self._seen) < MAX_LOGGED:
+                self._seen.add(name)
+                LOG.warning("a request has the unknown field %s; it is ignored (told once).", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerContext:
+    """What routes are built from. `model_names`: the names under which the model is served, the main one first;
+    `created`: seconds since the epoch at which the server started."""
+
+    engine: Serving
+    config: ServerConfig
+    metrics: Metrics
+    model_names: tuple[str, ...]
+    created: int
+    in_flight: InFlight = field(default_factory=InFlight)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+
+    def text(self) -> TextSide:
+        """Tokenizer and template, or 503 while they load."""
+        text = self.engine.text
+        if text is None:
+            raise EngineStarting(LOADING)
+        return text
+
+    def ready(self) -> Ready:
+        """The engine's facts, or 503 while it loads."""
+        ready = self.engine.ready
+        if ready is None:
+            raise EngineStarting(LOADING)
+        return ready
+
+    def model(self, name: str | None) -> str:
+        """The name to answer under; 404 for one that is not served. None and "" mean the main one."""
+        if not name:
+            return self.model_names[0]
+        if name in self.model_names:
+            return name
+        served = ", ".join(self.model_names)
+        raise HttpError(
+            404,
+            f"the model {name[:200]!r} is not served here; served: {served}.",
+            code="model_not_found",
+            param="model",
+        )

@@ -1,0 +1,392 @@
+"""The engine as the HTTP process sees it: started, fed with requests, its outputs handed to whoever waits for them.
+
+Everything here runs on one event loop. A step costs one pass over its outputs and one wake-up per stream that waits:
+no task and no timer per request. What a stream gets is made when it asks, so a slow reader gets several tokens at once
+and holds nothing up. Knows nothing of HTTP; never imports torch.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+from quire.config.engine import EngineConfig
+from quire.config.serve import ServerConfig
+from quire.contracts.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    EngineStarting,
+    QueueTimeout,
+    QuireError,
+    RequestFailed,
+)
+from quire.contracts.sampling import SamplingParams
+from quire.entry.front import INTERNAL, FrontEnd, Limits, Taken
+from quire.entry.http.request_stream import RequestStream
+from quire.entry.http.tally import count_finished, count_refusal, count_step
+from quire.entry.prompts import Prompt
+from quire.observe.metrics import Metrics
+from quire.procs.core_child import CoreChild
+from quire.procs.core_client import CoreClient, Launch
+from quire.procs.failures import rebuilt
+from quire.procs.messages import (
+    Abort,
+    Add,
+    Control,
+    CoreStart,
+    Failed,
+    FromCore,
+    Loading,
+    Outputs,
+    Ready,
+    Rejected,
+    Reply,
+)
+from quire.text.load import TextSide, load_text
+from quire.weights.folder import resolve_folders
+
+LOG = logging.getLogger("quire")
+CORE_MODULE = "quire.entry.core_process"
+LONG_TEXT = 4096  # characters from which a text is encoded in a thread: about 1 ms
+
+
+class EngineState(StrEnum):
+    """Where the engine stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class ServedEngine:
+    """One core and everything that waits for it. All methods are called on the event loop of `start`.
+
+    launch    starts the core (default: in a process of its own)
+    config    the engine's;  text, ready, front  None until it is loaded
+    failure   why it is DEAD: it could not start, it died, or it was closed
+    """
+
+    def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None) -> None:
+        self.config = config.engine
+        self.state = EngineState.STARTING
+        self.text: TextSide | None = None
+        self.ready: Ready | None = None
+        self.front: FrontEnd | None = None
+        self.failure: QuireError | None = None
+        self._serve, self._metrics = config.serve, metrics
+        self._client = CoreClient(on_message=self._take, on_death=self._die,
+                                  launch=launch or start_core_process)
+        self._on_loading: Callable[[Loading], None] = lambda message: None
+        self._starting: asyncio.Future[Ready] | None = None
+        self._live: dict[int, tuple[RequestStream, int]] = {}  # first handle -> stream, prompt index
+        self._queued: dict[RequestStream, float] = {}  # not begun -> when it is given up; in that order
+        self._queue_timer: asyncio.TimerHandle | None = None
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._num_controls = 0
+        self._on_idle: list[asyncio.Future[None]] = []
+        self._on_death: list[asyncio.Future[QuireError]] = []
+        self._last_sign = 0.0  # of life; or when work came
+
+    @property
+    def num_live(self) -> int:
+        """Prompts that have not finished."""
+        return len(self._live)
+
+    @property
+    def last_step_age(self) -> float | None:
+        """Seconds since the core last answered while prompts are live; None when none is."""
+        return time.monotonic() - self._last_sign if self._live else None
+
+    async def start(self, on_loading: Callable[[Loading], None]) -> Ready:
+        """Find the model, start the core and load the text side meanwhile. Raises what keeps it from starting, as the
+        class of error that the core met; nothing is left behind then."""
+        self._on_loading = on_loading
+        starting: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._starting = starting
+        try:
+            on_loading(Loading("model files"))
+            folder, tokenizer_folder = await asyncio.to_thread(resolve_folders, self.config)
+            if self.failure is not None:  # closed meanwhile
+                raise self.failure
+            await self._client.start(core_config(self.config))
+            loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder)
+            text, ready = await asyncio.gather(loading, starting)
+        except BaseException as error:
+            starting.cancel()  # nobody waits for it any more
+            words = f"the engine was not started ({type(error).__name__})."
+            self._die(error if isinstance(error, QuireError) else EngineClosed(words))
+            await self._client.close()
+            raise
+        self.text, self.ready = text, ready
+        limits = Limits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            max_logprobs=self.config.model.max_logprobs,
+            eos_ids=text.eos_ids,
+            by_priority=self.config.scheduler.scheduling_policy == "priority",
+        )
+        self.front = FrontEnd(text.tokenizer, limits, seed=self.config.model.seed)
+        self._metrics.engine_ready(
+            num_blocks=ready.num_blocks,
+            block_size=ready.block_size,
+            max_model_len=ready.max_model_len,
+            cache_dtype=ready.dtype,
+            enable_prefix_caching=self.config.cache.enable_prefix_caching,
+            core_pid=self._client.core.pid if self._client.core is not None else None,
+        )
+        self.state = EngineState.READY
+        return ready
+
+    def open(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> RequestStream:
+        """Send all prompts of one request to the core, or none; the stream must be closed in the end.
+
+        timeout   seconds for the whole request; the server's own limit holds, too
+        Raises a `RequestError` when one cannot be served, an `EngineError` when none can be now.
+        """
+        limits = [t for t in (timeout, self._serve.request_timeout) if t is not None]
+        stream = RequestStream(request_id, self._abandon)
+        requests = []
+        try:
+            front = self._open_front()
+            for i, prompt in enumerate(prompts):
+                generation, new = front.start(
+                    prompt,
+                    params,
+                    request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
+                    priority=priority,
+                    timeout=min(limits, default=None),
+                )
+                stream.generations.append(generation)
+                requests.append(new)
+        except Exception as error:
+            for generation in stream.generations:
+                front.drop(generation)
+            count_refusal(self._metrics, error)
+            if isinstance(error, QuireError):
+                raise
+            LOG.exception("request %s could not be made", request_id)
+            raise RequestFailed(f"request {request_id} could not be made: an internal error.", code=INTERNAL) from error
+        self._admit(stream, [Add(tuple(new)) for new in requests])
+        return stream
+
+    async def tokenized(self, prompt: Prompt) -> Prompt:
+        """The prompt with its token ids; a long text is encoded in a thread. Raises as `open`."""
+        front = self._open_front()
+        if prompt.token_ids is not None:
+            return prompt
+        if front.tokenizer is None or len(prompt.text or "") < LONG_TEXT:
+            return front.tokenized(prompt)
+        return await asyncio.to_thread(front.tokenized, prompt)
+
+    async def control(self, name: str) -> bool | int | str | None:
+        """Run a named operation of the core between two steps; see `messages.Control`. Raises `EngineError`."""
+        self._open_front(draining=True)
+        self._num_controls += 1
+        number = self._num_controls
+        self._replies[number] = reply = asyncio.get_running_loop().create_future()
+        try:
+            self._client.send(Control(number, name))
+            answer: bool | int | str | None = await reply
+            return answer
+        finally:
+            del self._replies[number]
+
+    def drain(self) -> None:
+        """Take no new requests; those that run go on."""
+        if self.state is EngineState.READY:
+            self.state = EngineState.DRAINING
+
+    async def wait_idle(self) -> None:
+        """Until no prompt is live."""
+        if self._live:
+            self._on_idle.append(asyncio.get_running_loop().create_future())
+            await self._on_idle[-1]
+
+    async def closed(self) -> QuireError:
+        """Wait until the engine is dead; returns why."""
+        if self.failure is not None:
+            return self.failure
+        self._on_death.append(asyncio.get_running_loop().create_future())
+        return await self._on_death[-1]
+
+    async def close(self) -> None:
+        """End every stream with `EngineClosed`, stop the core and free everything; idempotent."""
+        self._die(EngineClosed("the server is shutting down."))
+        await self._client.close()
+
+    # --- requests come and go -----------------------------------------------------------------------------------
+
+    def _open_front(self, *, draining: bool = False) -> FrontEnd:
+        """The front end, if requests may come now."""
+        if self.failure is not None:
+            raise rebuilt(type(self.failure).__name__, str(self.failure))
+        if self.front is None:
+            raise EngineStarting("the engine is being loaded: try again in a few seconds.")
+        if self.state is EngineState.DRAINING and not draining:
+            raise EngineClosed("the server is shutting down and takes no new requests.")
+        return self.front
+
+    def _admit(self, stream: RequestStream, messages: Sequence[Add]) -> None:
+        now = time.monotonic()
+        if not self._live:
+            self._last_sign = now
+        stream.num_open = len(stream.generations)
+        for i, generation in enumerate(stream.generations):
+            self._live[generation.completions[0].handle] = (stream, i)
+            self._metrics.request_started(len(generation.prompt_token_ids), generation.params)
+        if messages:
+            self._queued[stream] = now + self._serve.queue_timeout
+            self._set_queue_timer()
+        for message in messages:
+            self._client.send(message)
+
+    def _abandon(self, stream: RequestStream) -> None:
+        """Its reader goes away."""
+        if stream.num_open:
+            self._abort(stream, "disconnect")
+
+    def _abort(self, stream: RequestStream, cause: str | None) -> None:
+        """End what still runs of a stream, here and in the core; `cause` None when it never ran."""
+        assert self.front is not None
+        self._queued.pop(stream, None)
+        dropped: list[int] = []
+        for generation in stream.generations:
+            if self._live.pop(generation.completions[0].handle, None) is not None:
+                dropped += self.front.drop(generation)
+                if cause is not None:
+                    count_finished(self._metrics, generation, "abort")
+        stream.num_open = 0
+        if dropped and self.state is not EngineState.DEAD:
+            self._client.send(Abort(tuple(dropped)))
+        if cause is not None:
+            self._metrics.aborted(cause)
+        self._tell_idle()
+
+    def _fail(self, stream: RequestStream, error: QuireError, cause: str | None) -> None:
+        self._abort(stream, cause)
+        stream.fail(error)
+
+    def _set_queue_timer(self) -> None:
+        """One timer, for the stream that has waited longest."""
+        if self._queue_timer is None and self._queued:
+            deadline = next(iter(self._queued.values()))
+            delay = max(0.0, deadline - time.monotonic())
+            self._queue_timer = asyncio.get_running_loop().call_later(delay, self._give_up_waiting)
+
+    def _give_up_waiting(self) -> None:
+        self._queue_timer, now = None, time.monotonic()
+        for stream in [stream for stream, deadline in self._queued.items() if deadline <= now]:
+            self._metrics.rejected("queue_timeout")
+            self._fail(stream, QueueTimeout(
+                f"request {stream.request_id} waited {self._serve.queue_timeout:g} s and could not start: the server "
+                "is busy, try again later."), "queue_timeout")
+        self._set_queue_timer()
+
+    # --- what the core says -------------------------------------------------------------------------------------
+
+    def _take(self, message: FromCore) -> None:
+        if isinstance(message, Outputs):
+            self._take_outputs(message)
+        elif isinstance(message, Rejected):
+            self._take_rejection(message)
+        elif isinstance(message, Reply):
+            reply = self._replies.get(message.id)
+            if reply is not None and not reply.done():
+                reply.set_result(message.value) if message.error is None else reply.set_exception(
+                    EngineError(message.error))
+        elif isinstance(message, Loading):
+            self._on_loading(message)
+        elif isinstance(message, Ready):
+            if self._starting is not None and not self._starting.done():
+                self._starting.set_result(message)
+        elif isinstance(message, Failed):
+            self._die(rebuilt(message.kind, message.message))  # the core has logged the details
+
+    def _take_outputs(self, message: Outputs) -> None:
+        if self.front is None or self.state is EngineState.DEAD:
+            return
+        step, live = message.step, self._live
+        taken = self.front.take(step)
+        self._last_sign = taken.now
+        if step.cached:
+            began = taken.now - step.stats.execute_s - step.stats.finish_s  # when the step began
+            for handle in step.cached:
+                if (found := live.get(handle)) is not None:
+                    self._queued.pop(found[0], None)
+                    found[0].generations[found[1]].began = began
+        for generation in taken.touched:
+            if (found := live.get(generation.completions[0].handle)) is not None:
+                found[0].mark(found[1])
+        if taken.stopped:
+            self._client.send(Abort(tuple(taken.stopped)))
+        count_step(self._metrics, step, taken)
+        if taken.finished:
+            self._finish(taken)
+
+    def _finish(self, taken: Taken) -> None:
+        for generation in taken.finished:
+            found = self._live.pop(generation.completions[0].handle, None)
+            if found is not None:
+                self._queued.pop(found[0], None)
+                found[0].end_one(found[1])
+                count_finished(self._metrics, generation, generation.completions[0].finish_reason or "abort")
+        self._tell_idle()
+
+    def _take_rejection(self, message: Rejected) -> None:
+        found = self._live.get(message.handles[0])
+        if found is not None:
+            error = rebuilt(message.kind, message.message, message.param)
+            count_refusal(self._metrics, error)
+            self._fail(found[0], error, None)
+
+    def _die(self, error: QuireError) -> None:
+        """No request can be served any more; everybody who waits hears why. Only the first call counts."""
+        if self.failure is not None:
+            return
+        self.state, self.failure = EngineState.DEAD, error
+        if self._queue_timer is not None:
+            self._queue_timer.cancel()
+        words = str(error)
+        for stream in dict.fromkeys(stream for stream, _ in self._live.values()):
+            self._fail(stream, EngineClosed(words) if isinstance(error, EngineClosed) else EngineDead(words), "engine")
+        for waiting in (self._starting, *self._replies.values()):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+        for told in self._on_death:
+            if not told.done():
+                told.set_result(error)
+        self._on_death.clear()
+
+    def _tell_idle(self) -> None:
+        if not self._live:
+            for waiting in self._on_idle:
+                if not waiting.done():
+                    waiting.set_result(None)
+            self._on_idle.clear()
+
+
+def start_core_process(start: CoreStart) -> CoreChild:
+    """Start a core in a process of its own."""
+    return CoreChild(start, CORE_MODULE)
+
+
+def core_config(config: EngineConfig) -> EngineConfig:
+    """What the core's process is given: no tokenizer, and a model that is on this machine by now."""
+    return replace(
+        config,
+        model=replace(config.model, tokenizer=None, skip_tokenizer_init=True, chat_template=None),
+        load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False),
+    )

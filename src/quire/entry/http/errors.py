@@ -1,0 +1,130 @@
+"""Errors as HTTP answers: which status, type and code each class of `contracts/errors.py` gets, and the JSON body.
+
+The body is OpenAI's, with all four keys: {"error": {"message", "type", "param", "code"}}. Statuses that clients retry
+(408, 409, 429, 5xx) carry what a client needs to retry well: `Retry-After`, or `x-should-retry: false` when the same
+request would fail again. Knows nothing of routes.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.contracts.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    EngineStarting,
+    InvalidParameter,
+    PromptTooLong,
+    QueueFull,
+    QueueTimeout,
+    QuireError,
+    RequestFailed,
+    UserError,
+)
+
+LOG = logging.getLogger("quire")
+
+INVALID_REQUEST = "invalid_request_error"
+AUTHENTICATION = "authentication_error"
+RATE_LIMIT = "rate_limit_error"
+SERVER_ERROR = "server_error"
+RETRY_SOON = 1  # seconds: a full queue drains within a few steps
+RETRY_LATER = 5  # seconds: a restart, or another replica
+DETERMINISTIC = (("x-should-retry", "false"),)
+
+
+class HttpError(QuireError):
+    """An answer other than 2xx. Raised by the HTTP side itself, or made from another error by `http_error`.
+
+    kind   "type" of the body;  headers   further response headers, (name, value) in ASCII
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        code: str | None = None,
+        param: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How one class of errors is answered."""
+
+    status: int
+    kind: str
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def _retry(seconds: int) -> tuple[tuple[str, str], ...]:
+    return (("retry-after", str(seconds)),)
+
+
+DEADLINE = Answer(504, SERVER_ERROR, "deadline")
+INTERNAL = Answer(500, SERVER_ERROR, "internal_error", DETERMINISTIC)
+# The first class that an error is an instance of decides.
+ANSWERS: tuple[tuple[type[QuireError], Answer], ...] = (
+    (PromptTooLong, Answer(400, INVALID_REQUEST, "context_length_exceeded")),
+    (InvalidParameter, Answer(400, INVALID_REQUEST, "invalid_value")),
+    (QueueFull, Answer(429, RATE_LIMIT, "engine_overloaded", _retry(RETRY_SOON))),
+    (QueueTimeout, Answer(408, SERVER_ERROR, "queue_timeout")),
+    (RequestFailed, Answer(500, SERVER_ERROR, None, DETERMINISTIC)),
+    (UserError, Answer(400, INVALID_REQUEST)),
+    (EngineDead, Answer(503, SERVER_ERROR, "engine_dead", _retry(RETRY_LATER))),
+    (EngineClosed, Answer(503, SERVER_ERROR, "engine_closed", _retry(RETRY_LATER))),
+    (EngineStarting, Answer(503, SERVER_ERROR, "engine_starting", _retry(RETRY_LATER))),
+    (EngineError, Answer(503, SERVER_ERROR, "engine_unavailable", _retry(RETRY_LATER))),
+)
+
+
+def http_error(error: BaseException) -> HttpError:
+    """The answer for any error; one that nobody expected is logged and told to the client without its details."""
+    if isinstance(error, HttpError):
+        return error
+    answer = next((answer for kind, answer in ANSWERS if isinstance(error, kind)), INTERNAL)
+    param = error.param if isinstance(error, InvalidParameter) else None
+    code, message = answer.code, str(error)
+    if isinstance(error, RequestFailed):
+        answer = DEADLINE if error.code == DEADLINE.code else answer
+        code = error.code
+    elif answer is INTERNAL:
+        LOG.error("internal error", exc_info=error)
+        message = "internal error: the server's log says more; report it with the request id."
+    return HttpError(answer.status, message, kind=answer.kind, code=code, param=param, headers=answer.headers)
+
+
+def not_implemented(param: str, reason: str) -> HttpError:
+    """400 for a field that would change the answer and that nothing here acts on."""
+    return HttpError(400, f"{param} is not implemented yet: {reason}", code="unsupported_parameter", param=param)
+
+
+def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str) -> HttpError:
+    """400 for a prompt that does not fit the context, alone or with the `asked` tokens after it."""
+    wanted = "" if asked is None else f", and {asked} more were asked for"
+    fix = "shorten the prompt" if not asked else "shorten the prompt or ask for fewer tokens"
+    return HttpError(
+        400,
+        f"the context holds {max_model_len} tokens; the prompt has {num_prompt}{wanted}: {fix}.",
+        code="context_length_exceeded",
+        param=param,
+    )

@@ -1,0 +1,165 @@
+"""One HTTP request and its answer over plain ASGI: body in, JSON or events out, and whether the client is still there.
+
+Own code instead of a framework's request and response objects, because those cost a task group per response. Knows
+nothing of what is asked.
+"""
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from quire.contracts.errors import InvalidParameter
+from quire.entry.http.errors import http_error
+from quire.entry.http.sse import DONE, EventStream, Send, frame
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_WARNINGS = 8
+
+
+class ClientGone(Exception):
+    """The client hung up: there is nobody to answer."""
+
+
+class Watch:
+    """`async with`: work that is cancelled when the client hangs up, and then ends as `ClientGone`."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    def stop(self) -> None:
+        """The answer is complete: whatever the client does now is no reason to cancel anything."""
+        self._listener.cancel()
+
+    async def __aenter__(self) -> "Watch":
+        owner = asyncio.current_task()
+        assert owner is not None
+        self._owner = owner
+        self._listener = asyncio.get_running_loop().create_task(self._listen())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.cancel()
+        if not self._gone:
+            return
+        cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+        if not cancelled:  # the work ended by itself in the moment before the cancellation reached it
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        if self._owner.uncancel():
+            raise asyncio.CancelledError  # somebody else wants the task to end, too
+        if cancelled:
+            raise ClientGone from error
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._owner.cancel()
+
+
+class Exchange:
+    """One request being answered."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._warnings: list[str] = []
+        self._stream: EventStream | None = None
+        self._started = False
+        self._named: str | None = scope.get("state", {}).get("request_id")  # by whoever stands before the routes
+        self.request_id = self._named or secrets.token_hex(8)
+
+    def header(self, name: bytes) -> str | None:
+        """A request header by its lower-case name."""
+        value = self._headers.get(name)
+        return None if value is None else value.decode("latin-1").strip()
+
+    def name(self, from_body: str | None = None) -> str:
+        """Settle the request id: a good X-Request-Id header, else the body's `request_id`, else a drawn one."""
+        given = self.header(b"x-request-id")
+        if given is not None and REQUEST_ID.fullmatch(given):
+            self.request_id = self._named or given
+        elif from_body is not None:
+            if not REQUEST_ID.fullmatch(from_body):
+                raise InvalidParameter(
+                    "request_id must be 1 to 128 printable ASCII characters without spaces.", param="request_id"
+                )
+            self.request_id = from_body
+        return self.request_id
+
+    def warn(self, text: str) -> None:
+        """Tell the client something in an `x-quire-warning` header; a few are kept."""
+        if len(self._warnings) < MAX_WARNINGS:
+            self._warnings.append(text)
+
+    def unknown_fields(self, names: list[str]) -> None:
+        """Tell the client which fields of the request nobody knows."""
+        for name in names:
+            self.warn(f"unknown field {name}")
+
+    def now(self) -> int:
+        """Seconds since the epoch."""
+        return int(time.time())
+
+    async def body(self) -> bytes:
+        """The whole request body. Errors: `ClientGone`."""
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            return bytes(message.get("body", b""))
+        parts: list[bytes] = []
+        while message["type"] == "http.request":
+            parts.append(message.get("body", b""))
+            if not message.get("more_body"):
+                return b"".join(parts)
+            message = await self._receive()
+        raise ClientGone
+
+    def watch(self) -> Watch:
+        """A watch over the connection, for when the body has been read."""
+        return Watch(self._receive)
+
+    async def reply(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = b"application/json",
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        """Answer in one piece."""
+        raw = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *self._own_headers()]
+        raw += [(name.encode(), value.encode("latin-1")) for name, value in headers]
+        self._started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def events(self, keep_alive: float) -> EventStream:
+        """Answer as a stream of events."""
+        self._stream = EventStream(self._send, self._own_headers(), keep_alive)
+        return self._stream
+
+    async def fail(self, error: BaseException) -> None:
+        """Answer with an error: by its status, or as an event when a stream has begun."""
+        answer = http_error(error)
+        if self._stream is not None:
+            self._stream.stop_comments()
+        if self._stream is not None and self._stream.started:
+            await self._stream.end(frame(answer.body()) + DONE)
+        elif not self._started:
+            await self.reply(answer.body(), status=answer.status, headers=answer.headers)
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        warnings = [(b"x-quire-warning", text.encode("ascii", "replace")) for text in self._warnings]
+        return [(b"x-request-id", self.request_id.encode("latin-1")), *warnings]

@@ -1,0 +1,71 @@
+"""uvicorn as a part of our process: on our socket, in our event loop, without its signals, logs and environment."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from quire.config.serve import HttpConfig
+from quire.contracts.errors import ConfigError
+from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
+from quire.entry.http.sockets import max_connections
+from quire.observe.metrics import Metrics
+
+KEEP_ALIVE = 75  # seconds an idle connection is kept: longer than the usual proxy's 60, so that the proxy closes first
+BEFORE_ROUTES = "refused"  # the label of answers that no route gave
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours."""
+        yield
+
+
+class HttpListener:
+    """Accepts connections on a listening socket and gives their requests to an application.
+
+    Raises `ConfigError` when the certificate cannot be used.
+    """
+
+    def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, metrics: Metrics) -> None:
+        self.socket = listener
+        limits = ConnectionLimits.of(config, max_connections=max_connections())
+        traffic = Traffic(lambda status: metrics.http(BEFORE_ROUTES, status, "any"))
+        # What uvicorn would log is told by the application and the protocol, or is routine.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        settings = uvicorn.Config(
+            app, http=functools.partial(LimitedProtocol, limits=limits, traffic=traffic),  # type: ignore[arg-type]
+            loop="none", ws="none", lifespan="off", log_config=None, access_log=False, workers=1,
+            proxy_headers=False, forwarded_allow_ips=[], server_header=False, timeout_keep_alive=KEEP_ALIVE,
+            ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile)
+        try:
+            settings.load()
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"ssl_certfile={config.ssl_certfile!r} with ssl_keyfile={config.ssl_keyfile!r} cannot "
+                              f"be used: {error}.") from None
+        self._server = _Server(settings)
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self) -> "asyncio.Task[None]":
+        """Serve from now on; the task ends when the listener stops, or fails."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self.socket]))
+        return self._serving
+
+    async def stop(self, grace: float) -> None:
+        """Accept nothing more; give answers under way `grace` seconds, then cut. Idempotent."""
+        if self._serving is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._serving}, timeout=grace)
+        if not done:
+            self._server.force_exit = True
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait({self._serving}, timeout=grace)

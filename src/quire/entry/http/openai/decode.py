@@ -1,0 +1,150 @@
+"""Request bodies to typed requests: the one validator of every route, and error messages that name field and range.
+
+msgspec decodes strictly (no "3" for 3, no NaN, no bare surrogates) but takes an integer where a number is asked for.
+"""
+
+import re
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from quire.contracts.errors import InvalidParameter
+from quire.entry.http.errors import HttpError, not_implemented
+from quire.entry.http.openai.fields import IGNORED, REFUSED
+
+T = TypeVar("T", bound=msgspec.Struct)
+PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
+STEP = re.compile(r"\w+|\[[^]]*\]")
+MISSING = re.compile(r"missing required field `(\w+)`")
+MAX_NAME = 64
+NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class RequestDecoder(Generic[T]):
+    """Decodes the bodies of one route."""
+
+    def __init__(self, kind: type[T], *, not_here: frozenset[str] = frozenset()) -> None:
+        """`not_here`: names of IGNORED and REFUSED fields that mean nothing to this route, hence unknown."""
+        self._decoder = msgspec.json.Decoder(kind)
+        self._type = inspect.type_info(kind)
+        self._fields = frozenset(kind.__struct_encode_fields__)
+        self._ignored = IGNORED - not_here
+        self._refused = {name: rule for name, rule in REFUSED.items() if name not in not_here}
+
+    def decode(self, body: bytes) -> tuple[T, list[str]]:
+        """The request, and the names of fields that nobody knows, fit for a header.
+
+        Errors: `HttpError` 400 for what is no JSON or asks for something that is not implemented, `InvalidParameter`
+        for a field of the wrong type or out of its range.
+        """
+        try:
+            names = NAMES.decode(body)
+            unknown = [name for name in names if name not in self._fields]
+            self._refuse(names, unknown)
+            request = self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise self._explain(str(error)) from error
+        except msgspec.DecodeError as error:
+            raise HttpError(400, f"the body is not valid JSON: {error}.", code="invalid_json") from error
+        except UnicodeDecodeError as error:
+            raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
+        except RecursionError as error:
+            raise HttpError(400, "the body is nested too deeply.", code="invalid_json") from error
+        known = self._ignored | self._refused.keys()
+        return request, [_printable(name) for name in unknown if name not in known]
+
+    def _refuse(self, names: dict[str, msgspec.Raw], unknown: list[str]) -> None:
+        for name in unknown:
+            rule = self._refused.get(name)
+            if rule is None:
+                continue
+            value = msgspec.json.decode(names[name])
+            if value is not None and not any(type(value) is type(h) and value == h for h in rule.harmless):
+                raise not_implemented(name, rule.reason)
+
+    def _explain(self, problem: str) -> InvalidParameter:
+        """An error in our words from one of msgspec's: "Expected `int` <= 128 - at `$.n`"."""
+        found, missing = PATH.search(problem), MISSING.search(problem)
+        path = found[2] if found is not None else ""
+        if missing is not None:
+            path = f"{path}.{missing[1]}".lstrip(".")
+            return InvalidParameter(f"{path} is missing: it must be {self._words(path)}.", param=_field(path))
+        text = problem[: found.start() if found is not None else None].replace("`", "")
+        if not path:
+            return InvalidParameter(f"the body must be a JSON object: {text[0].lower()}{text[1:]}.")
+        if found is not None and found[1]:
+            return InvalidParameter(f"the keys of {path} must be token ids: {text[0].lower()}{text[1:]}.", param=path)
+        return InvalidParameter(
+            f"{path} must be {self._words(path)}: {text[0].lower()}{text[1:]}.", param=_field(path)
+        )
+
+    def _words(self, path: str) -> str:
+        kinds = [self._type]
+        for step in STEP.findall(path):
+            kinds = [inner for kind in kinds for inner in _inside(kind, step)]
+        return " or ".join(dict.fromkeys(map(words, kinds))) or "left out"
+
+
+def _field(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
+    """The types that one step of a path may lead to: a field's name, or an index in brackets."""
+    if isinstance(kind, inspect.UnionType):
+        return [inner for option in kind.types for inner in _inside(option, step)]
+    if isinstance(kind, inspect.StructType):
+        return [field.type for field in kind.fields if field.encode_name == step]
+    if isinstance(kind, inspect.ListType) and step.startswith("["):
+        return [kind.item_type]
+    if isinstance(kind, inspect.DictType) and step.startswith("["):
+        return [kind.value_type]
+    return []
+
+
+def _printable(name: str) -> str:
+    return ascii(name[:MAX_NAME])
+
+
+def words(kind: inspect.Type) -> str:
+    """What values a type takes: "an integer in [1, 128]"."""
+    if isinstance(kind, inspect.UnionType):
+        return " or ".join(dict.fromkeys(words(t) for t in kind.types if not isinstance(t, inspect.NoneType)))
+    if isinstance(kind, inspect.IntType):
+        return "an integer" + _range(kind)
+    if isinstance(kind, inspect.FloatType):
+        return "a number" + _range(kind)
+    if isinstance(kind, inspect.StrType):
+        return "a string" + _length(kind, "characters")
+    if isinstance(kind, inspect.BoolType):
+        return "true or false"
+    if isinstance(kind, inspect.ListType):
+        return "a list" + _length(kind, "entries") + _each(kind.item_type)
+    if isinstance(kind, inspect.DictType):
+        return "an object" + _each(kind.value_type)
+    if isinstance(kind, inspect.LiteralType):
+        return "one of " + ", ".join(map(str, kind.values))
+    return "an object"
+
+
+def _each(kind: inspect.Type) -> str:
+    return "" if isinstance(kind, inspect.AnyType) else f" (each {words(kind)})"
+
+
+def _range(kind: inspect.IntType | inspect.FloatType) -> str:
+    low, high = kind.ge, kind.le
+    if low is not None and high is not None:
+        return f" in [{low:g}, {high:g}]" if isinstance(low, float) else f" in [{low}, {high}]"
+    if kind.gt is not None:
+        return f" above {kind.gt:g}"
+    return "" if low is None else f" >= {low}"
+
+
+def _length(kind: inspect.StrType | inspect.ListType, unit: str) -> str:
+    low, high = kind.min_length, kind.max_length
+    if low is not None and high is not None:
+        return f" of {low} to {high} {unit}"
+    if high is not None:
+        return f" of at most {high} {unit}"
+    return "" if low is None else f" of at least {low} {unit}"

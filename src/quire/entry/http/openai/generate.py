@@ -1,0 +1,231 @@
+"""One request for text, from the engine's stream to the client: in one piece, or as events while it is generated.
+
+Both routes that generate share this; how a choice looks is the `Writer`'s matter. The engine's stream is closed on
+every way out, so that nothing is generated for a client that is gone.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from quire.contracts.errors import EngineClosed
+from quire.contracts.output import CompletionOutput, RequestOutput
+from quire.contracts.sampling import SamplingParams
+from quire.entry.http.context import ServerContext, Stream
+from quire.entry.http.exchange import Exchange, Watch
+from quire.entry.http.openai.schema import CachedTokens, SamplingFields, StreamOptions, Usage
+from quire.entry.http.sse import DONE, EventStream
+from quire.entry.prompts import Prompt
+
+LOG = logging.getLogger("quire")
+Piece = tuple[int, CompletionOutput]  # (choice, what is new of it)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One validated request.
+
+    num_choices      choices in all;  choice c belongs to prompt c // params.n
+    include_usage    a last event with the counts;  running_usage: the counts in every event
+    """
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    request_id: str
+    model: str
+    created: int
+    stream: bool
+    priority: int = 0
+    timeout: float | None = None
+    include_usage: bool = False
+    running_usage: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """Choices over all prompts."""
+        return len(self.prompts) * self.params.n
+
+
+class Writer(Protocol):
+    """How the choices of one route look, as JSON bytes."""
+
+    def begin(self, prompt: int, output: RequestOutput) -> bytes:
+        """Events that open the choices of a prompt, before their first piece."""
+
+    def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
+        """Events for what is new of a choice; b"" when it shows nothing. `usage`: its JSON, or b"" for none."""
+
+    def usage(self, usage: bytes) -> bytes:
+        """The event with the counts and no choice."""
+
+    def whole(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
+        """The answer in one piece."""
+
+
+def wants_usage(request: SamplingFields, always: bool) -> tuple[bool, bool]:
+    """(a last event with the counts, the counts in every event)."""
+    options = request.stream_options or StreamOptions()
+    return bool(options.include_usage) or always, bool(options.continuous_usage_stats)
+
+
+async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:
+    """Answer one request. Errors before the first byte are raised; after it, the caller's `Exchange.fail` ends the
+    stream."""
+    with context.in_flight.hold(job.request_id):
+        async with exchange.watch() as watch:
+            stream = context.engine.open(
+                job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout
+            )
+            began = time.monotonic()
+            try:
+                if job.stream:
+                    events = exchange.events(context.config.serve.keep_alive_interval)
+                    await _events(events, stream, Progress(job, writer), watch)
+                    return
+                answer = await _whole(stream, job, writer)
+                watch.stop()
+            finally:
+                stream.close()
+                if context.config.serve.enable_log_requests:
+                    _log(job, stream, time.monotonic() - began)
+    await exchange.reply(answer)
+
+
+def _log(job: Job, stream: Stream, seconds: float) -> None:
+    """One line for a request that has ended: sizes and how, no text."""
+    completions = [c for generation in stream.generations for c in generation.completions]
+    LOG.info(
+        "request %s: %d prompt tokens, %d generated, %s, %.3f s",
+        job.request_id,
+        sum(len(prompt.token_ids or ()) for prompt in job.prompts),
+        sum(len(completion.token_ids) for completion in completions),
+        "+".join(sorted({completion.finish_reason or "aborted" for completion in completions})),
+        seconds,
+    )
+
+
+async def _whole(stream: Stream, job: Job, writer: Writer) -> bytes:
+    finals: dict[int, RequestOutput] = {}
+    async for batch in stream:
+        finals.update(batch)
+    outputs = [finals[i] for i in range(len(job.prompts))]
+    for output in outputs:
+        for completion in output.outputs:
+            check_end(completion)
+    return writer.whole(
+        outputs,
+        usage(
+            sum(len(output.prompt_token_ids) for output in outputs),
+            sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+            sum(output.num_cached_tokens or 0 for output in outputs),
+        ),
+    )
+
+
+async def _events(events: EventStream, stream: Stream, progress: "Progress", watch: Watch) -> None:
+    try:
+        async for batch in stream:
+            data = progress.events(batch)
+            if data:
+                await events.write(data)
+        watch.stop()
+        await events.end(progress.last() + DONE)
+    finally:
+        events.stop_comments()
+
+
+class Progress:
+    """Where the choices of a stream stand; turns what the engine hands out into events."""
+
+    def __init__(self, job: Job, writer: Writer) -> None:
+        self._job = job
+        self._writer = writer
+        self._n = job.params.n
+        self._begun = [False] * len(job.prompts)
+        self._ended = [False] * job.num_choices
+        self._num_prompt = sum(len(prompt.token_ids or ()) for prompt in job.prompts)
+        self._num_output = 0
+        self._cached = [0] * len(job.prompts)
+
+    def events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
+        """The events of everything that came at once, framed and joined; one event per choice."""
+        frames = []
+        for at, output in batch:
+            if not self._begun[at]:
+                self._begun[at] = True
+                self._cached[at] = output.num_cached_tokens or 0
+                frames.append(self._writer.begin(at, output))
+        for choice, piece in self._pieces(batch):
+            self._num_output += len(piece.token_ids)
+            counts = self._usage() if self._job.running_usage else b""
+            frames.append(self._writer.piece(choice, piece, counts))
+            if piece.finish_reason is not None:
+                check_end(piece)
+                self._ended[choice] = True
+        return b"".join(frames)
+
+    def last(self) -> bytes:
+        """What follows the last choice, before [DONE]."""
+        return self._writer.usage(self._usage()) if self._job.include_usage else b""
+
+    def _usage(self) -> bytes:
+        return msgspec.json.encode(usage(self._num_prompt, self._num_output, sum(self._cached)))
+
+    def _pieces(self, batch: list[tuple[int, RequestOutput]]) -> list[Piece]:
+        """What is new, one piece per choice that has any: the pieces of several steps become one."""
+        if len(batch) == 1 and self._n == 1:
+            at, output = batch[0]
+            return [] if self._ended[at] else [(at, output.outputs[0])]
+        merged: dict[int, CompletionOutput] = {}
+        for at, output in batch:
+            for completion in output.outputs:
+                choice = at * self._n + completion.index
+                if self._ended[choice] or not (completion.token_ids or completion.finish_reason or completion.text):
+                    continue
+                earlier = merged.get(choice)
+                if earlier is None:
+                    merged[choice] = completion
+                else:
+                    _append(earlier, completion)
+        return list(merged.items())
+
+
+def _append(piece: CompletionOutput, newer: CompletionOutput) -> None:
+    """Add a later piece of the same choice; pieces are fresh objects, nobody else holds them."""
+    piece.text += newer.text
+    piece.token_ids += newer.token_ids
+    if newer.logprobs is not None:
+        piece.logprobs = [*(piece.logprobs or ()), *newer.logprobs]
+    piece.finish_reason, piece.stop_reason = newer.finish_reason, newer.stop_reason
+
+
+def usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+    """The counts of a request."""
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_output,
+        total_tokens=num_prompt + num_output,
+        prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
+    )
+
+
+def check_end(completion: CompletionOutput) -> None:
+    """A completion that was aborted has no answer to give: the server is going down."""
+    if completion.finish_reason == "abort":
+        raise EngineClosed("the request was aborted, because the server stops: send it again.")
+
+
+def shell(prefix: str, kind: str, job: Job) -> bytes:
+    """The constant beginning of every event of a stream, up to the choices."""
+    head = {"id": f"{prefix}-{job.request_id}", "object": kind, "created": job.created, "model": job.model}
+    return b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+
+
+def tail(job: Job) -> bytes:
+    """The constant end of an event: with `include_usage`, every event but the last says null."""
+    return b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
+
+

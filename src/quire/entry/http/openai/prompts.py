@@ -1,0 +1,199 @@
+"""Texts, token ids and conversations of requests to prompts with token ids, off the event loop when they are long."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from quire.contracts.errors import InvalidParameter
+from quire.entry.http.context import ServerContext
+from quire.entry.http.errors import not_implemented, too_long
+from quire.entry.http.exchange import Exchange
+from quire.entry.http.openai.sampling import check_choices
+from quire.entry.http.openai.schema import ChatRequest, CompletionRequest, Message, SamplingFields, TokenizeRequest
+from quire.entry.prompts import Prompt
+from quire.text.chat import TEXT_PARTS, ChatTemplate
+from quire.text.load import TextSide
+from quire.text.protocol import TextTokenizer
+
+LONG_TEXT = 8_192  # characters from which encoding takes long enough (about a millisecond) to leave the event loop
+RESERVED = ("messages", "tools", "documents", "chat_template", "adapt_tool_calls")  # not for chat_template_kwargs
+OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a chat template is given: the same fields of every route that reads messages."""
+
+    messages: list[Message]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: dict[str, Any]
+
+    @staticmethod
+    def of(request: ChatRequest | TokenizeRequest, messages: list[Message]) -> "Conversation":
+        """Take the fields of a request. Errors: `InvalidParameter` for variables that a request cannot set."""
+        variables = dict(request.chat_template_kwargs or {})
+        for name in (*RESERVED, *OWN_FIELDS):
+            if name in variables:
+                hint = "send it as a field of its own" if name in OWN_FIELDS else "leave it out"
+                raise InvalidParameter(
+                    f"chat_template_kwargs may not hold {name}: {hint}.", param="chat_template_kwargs"
+                )
+        if request.documents is not None:
+            variables["documents"] = request.documents
+        open_end = bool(request.continue_final_message)
+        generation = request.add_generation_prompt
+        return Conversation(
+            messages=messages,
+            add_generation_prompt=not open_end if generation is None else generation,
+            continue_final_message=open_end,
+            variables=variables,
+        )
+
+
+async def away(size: int, work: Callable[[], T]) -> T:
+    """Do CPU work on `size` characters: here when they are few, else in a thread."""
+    if size < LONG_TEXT:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def tokenizer_of(text: TextSide, param: str) -> TextTokenizer:
+    """The tokenizer, or 400 when the server runs without one."""
+    if text.tokenizer is None:
+        raise InvalidParameter(
+            "this server has no tokenizer (skip_tokenizer_init): use /v1/completions with token ids.", param=param
+        )
+    return text.tokenizer
+
+
+async def encode(text: TextSide, prompt: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+    """Token ids of one text."""
+    tokenizer = tokenizer_of(text, param)
+    return await away(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens))
+
+
+async def completion_prompts(context: ServerContext, request: CompletionRequest) -> list[Prompt]:
+    """The prompts of /v1/completions, encoded and fitted to the context."""
+    given = _several(request.prompt)
+    check_choices(len(given), request.n or 1)
+    text, special = context.text(), request.add_special_tokens is not False
+    prompts = []
+    for item in given:
+        if isinstance(item, str):
+            prompt = Prompt(text=item, token_ids=await encode(text, item, special))
+        else:
+            prompt = Prompt(token_ids=item)
+        prompts.append(_fitted(context, request, prompt, request.max_tokens, "prompt"))
+    return prompts
+
+
+async def chat_prompt(context: ServerContext, exchange: Exchange, request: ChatRequest) -> Prompt:
+    """The prompt of a conversation, encoded and fitted to the context."""
+    prompt = await conversation_prompt(
+        context, exchange, request, request.messages, bool(request.add_special_tokens)
+    )
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return _fitted(context, request, prompt, asked, "messages")
+
+
+async def conversation_prompt(
+    context: ServerContext,
+    exchange: Exchange,
+    request: ChatRequest | TokenizeRequest,
+    messages: list[Message],
+    add_special_tokens: bool,
+) -> Prompt:
+    """Render and encode messages; the template writes its own special tokens."""
+    text = context.text()
+    tokenizer = tokenizer_of(text, "messages")
+    template = text.chat_template
+    if template is None:
+        raise InvalidParameter(
+            f"{context.model_names[0]} has no chat template (it is probably a base model): use /v1/completions, "
+            "or start the server with --chat-template.",
+            param="messages",
+        )
+    conversation = Conversation.of(request, messages)
+    _add_effort(exchange, template, conversation, request.reasoning_effort)
+    size, plain = _plain_messages(messages, template)
+
+    def render() -> Prompt:
+        rendered = template.render(
+            plain,
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            **conversation.variables,
+        )
+        return Prompt(text=rendered, token_ids=tokenizer.encode(rendered, add_special_tokens))
+
+    return await away(size, render)
+
+
+def _several(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """One text, texts, token ids or lists of token ids, as a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidParameter("prompt is an empty list: give at least one text or token id.", param="prompt")
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [cast(list[int], prompt)]
+    if kinds == {str} or kinds == {list}:
+        return cast(list[str | list[int]], prompt)
+    raise InvalidParameter(
+        "prompt mixes texts, token ids and lists: give a text, a list of texts, token ids, or a list of lists of ids.",
+        param="prompt",
+    )
+
+
+def _fitted(
+    context: ServerContext, request: SamplingFields, prompt: Prompt, asked: int | None, param: str
+) -> Prompt:
+    """The prompt cut as asked, with its salt. Errors: 400 when it and `asked` tokens exceed the context."""
+    ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
+    text = prompt.text
+    if keep is not None:
+        keep = keep if keep >= 0 else max(longest - (1 if asked is None else asked), 1)
+        if len(ids) > keep:
+            ids, text = ids[:keep] if request.truncation_side == "right" else ids[len(ids) - keep :], None
+    if not ids:
+        raise InvalidParameter("the prompt is empty: give at least one token.", param=param)
+    if len(ids) + (1 if asked is None else asked) > longest:
+        raise too_long(len(ids), longest, asked, param)
+    return replace(prompt, text=text, token_ids=ids, cache_salt=request.cache_salt or "")
+
+
+def _add_effort(exchange: Exchange, template: ChatTemplate, conversation: Conversation, effort: str | None) -> None:
+    """Templates of reasoning models read `reasoning_effort`; with others it changes nothing, and the client is told."""
+    if effort is None:
+        return
+    if "reasoning_effort" in template.source():
+        conversation.variables.setdefault("reasoning_effort", effort)
+    else:
+        exchange.warn("reasoning_effort is ignored: the chat template does not read it")
+
+
+def _plain_messages(messages: list[Message], template: ChatTemplate) -> tuple[int, list[dict[str, Any]]]:
+    """(characters in all, messages as plain mappings). Errors: 400 for content that is not text."""
+    size, plain = 0, []
+    knows_developer = "developer" in template.source()
+    for at, message in enumerate(messages):
+        if isinstance(message.content, str):
+            size += len(message.content)
+        else:
+            for part in message.content or ():
+                if part.type not in TEXT_PARTS:
+                    raise not_implemented(f"messages[{at}].content: {part.type[:40]}", "the model reads text only.")
+                if part.text is None:
+                    raise InvalidParameter(f"messages[{at}].content: a text part needs a text.", param="messages")
+                size += len(part.text)
+        fields = msgspec.to_builtins(message)
+        if message.role == "developer" and not knows_developer:
+            fields["role"] = "system"
+        plain.append(fields)
+    return size, plain

@@ -1,0 +1,50 @@
+"""The routes of the OpenAI API, and what surrounds each: errors become answers, a client that is gone gets none."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.routing import Route
+
+from quire.entry.http.context import ServerContext
+from quire.entry.http.exchange import ClientGone, Exchange, Receive, Scope
+from quire.entry.http.openai.chat import chat
+from quire.entry.http.openai.completions import complete
+from quire.entry.http.openai.models import list_models, show_model
+from quire.entry.http.openai.tokenize import detokenize, tokenize, tokenizer_info
+from quire.entry.http.sse import Send
+
+Handler = Callable[[ServerContext, Exchange], Awaitable[None]]
+
+HANDLERS: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/completions", complete),
+    ("POST", "/v1/chat/completions", chat),
+    ("GET", "/v1/models", list_models),
+    ("GET", "/v1/models/{model:path}", show_model),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", "/tokenizer_info", tokenizer_info),
+)
+
+
+class Endpoint:
+    """One route as an ASGI application."""
+
+    def __init__(self, context: ServerContext, handler: Handler) -> None:
+        self._context = context
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._handler(self._context, exchange)
+        except ClientGone:
+            return
+        except Exception as error:  # whatever it is, the client gets an answer and no other request is touched
+            await exchange.fail(error)
+
+
+def routes(context: ServerContext) -> list[Route]:
+    """All routes over one context."""
+    return [
+        Route(path, Endpoint(context, handler), methods=[method], name=handler.__name__)
+        for method, path, handler in HANDLERS
+    ]

@@ -1,0 +1,91 @@
+"""A request's fields to `SamplingParams`: what the request gives wins over the server's defaults."""
+
+import math
+from typing import Any
+
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.entry.http.openai.schema import MAX_CHOICES, SamplingFields
+
+SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
+    "n",
+    "temperature",
+    "frequency_penalty",
+    "presence_penalty",
+    "stop",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "skip_reading_prefix_cache",
+)
+SMALLEST_TOP_P = 1e-9  # OpenAI allows 0, which means: the likeliest token only
+
+
+def sampling_params(
+    request: SamplingFields,
+    defaults: SamplingParams,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    stream_interval: int,
+) -> SamplingParams:
+    """The parameters of a request.
+
+    max_tokens, logprobs   as the route understands them
+    stream_interval        the server's; a request can only raise it
+    Errors: `InvalidParameter`.
+    """
+    given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.top_p is not None:
+        given["top_p"] = max(request.top_p, SMALLEST_TOP_P)
+    if request.seed is not None:
+        given["seed"] = _seed(request.seed)
+    if request.stream:
+        interval = max(stream_interval, request.stream_interval or 1)
+        given["stream_interval"] = interval if interval > 1 else None
+        given["output_kind"] = OutputKind.DELTA
+    else:
+        given["output_kind"] = OutputKind.FINAL_ONLY
+    return defaults.clone(**given, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def check_choices(num_prompts: int, n: int) -> None:
+    """Bound the completions of one request."""
+    if num_prompts * n > MAX_CHOICES:
+        raise InvalidParameter(
+            f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: at most {MAX_CHOICES} per request.",
+            param="n" if n > 1 else "prompt",
+        )
+
+
+def request_timeout(limit: float | None, header: str | None) -> float | None:
+    """Seconds a request may take: the server's limit, or less if the X-Request-Timeout header says so."""
+    if header is None:
+        return limit
+    try:
+        asked = float(header)
+    except ValueError:
+        asked = math.nan
+    if not (math.isfinite(asked) and asked > 0):
+        raise InvalidParameter(
+            f"X-Request-Timeout={header[:40]!r}: must be a number of seconds above 0.", param="X-Request-Timeout"
+        )
+    return asked if limit is None else min(limit, asked)
+
+
+def _seed(seed: int) -> int:
+    """OpenAI's seeds are signed 64-bit numbers; ours unsigned, with -1 for a random one."""
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidParameter(f"seed={seed}: must be an integer in [-2^63, 2^64).", param="seed")
+    return seed if seed >= -1 else seed + 2**64

@@ -1,0 +1,375 @@
+"""The OpenAI API as types: requests with their ranges, and answers. One source for decoding and for the OpenAPI text.
+
+Ranges follow OpenAI's specification; fields beyond it are those that clients of other open engines send. Every optional
+field may be null, which means "not given". Defaults are not here: they are the server's.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.contracts.output import LogprobsByToken
+
+MAX_CHOICES = 128  # completions of one request, over all its prompts
+MAX_STOPS = 64  # OpenAI allows 4; evaluation harnesses send more
+MAX_SALT = 256
+
+TokenId = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Logprobs = Annotated[int, Meta(ge=-1)]
+FinishReason = str
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream holds beside the text.
+
+    include_usage            one more event at the end, with the token counts
+    continuous_usage_stats   the counts so far in every event
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What every request for text may hold. Fields that no other comment explains are `SamplingParams`' of that name.
+
+    truncate_prompt_tokens   keep this many tokens of the prompt (its end, unless truncation_side is "right"); -1: as
+                             many as the context holds
+    cache_salt               prompts share cached blocks only with prompts of the same salt
+    return_token_ids         answer with the token ids of prompt and text, too
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Share | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
+    seed: int | None = None
+    logit_bias: dict[int, Bias] | None = None
+    user: str | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Logprobs | None = None
+    logprob_token_ids: list[TokenId] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    stream_interval: Annotated[int, Meta(ge=1)] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: str | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """POST /v1/completions. `prompt`: a text, several texts, token ids, or several lists of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A piece of a message; only text is read."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """A call the assistant made; `arguments` is JSON text, or an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A past tool call of the assistant."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One message of a conversation. Reasoning of an earlier turn is read under both names in use."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """POST /v1/chat/completions. `max_completion_tokens` wins over `max_tokens`.
+
+    continue_final_message   leave the last message open and continue it; add_generation_prompt is then off by default
+    chat_template_kwargs     variables of the chat template, such as enable_thinking
+    echo   with continue_final_message: the answer begins with the message that it continues
+    """
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    echo: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize: the text of `tokens`; special tokens show unless they are skipped."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+class CachedTokens(msgspec.Struct, kw_only=True):
+    """Tokens of the prompt that were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Token counts of a request, over all its choices; each prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class LegacyLogprobs(msgspec.Struct, kw_only=True):
+    """Logprobs of /v1/completions, in columns. `text_offset` counts characters; an echoed first token has nulls."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One completion; index = prompt index * n + number of the completion."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+
+
+class CompletionDetails(CompletionChoice, kw_only=True):
+    """A completion with what was asked for beside it."""
+
+    prompt_logprobs: list[LogprobsByToken | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """Answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice | CompletionDetails]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    """One token and how likely it was. `bytes`: its bytes, since a token may hold a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TokenLogprob, kw_only=True):
+    """A generated token beside the likeliest ones."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """Logprobs of an answer, token by token."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    """What the model answered."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+
+
+class ChatDetails(ChatChoice, kw_only=True):
+    """An answer with its token ids."""
+
+    token_ids: list[int]
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice | ChatDetails]
+    usage: Usage | None = None
+    system_fingerprint: str | None = None
+    prompt_logprobs: list[LogprobsByToken | None] | None | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new in a streamed answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """A streamed piece of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A served model. `root`: what was loaded; `max_model_len`: tokens of context, null while it loads."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "quire"
+    root: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Answer of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, kw_only=True):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """Answer of /tokenizer_info: what a client needs to count tokens and to render chats by itself."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    vocab_size: int
+    chat_template: str | None
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong; `param` names the field, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct, kw_only=True):
+    """Body of every answer that is not 2xx."""
+
+    error: ErrorDetail

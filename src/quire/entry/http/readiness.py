@@ -1,0 +1,86 @@
+"""Whether the server can take requests, as a value: `/health`, `/ready` and the gate before the API all ask here."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.entry.http.answers import error_answer
+from quire.entry.http.engine import EngineState, ServedEngine
+from quire.procs.messages import Loading
+
+RETRY_AFTER = 5  # seconds that a caller is told to wait for a server that starts, drains or has died
+
+
+class LoadingBoard:
+    """The last message about loading, for whoever asks meanwhile."""
+
+    def __init__(self, tell: Callable[[Loading], None] = lambda message: None) -> None:
+        self.last: Loading | None = None
+        self._tell = tell
+
+    def show(self, message: Loading) -> None:
+        """Take the next message, and pass it on."""
+        self.last = message
+        self._tell(message)
+
+    def describe(self) -> str:
+        """One phrase: what is being done and how far it is."""
+        if self.last is None:
+            return "starting"
+        if not self.last.total:
+            return self.last.phase
+        return f"{self.last.phase}, {100 * self.last.done // self.last.total} %"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readiness:
+    """`status` is ready, starting, draining, dead or hung; `reason` one sentence."""
+
+    status: str
+    reason: str
+
+    @property
+    def ready(self) -> bool:
+        """Whether a load balancer should send requests here."""
+        return self.status == "ready"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine runs; it may be hung or take no more requests."""
+        return self.status not in ("starting", "dead")
+
+
+def readiness(engine: ServedEngine, board: LoadingBoard, hang_timeout: float) -> Readiness:
+    """Where the server stands. `hang_timeout`: seconds after which a step counts as hung."""
+    if engine.state is EngineState.STARTING:
+        return Readiness(status="starting", reason=f"the engine is being loaded ({board.describe()}).")
+    if engine.state is EngineState.DEAD:
+        return Readiness(status="dead", reason=f"the engine stopped: {engine.failure}")
+    if engine.state is EngineState.DRAINING:
+        return Readiness(status="draining", reason="the server is shutting down.")
+    age = engine.last_step_age
+    if age is not None and age > hang_timeout:
+        return Readiness(status="hung", reason=f"the engine has not finished a step for {age:.0f} s.")
+    return Readiness(status="ready", reason="")
+
+
+class Gate:
+    """Middleware: while the engine starts, drains or is dead, every path but `always` is answered 503 at once."""
+
+    def __init__(
+        self, app: ASGIApp, *, engine: ServedEngine, board: LoadingBoard, always: Collection[str]
+    ) -> None:
+        self._app, self._engine, self._board, self._always = app, engine, board, always
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or self._engine.state is EngineState.READY
+            or scope["path"] in self._always
+        ):
+            await self._app(scope, receive, send)
+            return
+        now = readiness(self._engine, self._board, float("inf"))
+        headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
+        await error_answer(503, now.reason, f"engine_{now.status}", headers=headers)(scope, receive, send)

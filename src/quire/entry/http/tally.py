@@ -1,0 +1,69 @@
+"""What the metrics are told of steps and requests.
+
+Knows how a request's life is divided: it waits, until a step takes it up; its prompt is computed, until the first
+token; it decodes, until its end.
+"""
+
+import time
+
+from quire.contracts.errors import (
+    EngineClosed,
+    EngineDead,
+    EngineStarting,
+    PromptTooLong,
+    QueueFull,
+    QueueTimeout,
+    RequestError,
+)
+from quire.contracts.output import StepOutputs
+from quire.entry.completion import Generation
+from quire.entry.front import Taken
+from quire.observe.metrics import Metrics
+
+REFUSALS: tuple[tuple[type[Exception], str], ...] = (
+    (QueueFull, "queue_full"),
+    (QueueTimeout, "queue_timeout"),
+    (PromptTooLong, "prompt_too_long"),
+    (RequestError, "invalid"),
+    (EngineClosed, "closed"),
+    (EngineStarting, "starting"),
+    (EngineDead, "dead"),
+)
+
+
+def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
+    """One step's outputs have been handed out."""
+    metrics.step(step.stats, len(step.handles))
+    if taken.num_tokens:
+        metrics.tokens(taken.num_tokens)
+    for before, count in taken.gaps.items():
+        metrics.inter_token(taken.now - before, count)
+    for generation in taken.started:
+        metrics.first_token(taken.now - generation.metrics.arrival_time)
+    for _ in range(taken.num_stop_strings):
+        metrics.aborted("stop_string")
+    for _ in taken.broken:
+        metrics.aborted("internal")
+
+
+def count_finished(metrics: Metrics, generation: Generation, reason: str) -> None:
+    """A prompt has ended, with all its completions."""
+    times = generation.metrics
+    arrival, began, first = times.arrival_time, generation.began, times.first_token_time
+    end = times.finished_time if times.finished_time is not None else time.monotonic()
+    began = began if began is None or first is None else min(began, first)
+    metrics.request_finished(
+        reason,
+        num_prompt=len(generation.prompt_token_ids),
+        num_output=sum(len(c.token_ids) for c in generation.completions),
+        queue_s=None if began is None else max(0.0, began - arrival),
+        prefill_s=None if began is None or first is None else first - began,
+        decode_s=None if first is None else end - first,
+        e2e_s=end - arrival,
+        num_cached=generation.num_cached or 0,
+    )
+
+
+def count_refusal(metrics: Metrics, error: Exception) -> None:
+    """A request was not taken."""
+    metrics.rejected(next((reason for kind, reason in REFUSALS if isinstance(error, kind)), "internal"))

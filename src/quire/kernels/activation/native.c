@@ -1,0 +1,34 @@
+/* silu(gate) * up */
+
+typedef struct GateJob {
+    Tasks tasks;
+    const void *gate_up;
+    void *y;
+    long width, row_stride;
+    int half;
+} GateJob;
+
+INLINE void gate_row(const GateJob *job, long row, int half) {
+    const void *gate = element(job->gate_up, row * job->row_stride, half), *up = element(gate, job->width, half);
+    void *y = (void *)element(job->y, row * job->width, half);
+    for (long i = 0; i < job->width; i += 16) {
+        const __mmask16 mask = mask_of(job->width - i);
+        store(y, i, mask, silu_mul_ps(load(gate, i, mask, half), load(up, i, mask, half)), half);
+    }
+}
+
+static void gate_tasks(void *argument) {
+    GateJob *job = argument;
+    long row;
+    while ((row = claim(&job->tasks)) >= 0) {
+        if (job->half) gate_row(job, row, 1);
+        else gate_row(job, row, 0);
+    }
+}
+
+/* gate_up [rows, 2 width] with a stride between rows -> y [rows, width]; half: bfloat16, else float32. */
+void quire_silu_mul(const void *gate_up, void *y, long rows, long width, long row_stride, int half, int threads) {
+    GateJob job = {.tasks.count = rows, .gate_up = gate_up, .y = y, .width = width, .row_stride = row_stride,
+                   .half = half};
+    run_parallel(gate_tasks, &job, rows, rows * width < SMALL ? 1 : threads, half && OWN_THREADS);
+}

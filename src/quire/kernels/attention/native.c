@@ -1,0 +1,227 @@
+/* Paged attention of single rows: decodes, and the few rows of short chunks.
+
+   A task is a row's query heads of one KV head over a part of the context: PART tokens, whatever else the step holds,
+   so that a row's result depends on nothing but that row. Scores of a part first, then its softmax, then values. Parts
+   of a longer context are merged by their maxima and sums (Dao, 2023, flash-decoding). Slots past the end of a context
+   are never read. */
+
+enum { PART = 512, HEADS = 16, MAX_DIM = 512 }; /* tokens of a part, query heads at a time, largest head */
+
+typedef struct RowItem {
+    int64_t row, length, table, first_part; /* of q; tokens it sees; row of the block tables; parts before this row's */
+} RowItem;
+
+typedef struct RowsAttention {
+    Tasks tasks;
+    const void *q;
+    void *out;
+    const void *k, *v;
+    const int32_t *tables;
+    const RowItem *items;
+    const int32_t *part_item; /* part -> its item */
+    float *partial;           /* [part][query head]: dim sums, maximum, total */
+    long num_items, num_heads, num_kv_heads, dim, q_stride, block_size, block_stride, head_stride, table_stride;
+    float scale;
+    int half;
+} RowsAttention;
+
+/* Sums of the lanes of 16 vectors, as one vector. */
+static inline __m512 sum_lanes(const __m512 *v) {
+    __m512 quarter[4];
+    for (int i = 0; i < 4; i++) {
+        const __m512 *w = v + 4 * i;
+        const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
+        const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
+        quarter[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+    }
+    /* Every 128-bit lane of quarter[i] now holds sums of that lane of v[4i .. 4i + 3]. */
+    const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x88),
+                                   _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xDD));
+    const __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x88),
+                                   _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xDD));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
+/* Where 16 tokens from `first` on lie; those past `stop` repeat the last one. */
+static inline void locate(const RowsAttention *job, const int32_t *table, const void *base, long first, long stop,
+                          const void **tokens, int half) {
+    long block = first / job->block_size, offset = first % job->block_size;
+    const long last = stop - first - 1;
+    for (long i = 0; i < 16; i++) {
+        if (i > last) {
+            tokens[i] = tokens[last];
+            continue;
+        }
+        tokens[i] = element(base, table[block] * job->block_stride + offset * job->dim, half);
+        if (++offset == job->block_size) {
+            offset = 0;
+            block++;
+        }
+    }
+}
+
+/* q . k of 16 tokens */
+INLINE __m512 scores_of(const void *q, const void **keys, long dim, int half) {
+    __m512 sums[16];
+    for (int t = 0; t < 16; t++) sums[t] = _mm512_setzero_ps();
+#ifdef __AVX512BF16__
+    if (half) {
+        for (long i = 0; i < dim; i += 32) {
+            const __mmask32 mask = dim - i >= 32 ? 0xFFFFFFFFu : (1u << (dim - i)) - 1;
+            const __m512bh query = (__m512bh)_mm512_maskz_loadu_epi16(mask, (const bf16 *)q + i);
+#pragma GCC unroll 16
+            for (int t = 0; t < 16; t++)
+                sums[t] = _mm512_dpbf16_ps(sums[t], query,
+                                           (__m512bh)_mm512_maskz_loadu_epi16(mask, (const bf16 *)keys[t] + i));
+        }
+        return sum_lanes(sums);
+    }
+#endif
+    for (long i = 0; i < dim; i += 16) {
+        const __mmask16 mask = mask_of(dim - i);
+        const __m512 query = load(q, i, mask, half);
+#pragma GCC unroll 16
+        for (int t = 0; t < 16; t++) sums[t] = _mm512_fmadd_ps(query, load(keys[t], i, mask, half), sums[t]);
+    }
+    return sum_lanes(sums);
+}
+
+/* sums [heads][dim] += weights [heads][PART] at `at` times 16 values; weights past the end are 0 */
+INLINE void add_values(const void **values, const float *weights, long heads, long dim,
+                                                             float *sums, int half) {
+    for (long i = 0; i < dim; i += 16) {
+        const __mmask16 mask = mask_of(dim - i);
+        __m512 value[16];
+#pragma GCC unroll 16
+        for (int t = 0; t < 16; t++) value[t] = load(values[t], i, mask, half);
+        for (long head = 0; head < heads; head++) {
+            const float *weight = weights + head * PART;
+            __m512 sum = _mm512_loadu_ps(sums + head * MAX_DIM + i), other = _mm512_setzero_ps();
+#pragma GCC unroll 8
+            for (int t = 0; t < 16; t += 2) {
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(weight[t]), value[t], sum);
+                other = _mm512_fmadd_ps(_mm512_set1_ps(weight[t + 1]), value[t + 1], other);
+            }
+            _mm512_storeu_ps(sums + head * MAX_DIM + i, _mm512_add_ps(sum, other));
+        }
+    }
+}
+
+/* Scores -> weights in place; the maximum and the sum of the weights. */
+static inline void soften(float *scores, long count, float *maximum, float *total) {
+    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    for (long i = 0; i < count; i += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
+    const __m512 peak = _mm512_set1_ps(*maximum = _mm512_reduce_max_ps(most));
+    for (long i = 0; i < count; i += 16) {
+        const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + i), peak));
+        _mm512_storeu_ps(scores + i, weight);
+        sum = _mm512_add_ps(sum, weight);
+    }
+    *total = _mm512_reduce_add_ps(sum);
+}
+
+/* Up to HEADS query heads from `head` on, all of one KV head, over tokens first .. stop. */
+INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part,
+                                                              long head, long heads, long kv_head, int half) {
+    float scores[HEADS * PART] __attribute__((aligned(64))), sums[HEADS * MAX_DIM] __attribute__((aligned(64)));
+    const long dim = job->dim, first = (part - item->first_part) * PART;
+    const long stop = first + PART < item->length ? first + PART : item->length, count = stop - first;
+    const int32_t *table = job->tables + item->table * job->table_stride;
+    const void *k = element(job->k, kv_head * job->head_stride, half);
+    const void *v = element(job->v, kv_head * job->head_stride, half);
+    const void *q = element(job->q, item->row * job->q_stride + head * dim, half), *tokens[16];
+    const __m512 scale = _mm512_set1_ps(job->scale), none = _mm512_set1_ps(-INFINITY);
+    for (long t = 0; t < count; t += 16) {
+        locate(job, table, k, first + t, stop, tokens, half);
+        for (long i = 0; i < heads; i++) {
+            const __m512 dots = _mm512_mul_ps(scores_of(element(q, i * dim, half), tokens, dim, half), scale);
+            _mm512_store_ps(scores + i * PART + t, _mm512_mask_mov_ps(none, mask_of(count - t), dots));
+        }
+    }
+    float maximum[HEADS], total[HEADS];
+    for (long i = 0; i < heads; i++) {
+        soften(scores + i * PART, count, &maximum[i], &total[i]);
+        for (long d = 0; d < dim; d += 16) _mm512_store_ps(sums + i * MAX_DIM + d, _mm512_setzero_ps());
+    }
+    for (long t = 0; t < count; t += 16) {
+        locate(job, table, v, first + t, stop, tokens, half);
+        add_values(tokens, scores + t, heads, dim, sums, half);
+    }
+    const int whole = item->length <= PART;
+    for (long i = 0; i < heads; i++) {
+        float *to = whole ? NULL : job->partial + (part * job->num_heads + head + i) * (dim + 2);
+        const long at = (item->row * job->num_heads + head + i) * dim;
+        const __m512 share = _mm512_set1_ps(1.0f / total[i]);
+        for (long d = 0; d < dim; d += 16) {
+            const __mmask16 mask = mask_of(dim - d);
+            const __m512 sum = _mm512_load_ps(sums + i * MAX_DIM + d);
+            if (whole) store(job->out, at + d, mask, _mm512_mul_ps(sum, share), half);
+            else _mm512_mask_storeu_ps(to + d, mask, sum);
+        }
+        if (!whole) {
+            to[dim] = maximum[i];
+            to[dim + 1] = total[i];
+        }
+    }
+}
+
+static void attend_tasks(void *argument) {
+    RowsAttention *job = argument;
+    const long group = job->num_heads / job->num_kv_heads;
+    long task;
+    while ((task = claim(&job->tasks)) >= 0) {
+        const long part = task / job->num_kv_heads, kv_head = task % job->num_kv_heads;
+        const RowItem *item = job->items + job->part_item[part];
+        for (long i = 0; i < group; i += HEADS) {
+            const long heads = group - i < HEADS ? group - i : HEADS, head = kv_head * group + i;
+            if (job->half) attend_part(job, item, part, head, heads, kv_head, 1);
+            else attend_part(job, item, part, head, heads, kv_head, 0);
+        }
+    }
+}
+
+static void merge_tasks(void *argument) {
+    RowsAttention *job = argument;
+    const long dim = job->dim, pitch = job->num_heads * (dim + 2);
+    long task;
+    while ((task = claim(&job->tasks)) >= 0) {
+        const RowItem *item = job->items + task / job->num_heads;
+        const long head = task % job->num_heads, parts = (item->length + PART - 1) / PART;
+        if (parts <= 1) continue;
+        const float *from = job->partial + item->first_part * pitch + head * (dim + 2);
+        float peak = -INFINITY, total = 0;
+        for (long p = 0; p < parts; p++) peak = fmaxf(peak, from[p * pitch + dim]);
+        for (long p = 0; p < parts; p++) total += from[p * pitch + dim + 1] * expf(from[p * pitch + dim] - peak);
+        for (long d = 0; d < dim; d += 16) {
+            const __mmask16 mask = mask_of(dim - d);
+            __m512 sum = _mm512_setzero_ps();
+            for (long p = 0; p < parts; p++) {
+                const __m512 weight = _mm512_set1_ps(expf(from[p * pitch + dim] - peak) / total);
+                sum = _mm512_fmadd_ps(weight, _mm512_maskz_loadu_ps(mask, from + p * pitch + d), sum);
+            }
+            store(job->out, (item->row * job->num_heads + head) * dim + d, mask, sum, job->half);
+        }
+    }
+}
+
+/* Rows of q [*, num_heads, dim] with a stride between rows -> the same rows of out [*, num_heads, dim].
+
+   items      [num_items], one per row; parts of all of them are numbered through
+   part_item  [num_parts] the item a part belongs to;  partial  room for num_parts * num_heads * (dim + 2) floats,
+              or NULL when no context is longer than PART
+   k, v       as for quire_heads; tables [*, table_stride] block ids; half: bfloat16, else float32; dim <= MAX_DIM */
+void quire_attend_rows(const void *q, void *out, const void *k, const void *v, const int32_t *tables,
+                       const RowItem *items, const int32_t *part_item, float *partial, long num_items, long num_parts,
+                       long num_heads, long num_kv_heads, long dim, long q_stride, long block_size, long block_stride,
+                       long head_stride, long table_stride, float scale, int half, int threads) {
+    RowsAttention job = {.tasks.count = num_parts * num_kv_heads, .q = q, .out = out, .k = k, .v = v, .tables = tables,
+                         .items = items, .part_item = part_item, .partial = partial, .num_items = num_items,
+                         .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim, .q_stride = q_stride,
+                         .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
+                         .table_stride = table_stride, .scale = scale, .half = half};
+    run_parallel(attend_tasks, &job, job.tasks.count, threads, half && OWN_THREADS);
+    if (partial) {
+        job.tasks = (Tasks){.count = num_items * num_heads};
+        run_parallel(merge_tasks, &job, job.tasks.count, threads, half && OWN_THREADS);
+    }
+}

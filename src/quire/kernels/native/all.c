@@ -1,0 +1,11 @@
+/* Every native kernel in one translation unit: reading the intrinsics' header takes longer than compiling them. */
+
+#include "parallel.h"
+#include "tiles.h"
+
+#include "../activation/native.c"
+#include "../attention/native.c"
+#include "../attention/native_chunks.c"
+#include "../heads/native.c"
+#include "../linear/native.c"
+#include "../norm/native.c"

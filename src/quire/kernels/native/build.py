@@ -1,0 +1,93 @@
+"""The C sources of this package -> one shared library in the kernel cache, compiled when first needed.
+
+A library is named by a hash of everything it depends on: sources, flags (which follow the CPU) and compiler version.
+It is written under a temporary name and renamed, so that processes racing for it are safe. Nothing here raises for a
+missing compiler, a compiler that fails or a folder that cannot be written: the reason is the answer.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+KERNELS = Path(__file__).resolve().parents[1]
+SOURCE = KERNELS / "native" / "all.c"
+COMPILERS = ("cc", "gcc", "clang")
+BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
+NEEDED = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl"}
+USED = {  # /proc/cpuinfo -> flag
+    "avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "3dnowprefetch": "-mprfchw",
+}  # fmt: skip
+COMPILE_SECONDS = 120  # takes one or two; a machine may be busy
+
+
+class CannotBuild(Exception):
+    """No library; the message says why, in a few words."""
+
+
+def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Path:
+    """The library for this machine in `folder`, compiled now unless it is there. `fresh` compiles it again.
+
+    Raises `CannotBuild`.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise CannotBuild(f"is for x86-64 Linux, not {platform.machine()} {platform.system()}")
+    lacking = [flag for flag in NEEDED if flag not in cpu_flags]
+    if lacking:
+        raise CannotBuild(f"this CPU has no {lacking[0]}")
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise CannotBuild("there is no C compiler (cc, gcc or clang): install one")
+    flags = [*BASE_FLAGS, "-mfma", "-mf16c", *NEEDED.values(), *(USED[f] for f in USED if f in cpu_flags)]
+    library = folder / f"quire-{_key(compiler, flags)}.so"
+    if fresh or not library.is_file():
+        _compile([compiler, *flags], library)
+    return library
+
+
+def sources() -> list[Path]:
+    """Every C file of the kernels."""
+    return sorted(path for path in KERNELS.rglob("*") if path.suffix in (".c", ".h"))
+
+
+def _key(compiler: str, flags: list[str]) -> str:
+    digest = hashlib.sha256(" ".join([compiler, *flags]).encode())
+    digest.update(_output([compiler, "--version"]))
+    for path in sources():
+        digest.update(path.relative_to(KERNELS).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _compile(command: list[str], library: Path) -> None:
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=library.parent, prefix="building-", suffix=".so")
+    except OSError as error:
+        raise CannotBuild(f"the kernel cache {library.parent} cannot be written ({error.strerror})") from None
+    os.close(handle)
+    try:
+        _output([*command, str(SOURCE), "-o", name, "-lm"])
+        os.chmod(name, 0o755)
+        os.replace(name, library)
+    except OSError as error:
+        raise CannotBuild(f"the kernel cache {library.parent} cannot be written ({error.strerror})") from None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _output(command: list[str]) -> bytes:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotBuild(f"{command[0]} cannot be run ({type(error).__name__})") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").splitlines()
+        said = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        raise CannotBuild(f"{command[0]} failed: {said.strip()[:200]}")
+    return done.stdout

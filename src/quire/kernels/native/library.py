@@ -1,0 +1,87 @@
+"""The loaded library of native kernels: one per process, or the reason why there is none.
+
+Threads: the kernels run on the OpenMP runtime PyTorch has loaded, through its entry point. Pointers and sizes cross as
+plain integers; whoever calls has checked them.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from quire.config.env import cache_folder
+from quire.kernels.native.build import CannotBuild, build
+from quire.platforms.cpu import read_cpu_flags
+
+RUNTIMES = ("libgomp", "libiomp5", "libomp")  # file names of the OpenMP runtimes that have GOMP_parallel
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
+# Function -> its parameters: p pointer, l long, i int, f float. Order and meaning stand at the C function.
+FUNCTIONS = {
+    "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
+    "quire_attend_chunks": "ppppppp" + "lllllllll" + "fi",
+    "quire_heads": "pppppppp" + "llllllll" + "fii",
+    "quire_rms_norm": "ppp" + "llll" + "fii",
+    "quire_silu_mul": "pp" + "lll" + "ii",
+    "quire_pack_bf16": "ppllii",
+    "quire_rows_bf16": "pppllli",
+    "quire_linear_bf16": "ppppp" + "llll" + "ii",
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The library, compiled if this machine has not done so before; or why there is none, in a few words."""
+    try:
+        return _load(cache_folder() / "kernels")
+    except CannotBuild as reason:
+        return str(reason)
+
+
+@functools.cache
+def missing(*cpu_flags: str) -> str:
+    """Why native kernels that also need `cpu_flags` (words of /proc/cpuinfo) cannot run here, or ""."""
+    lacking = [flag for flag in cpu_flags if flag not in read_cpu_flags()]
+    if lacking:
+        return f"this CPU has no {lacking[0]}"
+    loaded = library()
+    if isinstance(loaded, str):
+        return loaded
+    if "amx_tile" in cpu_flags and loaded.quire_enable_amx() != 0:
+        return "the system does not let this process use AMX"
+    return ""
+
+
+def loaded() -> ctypes.CDLL:
+    """The library; only for kernels whose `missing` is empty."""
+    found = library()
+    assert not isinstance(found, str), found
+    return found
+
+
+def _load(folder: Path) -> ctypes.CDLL:
+    flags = read_cpu_flags()
+    try:
+        found = ctypes.CDLL(str(build(folder, flags)))
+    except OSError:  # a damaged file: once more from the sources
+        try:
+            found = ctypes.CDLL(str(build(folder, flags, fresh=True)))
+        except OSError as error:
+            raise CannotBuild(f"the compiled kernels cannot be loaded ({error})") from None
+    for name, letters in FUNCTIONS.items():
+        if hasattr(found, name):  # without AMX there are no linears
+            function = getattr(found, name)
+            function.argtypes, function.restype = [_LETTERS[letter] for letter in letters], None
+    found.quire_set_parallel_region(_parallel_region())
+    return found
+
+
+def _parallel_region() -> ctypes.c_void_p:
+    """The address of GOMP_parallel in the OpenMP runtime that PyTorch brought."""
+    assert torch.get_num_threads() > 0, "PyTorch is loaded, and its OpenMP runtime with it"
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if path.rpartition("/")[2].startswith(RUNTIMES):
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _POINTER)
+    raise CannotBuild("PyTorch has loaded no OpenMP runtime to share")

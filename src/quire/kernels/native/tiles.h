@@ -1,0 +1,68 @@
+/* AMX tiles: eight registers of 16 rows of 64 bytes. TDPBF16PS adds, to 16 x 16 float32 sums, the product of 16 x 32
+   bfloat16 (rows as they lie in memory) and 32 x 16 stored as [16 pairs][16 columns][2]. */
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAVE_TILES 1
+enum { OWN_THREADS = 1 }; /* of bfloat16 kernels: see parallel.h */
+#else
+enum { OWN_THREADS = 0 };
+#endif
+
+enum { STEP = 32, TILE = 512 }; /* inputs per tile, its bfloat16 elements */
+
+#ifdef HAVE_TILES
+
+typedef struct __attribute__((aligned(64))) TileConfig {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
+/* Tiles 0-3 are sums (upper left, upper right, lower left, lower right), 4-5 rows of the left factor (upper, lower),
+   6-7 columns of the right one. `upper`, `lower`: rows of the two halves, 1 to 16. */
+static void configure_tiles(long upper, long lower) {
+    TileConfig config = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        config.bytes[i] = 64;
+        config.rows[i] = 16;
+    }
+    config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)upper;
+    config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)lower;
+    _tile_loadconfig(&config);
+}
+
+/* AMX state is off until a process asks for it (Linux: arch_prctl ARCH_REQ_XCOMP_PERM, 18 = tile data). */
+int quire_enable_amx(void) { return (int)syscall(SYS_arch_prctl, 0x1023, 18); }
+
+/* Swap rows and columns of 16 x 16 32-bit words. */
+INLINE void transpose(__m512i *r) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    /* 128-bit lane l of r[4i + j] is column 4l + j of rows 4i .. 4i + 3. */
+    for (int j = 0; j < 4; j++) {
+        const __m512i even_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+        const __m512i even_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xDD);
+        const __m512i odd_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xDD);
+        t[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+        t[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+        t[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xDD);
+        t[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD);
+    }
+    for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
+static inline __mmask32 mask32_of(long count) {
+    return count >= 32 ? 0xFFFFFFFFu : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
+}
+
+#endif

@@ -1,0 +1,23 @@
+"""RMS normalization in one pass per row; the C side is native.c."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.native.library import loaded, missing
+from quire.kernels.select import Support
+
+SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}), missing=missing())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `quire.kernels.norm`."""
+    rows = x.flatten(0, -2)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    assert weight.is_contiguous() and weight.dtype == x.dtype
+    loaded().quire_rms_norm(
+        rows.data_ptr(), weight.data_ptr(), y.data_ptr(), rows.shape[0], rows.shape[1], rows.stride(0),
+        weight.numel() // rows.shape[1], eps, x.dtype == torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return y

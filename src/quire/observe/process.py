@@ -1,0 +1,42 @@
+"""What the operating system says about processes, and how late the event loop runs.
+
+Reads /proc, where there is one; elsewhere usage is unknown (None). Knows nothing of metrics formats.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process holds and has used: resident bytes, and user plus system seconds of all its threads."""
+
+    resident_bytes: int
+    cpu_seconds: float
+
+
+def read_usage(pid: int) -> Usage | None:
+    """The usage of a process; None when it is gone or this system has no /proc."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+        resident_pages = int((folder / "statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    ticks = int(after_name[11]) + int(after_name[12])  # utime and stime, fields 14 and 15 of proc(5)
+    return Usage(resident_pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))
+
+
+async def watch_event_loop(report: Callable[[float], None], interval: float = 0.5) -> None:
+    """Report, every `interval` seconds until cancelled, how much later than asked this coroutine was woken (seconds).
+
+    What it measures is what every connection suffers from: a callback that keeps the loop.
+    """
+    while True:
+        asked = time.perf_counter() + interval
+        await asyncio.sleep(interval)
+        report(max(0.0, time.perf_counter() - asked))

@@ -1,0 +1,159 @@
+"""The front end's side of a core: starts it, carries messages both ways on the event loop, notices its death.
+
+Knows sockets, messages and one running core. Decides nothing about requests.
+"""
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import EngineDead
+from quire.procs.core_child import RunningCore
+from quire.procs.messages import CoreStart, FromCore, Stop, ToCore
+from quire.procs.wire import decode_from_core, encode
+
+LOG = logging.getLogger("quire")
+BURST = 16  # messages taken before other tasks of the event loop get their turn
+WATCH_SECONDS = 0.2
+STOPPED_SECONDS = 1.0  # stopped for so long counts as dead
+LAST_WORDS_SECONDS = 0.1  # for the last message of a core that has ended
+STOP_SECONDS = 2.0  # for a core to end by itself
+MAX_FOLDER = 80  # a socket's path may have about 100 characters
+
+Launch = Callable[[CoreStart], RunningCore]
+
+
+class CoreClient:
+    """One core, for the life of a server. All of it runs on the event loop of `start`.
+
+    on_message   gets every message, in order;  on_death  called once when the core ends without being asked to
+    launch       starts the core
+    """
+
+    def __init__(
+        self,
+        *,
+        on_message: Callable[[FromCore], None],
+        on_death: Callable[[EngineDead], None],
+        launch: Launch,
+    ) -> None:
+        self.core: RunningCore | None = None
+        self._on_message, self._on_death, self._launch = on_message, on_death, launch
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._connected = self._over = False
+
+    async def start(self, config: EngineConfig) -> None:
+        """Make the sockets and start the core; its messages begin to arrive. Frees everything when it fails."""
+        try:
+            self._open()
+            self.core = self._launch(CoreStart(config=config, to_core=self._address("to"),
+                                               from_core=self._address("from")))
+        except BaseException:
+            self._free()
+            raise
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(self.core))
+
+    def send(self, message: ToCore) -> None:
+        """Queue a message; never waits. Valid from the first message of the core on."""
+        assert self._connected, "the core has not been heard yet"
+        if self._context is not None:
+            self._sender.send(encode(message), zmq.NOBLOCK)
+
+    async def close(self) -> None:
+        """Ask the core to end, kill it if it does not, and free everything; idempotent."""
+        self._over = True
+        if self._context is None:
+            return
+        try:
+            if self.core is not None:
+                self._watcher.cancel()
+                if self._connected and self.core.ended() is None and not self.core.stopped():
+                    self.send(Stop())
+                    await self._ended(self.core)
+        finally:
+            self._free()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="quire-", ignore_cleanup_errors=True)
+        if len(folder.name) > MAX_FOLDER:
+            folder.cleanup()
+            folder = tempfile.TemporaryDirectory(prefix="quire-", dir="/tmp", ignore_cleanup_errors=True)
+        self._folder = folder
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        self._receiver, self._sender = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        for socket in (self._receiver, self._sender):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._receiver.bind(self._address("from"))
+        self._loop.add_reader(self._receiver.fileno(), self._receive)
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{Path(self._folder.name) / name}"
+
+    def _receive(self) -> None:
+        """Take what has arrived. The socket's descriptor tells only of news, so all of it must be taken, in bursts."""
+        try:
+            for _ in range(BURST):
+                if self._context is None:
+                    return
+                try:
+                    data = self._receiver.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                if not self._connected:
+                    self._sender.connect(self._address("to"))
+                    self._connected = True
+                self._on_message(decode_from_core(data))
+        except Exception as fault:  # ours, not a request's: nobody may wait for what will never come
+            LOG.exception("the front end cannot go on")
+            self._die(f"the front end failed: {type(fault).__name__}: {fault}")
+            return
+        self._loop.call_soon(self._receive)
+
+    async def _watch(self, core: RunningCore) -> None:
+        stopped_at: float | None = None
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if (how := core.ended()) is not None:
+                await asyncio.sleep(LAST_WORDS_SECONDS)
+                self._receive()
+                return self._die(f"the engine process {how}.")
+            if not core.stopped():
+                stopped_at = None
+            elif stopped_at is None:
+                stopped_at = time.monotonic()
+            elif time.monotonic() - stopped_at >= STOPPED_SECONDS:
+                return self._die("the engine process was stopped by a signal and is killed.")
+
+    def _die(self, message: str) -> None:
+        if self.core is not None:
+            self.core.kill()
+        if not self._over:
+            self._over = True
+            self._on_death(EngineDead(message))
+
+    async def _ended(self, core: RunningCore) -> None:
+        deadline = time.monotonic() + STOP_SECONDS
+        while core.ended() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    def _free(self) -> None:
+        if self.core is not None:
+            self.core.kill()
+            self.core.release()
+        context, self._context = self._context, None
+        if context is not None:
+            self._loop.remove_reader(self._receiver.fileno())
+            self._receiver.close(0)
+            self._sender.close(0)
+            context.term()
+            self._folder.cleanup()

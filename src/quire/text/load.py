@@ -1,0 +1,56 @@
+"""The text half of a model: its tokenizer, chat template, end-of-sequence ids and sampling defaults.
+
+Knows the files that hold them. Knows nothing of weights and devices, so that a server loads it without torch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import ConfigError
+from quire.contracts.sampling import SamplingParams
+from quire.text.chat import ChatTemplate
+from quire.text.defaults import load_eos_ids, load_generation_defaults
+from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
+
+SOURCES = ("auto", "none", "vllm")  # of sampling defaults; the last is what callers of other engines say for none
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSide:
+    """What turns text into requests and tokens into text.
+
+    tokenizer   None with skip_tokenizer_init, and then there is no template either
+    """
+
+    tokenizer: TextTokenizer | None
+    tokenizer_folder: Path
+    chat_template: ChatTemplate | None
+    eos_ids: tuple[int, ...]
+    default_params: SamplingParams
+
+
+def load_text(config: EngineConfig, folder: Path, *, tokenizer_folder: Path | None = None) -> TextSide:
+    """Load the text half of the model in `folder`; the tokenizer may lie in a folder of its own.
+
+    Raises a `UserError` that names the fix when a file is missing or damaged, or an option cannot be met.
+    """
+    model = config.model
+    tokenizer_folder = tokenizer_folder or folder
+    tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
+    return TextSide(
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template),
+        eos_ids=load_eos_ids(folder, tokenizer),
+        default_params=_default_params(config, folder),
+    )
+
+
+def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:
+    source = config.model.generation_config
+    if source not in SOURCES:
+        raise ConfigError(f"generation_config={source!r}: must be auto or none.")
+    override = config.model.override_generation_config
+    return SamplingParams(**load_generation_defaults(folder, read=source == "auto", override=override))

@@ -1,0 +1,72 @@
+"""The `openai` package against `quire serve`, in both major versions: every answer is what `LLM.generate` says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+
+from .openai_scenario import SCENARIOS
+from .serving import MOCK, PATIENCE, running_server
+
+FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024", "--kv-cache-memory-bytes", "48M")
+KEY = "sk-test"
+PROMPTS = ("The little dog went to the", "Once upon a time", "def main():\n", "The capital of")
+QUESTIONS = ("What does str.split do?", "Which module provides OrderedDict?")
+DRAWN = {"prompt": PROMPTS[1], "seed": 7}
+FOLDERS = {2: Path(sys.prefix, "openai2"), 3: None}  # where a major lies; None: beside the other packages
+
+
+def right_answers(llm: LLM, base: SamplingParams) -> dict[str, Any]:
+    """What the scenario compares with; `base`: the model's own defaults, which the server uses, too."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=24)
+    texts = llm.generate(list(PROMPTS), greedy, use_tqdm=False)
+    chats = [llm.chat([{"role": "user", "content": q}], SamplingParams(temperature=0.0, max_tokens=32),
+                      use_tqdm=False)[0] for q in QUESTIONS]
+    scored, = llm.generate([PROMPTS[0]], greedy.clone(logprobs=0, prompt_logprobs=0), use_tqdm=False)
+    drawn, = llm.generate([DRAWN["prompt"]], base.clone(temperature=1.0, n=2, max_tokens=16, seed=DRAWN["seed"]),
+                          use_tqdm=False)
+    answer, before = scored.outputs[0], scored.prompt_logprobs
+    assert answer.logprobs is not None and before is not None
+    return {
+        "texts": {prompt: output.outputs[0].text for prompt, output in zip(PROMPTS, texts, strict=True)},
+        "chats": {question: output.outputs[0].text for question, output in zip(QUESTIONS, chats, strict=True)},
+        "numbers": {
+            "prompt": PROMPTS[0],
+            "answer": [row[token].logprob for token, row in zip(answer.token_ids, answer.logprobs, strict=True)],
+            "echo": [row[token].logprob for token, row in zip(scored.prompt_token_ids[1:], before[1:], strict=True)],
+        },
+        "drawn": DRAWN | {"texts": [completion.text for completion in drawn.outputs]},
+    }
+
+
+@pytest.fixture(scope="module")
+def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two running servers, and a file that says where they are and what is right."""
+    right = right_answers(talker_model, talker_model.get_default_sampling_params())
+    with running_server(*FLAGS) as server, running_server(*MOCK, "--api-key", KEY, wait="/ready") as keyed:
+        path = tmp_path_factory.mktemp("openai") / "facts.json"
+        path.write_text(json.dumps(right | {"url": server.url, "keyed_url": keyed.url, "key": KEY}))
+        yield path
+        assert "Traceback" not in server.stderr + keyed.stderr
+
+
+@pytest.mark.parametrize("major", FOLDERS)
+def test_every_scenario_with_a_major_version_of_the_client(facts: Path, major: int) -> None:
+    folder = FOLDERS[major]
+    if folder is not None and not folder.is_dir():
+        pytest.skip(f"openai {major}.x is not in {folder}; scripts/test puts it there")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
+    environment["PYTHONPATH"] = str(folder or "")
+    program = Path(__file__).with_name("openai_scenario.py")
+    run = subprocess.run([sys.executable, str(program), str(facts)], env=environment, capture_output=True, text=True,
+                         timeout=PATIENCE)
+    version, *done = run.stdout.splitlines() or ["nothing"]
+    assert run.returncode == 0, f"{version}, after {done}:\n{run.stderr}"
+    assert version.startswith(f"openai {major}.") and len(done) == len(SCENARIOS)

@@ -1,0 +1,189 @@
+"""Launch lines of vLLM: every flag of theirs is understood, and what cannot be met is named before anything starts."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.config.flags import FlagParser, server_config, settings_of
+from quire.config.peer_args import asks_nothing
+from quire.config.peer_flags import OFF, ON, PEER_FLAGS, Meaning, PeerFlag, Takes
+from quire.config.serve import ServerConfig, server_names
+from quire.config.sources import Settings
+from quire.contracts.errors import ConfigError
+from quire.entry.cli import serve
+from quire.entry.cli.main import build_parser
+
+TABLE = {name: flag for flag in PEER_FLAGS for name in flag.names}
+# How the list of their flags shortens a few of them.
+SHORTENED = {"-num-in-group": "--offload-num-in-group", "-prefetch-step": "--offload-prefetch-step",
+             "-model": "--spec-model", "-tokens": "--spec-tokens", "--ssl-": "--ssl-keyfile",
+             "--h11-max-": "--h11-max-header-count", "-O2": "-O"}
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(prog="quire serve")
+    serve.configure(parser)
+    return parser
+
+
+def settings(args: Sequence[str]) -> Settings:
+    return settings_of(make_parser().parse_args(list(args)), server=True)
+
+
+def listed_flags(text: str) -> set[str]:
+    """Every flag that a section of prose names: `--long-name`, `-tp=1`, `-O2 default`, `-q/--quantization`."""
+    found = set()
+    for match in re.finditer(r"(?<![\w-])--?[A-Za-z][\w-]*", text):
+        found.add(SHORTENED.get(match.group(), match.group()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def documented(shared: Path) -> set[str]:
+    """The flags in the description of their engine that lies with the shared test data."""
+    page = shared / "facts" / "peer_engine.md"
+    if not page.is_file():
+        pytest.skip("the description of the other engine's flags is not there")
+    section = page.read_text().split("### 2.6")[1].split("### 2.7")[0]
+    return listed_flags(section)
+
+
+def test_every_flag_of_theirs_is_in_the_table(documented: set[str]) -> None:
+    assert len(documented) > 190
+    assert documented - set(TABLE) == set()
+
+
+def test_no_name_is_there_twice() -> None:
+    names = [name for flag in PEER_FLAGS for name in flag.names]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("flag", [f for f in PEER_FLAGS if f.meaning is Meaning.WORKS], ids=lambda flag: flag.name)
+def test_what_works_is_a_flag_of_ours(flag: PeerFlag) -> None:
+    visible = {name for action in make_parser().actions() if action.help is not argparse.SUPPRESS
+               for name in action.option_strings}
+    assert set(flag.names) <= visible
+
+
+def given(flag: PeerFlag, name: str, text: str) -> list[str]:
+    if flag.takes is not Takes.SWITCH:
+        return [name, text]
+    return [name if text == ON else f"--no-{flag.name[2:]}"]
+
+
+@pytest.mark.parametrize("name", [n for n, f in TABLE.items() if f.meaning is not Meaning.WORKS])
+def test_each_of_the_others_behaves_as_the_table_says(name: str) -> None:
+    flag = TABLE[name]
+    asking = next(t for t in ([OFF, ON] if flag.takes is Takes.SWITCH else ["1", "2"]) if not asks_nothing(flag, t))
+    if flag.meaning is Meaning.NO_OP:
+        found = settings(given(flag, name, ON))
+        assert found.values == {} and f"{name} changes nothing: {flag.why}." in found.notes
+    elif flag.meaning is Meaning.ALIAS:
+        found = settings(given(flag, name, asking))
+        assert set(found.values) == {flag.option} and flag.option in server_names()
+        server_config(found)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(flag.why)):
+            settings(given(flag, name, asking))
+        for text in (*flag.neutral, *(() if flag.takes is Takes.SWITCH else ("none", "None"))):
+            assert settings(given(flag, name, text)) == Settings(values={}, origins={})
+
+
+def test_a_note_says_why_as_a_sentence() -> None:
+    for flag in PEER_FLAGS:
+        assert flag.meaning is Meaning.WORKS or flag.why and not flag.why.endswith("."), flag.name
+
+
+@pytest.mark.parametrize(("args", "values"), [
+    (["--async-scheduling"], {"async_depth": 2}),
+    (["--no-async-scheduling"], {"async_depth": 1}),
+    (["--disable-uvicorn-access-log"], {"access_log": False}),
+    (["--max_num_queued_reqs", "2k"], {"max_waiting": 2000}),
+    (["--async-scheduling", "--async-depth", "1"], {"async_depth": 1}),
+    (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
+    (["--tensor_parallel_size=1", "-pp", "1", "-dp", "1.0", "--data-parallel-size-local", "1"], {}),
+    (["--speculative-config", "{}", "--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
+    (["-tp", "2", "-tp", "1"], {}),
+])
+def test_values(args: list[str], values: dict[str, object]) -> None:
+    assert settings(args).values == values
+
+
+def test_everything_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(["m", "-tp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
+    assert str(caught.value) == (
+        "-tp 2: several devices are not implemented yet; --enable-lora: adapters (LoRA) are not implemented yet; "
+        '--speculative-config {"method": "ngram"}: speculative decoding is not implemented yet.')
+
+
+# Lines as the other engine's README, documentation and examples for Kubernetes and Docker have them, in spirit.
+WORKING = [
+    "serve facebook/opt-125m --port 8000",
+    "serve Qwen/Qwen2.5-1.5B-Instruct --dtype auto --api-key token-abc123",
+    "serve mistralai/Mistral-7B-Instruct-v0.3 --trust-remote-code --enable-chunked-prefill "
+    "--max_num_batched_tokens 1024",
+    "serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 1 --gpu-memory-utilization 0.95 "
+    "--max-model-len 32768",
+    "serve --model Qwen/Qwen3-0.6B --host 0.0.0.0 --served-model-name qwen3 default --swap-space 16 "
+    "--disable-log-requests",
+    "serve Qwen/Qwen3-8B --max-num-seqs 64 --max-num-batched-tokens 8192 --enable-prefix-caching --block-size 16 "
+    "--kv-cache-dtype auto --seed 42",
+    "serve meta-llama/Llama-3.2-1B-Instruct --max-model-len -1 --enforce-eager --no-enable-prefix-caching "
+    "--uvicorn-log-level warning --disable-uvicorn-access-log",
+    "serve /models/llama --load-format safetensors --download-dir /cache --revision main "
+    "--distributed-executor-backend mp --generation-config vllm --override-generation-config '{\"temperature\": 0.6}'",
+    "serve m --allowed-origins '[\"*\"]' --ssl-keyfile key.pem --ssl-certfile cert.pem --root-path /llm "
+    "--enable-force-include-usage --shutdown-timeout 60 --stream-interval 2",
+    "serve m --scheduling-policy priority --async-scheduling --optimization-level 2 --cudagraph-capture-sizes 1 2 4 8 "
+    "--port 9000",
+]
+REFUSED = [
+    ("serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.95 "
+     "--max-model-len 32768", "--tensor-parallel-size 2: several devices"),
+    ("serve TheBloke/Llama-2-7B-AWQ -q awq", "-q awq: quantized weights"),
+    ("serve deepseek-ai/DeepSeek-V3 -tp 8 --enable-expert-parallel --trust-remote-code",
+     "-tp 8: several devices are not implemented yet; --enable-expert-parallel: mixture-of-experts"),
+    ("serve Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3",
+     "--tool-call-parser hermes: parsing of tool calls is not implemented yet; --reasoning-parser qwen3"),
+    ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
+    ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
+    ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),
+    ("serve intfloat/e5-mistral-7b-instruct --task embed", "--task embed: only text generation"),
+]
+
+
+def parse_line(line: str) -> Settings:
+    return settings_of(build_parser().parse_args(shlex.split(line)), server=True)
+
+
+@pytest.mark.parametrize("line", WORKING)
+def test_launch_lines_that_work(line: str) -> None:
+    config = server_config(parse_line(line))
+    assert isinstance(config, ServerConfig) and config.engine.model.model
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED)
+def test_launch_lines_that_need_something_that_is_not_there(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        server_config(parse_line(line))
+    assert message in str(caught.value)
+
+
+def test_what_a_launch_line_comes_to() -> None:
+    config = server_config(parse_line(WORKING[4]))
+    assert config.engine.model.model == "Qwen/Qwen3-0.6B" and config.http.host == "0.0.0.0"
+    assert config.serve.served_model_name == ("qwen3", "default")
+    config = server_config(parse_line(WORKING[6]))
+    assert config.engine.model.max_model_len is None and not config.engine.cache.enable_prefix_caching
+
+
+def test_a_flag_that_nobody_has_gets_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        settings(["--tensor-paralel-size", "2"])
+    assert stop.value.code == 2
+    assert "Did you mean --tensor-parallel-size?" in capsys.readouterr().err

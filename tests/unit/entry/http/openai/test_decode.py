@@ -1,0 +1,168 @@
+"""What the validator takes and refuses, and that its messages name the field and its range."""
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.contracts.errors import InvalidParameter
+from quire.entry.http.errors import HttpError
+from quire.entry.http.openai.decode import RequestDecoder
+from quire.entry.http.openai.fields import IGNORED, REFUSED
+from quire.entry.http.openai.schema import ChatRequest, CompletionRequest
+
+COMPLETION = RequestDecoder(CompletionRequest)
+CHAT = RequestDecoder(ChatRequest)
+USER = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields: Any) -> tuple[CompletionRequest, list[str]]:
+    return COMPLETION.decode(json.dumps({"prompt": "a", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "words"),
+    [
+        ("n", 0, "[1, 128]"),
+        ("n", 129, "[1, 128]"),
+        ("n", True, "an integer"),
+        ("n", "1", "an integer"),
+        ("n", 1.5, "an integer"),
+        ("max_tokens", -1, ">= 0"),
+        ("temperature", 2.1, "[0, 2]"),
+        ("temperature", "0", "a number"),
+        ("top_p", 1.1, "[0, 1]"),
+        ("frequency_penalty", -2.5, "[-2, 2]"),
+        ("presence_penalty", 3, "[-2, 2]"),
+        ("repetition_penalty", 0, "above 0"),
+        ("min_p", -0.1, "[0, 1]"),
+        ("top_k", -2, ">= -1"),
+        ("stop", 5, "a string or a list"),
+        ("stop", ["a"] * 65, "at most 64"),
+        ("logit_bias", {"5": 101}, "[-100, 100]"),
+        ("logit_bias", {"x": 1}, "token ids"),
+        ("logprobs", -2, ">= -1"),
+        ("stream", 1, "true or false"),
+        ("stream_options", True, "an object"),
+        ("prompt", 5, "a string or a list"),
+        ("prompt", [[1, "a"]], "an integer"),
+        ("truncation_side", "top", "left, right"),
+        ("cache_salt", "", "1 to 256"),
+        ("cache_salt", "s" * 257, "1 to 256"),
+        ("priority", 2**31, "an integer in"),
+        ("stop_token_ids", [-1], ">= 0"),
+    ],
+)
+def test_bad_values_name_field_and_range(field: str, bad: Any, words: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        completion(**{field: bad})
+    assert caught.value.param == field
+    assert field in str(caught.value) and words in str(caught.value)
+
+
+def test_integers_are_numbers_and_null_is_not_given() -> None:
+    request, unknown = completion(temperature=1, top_p=None, stop=None, n=None, logit_bias={"7": 2}, tools=None)
+    assert (request.temperature, request.top_p, request.n) == (1.0, None, None)
+    assert request.logit_bias == {7: 2.0}
+    assert unknown == []
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_implemented_is_refused_and_its_harmless_values_are_not(name: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        completion(**{name: {"anything": "else"}})
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "unsupported_parameter")
+    assert "not implemented yet" in caught.value.message
+    for value in (None, *REFUSED[name].harmless):
+        assert completion(**{name: value})[1] == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"best_of": 2},
+        {"best_of": True},
+        {"suffix": "x"},
+        {"use_beam_search": True},
+        {"modalities": ["text", "audio"]},
+        {"chat_template": "{{ messages }}"},
+    ],
+)
+def test_refused_values_that_clients_really_send(fields: dict[str, Any]) -> None:
+    with pytest.raises(HttpError):
+        completion(**fields)
+
+
+def test_ignored_fields_are_silent_and_unknown_ones_are_named() -> None:
+    request, unknown = completion(**dict.fromkeys(IGNORED, 1), foo=1, bar=[1])
+    assert unknown == ["'foo'", "'bar'"]
+
+
+def test_names_of_unknown_fields_cannot_break_a_header() -> None:
+    _, unknown = completion(**{"a\r\nx: y\u20ac": 1, "b" * 1000: 2})
+    assert all(name.isascii() and name.isprintable() and len(name) < 80 for name in unknown)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"a"',
+        b"null",
+        b'{"prompt": "a"} x',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b'{"prompt": ' + b"[" * 20_000,
+        b"{}",
+    ],
+)
+def test_bodies_that_are_no_request(body: bytes) -> None:
+    with pytest.raises((HttpError, InvalidParameter)) as caught:
+        COMPLETION.decode(body)
+    assert not isinstance(caught.value, HttpError) or caught.value.status == 400
+
+
+def test_missing_fields_are_named() -> None:
+    with pytest.raises(InvalidParameter, match="prompt is missing") as caught:
+        COMPLETION.decode(b"{}")
+    assert caught.value.param == "prompt"
+    with pytest.raises(InvalidParameter, match=r"messages\[0\].role is missing: it must be one of assistant") as caught:
+        CHAT.decode(b'{"messages": [{"content": "hi"}]}')
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": []},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": USER, "top_logprobs": 21},
+        {"messages": USER, "logprobs": 5},
+        {"messages": USER, "chat_template_kwargs": []},
+    ],
+)
+def test_bad_chats(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter):
+        CHAT.decode(json.dumps(fields).encode())
+
+
+def test_a_history_of_any_shape_is_taken() -> None:
+    history = [
+        {"role": "developer", "content": "be brief", "name": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}], "extra": {"a": 1}},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "refusal": None,
+         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+        {"role": "assistant", "content": "four", "reasoning": "2+2"},
+    ]
+    request, unknown = CHAT.decode(json.dumps({"messages": history}).encode())
+    assert len(request.messages) == 5 and unknown == []

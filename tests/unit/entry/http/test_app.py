@@ -1,0 +1,273 @@
+"""The layers around the routes: keys, states of the engine, content types, refusals, ids, the last resort."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire import __version__
+from quire.config.serve import HttpConfig, ServeConfig, ServerConfig
+from quire.contracts.errors import EngineDead, QueueFull
+from quire.entry.http.app import build_app
+from quire.entry.http.auth import OPEN_PATHS
+from quire.entry.http.engine import EngineState
+from quire.entry.http.ops import ALWAYS
+from quire.entry.http.readiness import LoadingBoard
+from quire.observe.metrics import Metrics
+from quire.procs.messages import Loading
+
+from .conftest import FakeEngine, call
+
+SECRET = "sk-secret"
+OPEN = ServerConfig()
+LOCKED = ServerConfig(http=HttpConfig(api_key=("sk-other", SECRET)))
+
+
+def make(
+    engine: Any, config: ServerConfig = OPEN, board: LoadingBoard | None = None, metrics: Metrics | None = None
+) -> Any:
+    return build_app(engine, config, metrics or Metrics(), board)
+
+
+def every_route(app: Any) -> list[tuple[str, str]]:
+    found = [(method, re.sub(r"\{.*?\}", "x", route.path)) for route in app.routes for method in route.methods]
+    assert len(found) > 15
+    return found
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_route_but_the_probes_needs_a_key(engine: FakeEngine) -> None:
+    app = make(engine, LOCKED)
+    for method, path in [*every_route(app), *(("GET", path) for path in ("/nowhere", "/", "//health", "/health/"))]:
+        answer = call(app, path, method)
+        assert (answer.status == 401) == (path not in OPEN_PATHS), (method, path, answer.status)
+    assert OPEN_PATHS == {"/health", "/ping", "/live", "/ready"}
+
+
+@pytest.mark.parametrize("headers", [
+    {}, {"authorization": ""}, {"authorization": "Bearer "}, {"authorization": "Bearer"}, {"x_api_key": ""},
+    {"authorization": "Bearer sk-secre"}, {"authorization": "Bearer sk-secretx"}, {"authorization": f"Basic {SECRET}"},
+    {"authorization": SECRET}, {"x_api_key": "sk-\xff"}, {"host": "x/health?", "authorization": "Bearer no"},
+])
+def test_wrong_keys_are_401_in_openais_form(engine: FakeEngine, headers: dict[str, str]) -> None:
+    answer = call(make(engine, LOCKED), "/version", **headers)
+    assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
+    assert answer.error["type"] == "authentication_error" and answer.error["code"] == "invalid_api_key"
+    assert SECRET not in answer.body.decode()
+
+
+@pytest.mark.parametrize("headers", [
+    {"authorization": f"Bearer {SECRET}"}, {"authorization": f"bearer  {SECRET}"}, {"x_api_key": SECRET},
+    {"x_api_key": "sk-other"}, {"authorization": "Bearer wrong", "x_api_key": SECRET},
+])
+def test_any_of_the_keys_opens(engine: FakeEngine, headers: dict[str, str]) -> None:
+    assert call(make(engine, LOCKED), "/version", **headers).status == 200
+
+
+def test_an_empty_bearer_is_fine_when_no_key_is_set(engine: FakeEngine) -> None:
+    assert call(make(engine), "/version", authorization="Bearer ").status == 200
+
+
+# --- states ---------------------------------------------------------------------------------------------------------
+
+
+def test_while_it_loads_the_api_says_when_to_come_back(engine: FakeEngine) -> None:
+    engine.state, engine.ready, board = EngineState.STARTING, None, LoadingBoard()
+    app = make(engine, board=board)
+    assert "starting" in call(app, "/health").json()["reason"]
+    board.show(Loading("weights", 25, 100, "B"))
+    for path in ("/health", "/ready", "/ping"):
+        answer = call(app, path)
+        assert answer.status == 503 and answer.headers["retry-after"] == "5"
+        assert "weights, 25 %" in answer.json()["reason"]
+        assert answer.json()["loading"]["done"] == 25
+    for method, path in every_route(app):
+        if path not in ALWAYS:
+            answer = call(app, path, method, content_type="application/json")
+            assert answer.status == 503 and answer.error["code"] == "engine_starting", path
+            assert answer.headers["retry-after"] == "5"
+    assert call(app, "/live").status == 200
+    assert call(app, "/version").json() == {"version": __version__, "model": "quire-tiny", "revision": None}
+
+
+@pytest.mark.parametrize("state, health, ready, code", [
+    (EngineState.READY, 200, 200, None),
+    (EngineState.DRAINING, 200, 503, "engine_draining"),
+    (EngineState.DEAD, 503, 503, "engine_dead"),
+])
+def test_probes_by_state(engine: FakeEngine, state: EngineState, health: int, ready: int, code: str | None) -> None:
+    engine.state, engine.failure = state, EngineDead("it was killed by SIGKILL.")
+    app = make(engine)
+    assert call(app, "/health").status == call(app, "/ping", "POST").status == health
+    answer = call(app, "/ready")
+    assert answer.status == ready
+    assert call(app, "/live").status == 200
+    if code is not None:
+        assert answer.json()["error"]["code"] == code
+        refused = call(app, "/v1/completions", "POST", b"{}", content_type="application/json")
+        assert refused.status == 503 and refused.error["code"] == code and "retry-after" in refused.headers
+    if state is EngineState.DEAD:
+        assert "SIGKILL" in answer.json()["reason"]
+
+
+def test_a_hung_step_makes_it_unready_and_not_dead(engine: FakeEngine) -> None:
+    app = make(engine, ServerConfig(serve=ServeConfig(hang_timeout=5.0)))
+    engine.last_step_age = 4.9
+    assert call(app, "/ready").status == 200
+    engine.last_step_age = 5.1
+    assert call(app, "/ready").status == 503 and "has not finished a step" in call(app, "/ready").json()["reason"]
+    assert call(app, "/health").status == 200
+
+
+# --- what else is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+def test_bodies_are_json(engine: FakeEngine, content_type: str) -> None:
+    app = make(engine)
+    for method, path in every_route(app):
+        if method == "POST" and path not in OPEN_PATHS:
+            headers = {"content_type": content_type} if content_type else {}
+            answer = call(app, path, method, b"{}", **headers)
+            assert answer.status == 415 and "application/json" in answer.error["message"], path
+            assert call(app, path, method, b"{}", content_type="Application/JSON; charset=utf-8").status != 415
+
+
+def test_unknown_paths_and_methods_are_answered_in_openais_form(engine: FakeEngine) -> None:
+    app = make(engine)
+    answer = call(app, "/chat/completions", "POST", b"{}", content_type="application/json")
+    assert answer.status == 404 and "Did you mean /v1/chat/completions?" in answer.error["message"]
+    for path in ("/", "/v1", "/health/", "/%00", "/" + "x" * 10_000):
+        assert call(app, path).status == 404 and call(app, path).error["type"] == "invalid_request_error", path
+    for method, path in every_route(app):
+        answer = call(app, path, "DELETE")
+        assert answer.status == 405 and method in answer.headers["allow"]
+        assert answer.error["code"] == "method_not_allowed"
+
+
+def test_head_of_every_get(engine: FakeEngine) -> None:
+    app = make(engine)
+    for method, path in every_route(app):
+        if method == "HEAD" and path in ALWAYS:
+            assert call(app, path, "HEAD").status == 200, path
+
+
+def test_pages_of_allowed_origins_only(engine: FakeEngine) -> None:
+    preflight = {"origin": "https://a.example", "access_control_request_method": "POST",
+                 "access_control_request_headers": "authorization, content-type"}
+    closed = call(make(engine), "/v1/completions", "OPTIONS", **preflight)
+    assert closed.status == 405 and "access-control-allow-origin" not in closed.headers
+    app = make(engine, ServerConfig(http=HttpConfig(allowed_origins=("https://a.example",), api_key=(SECRET,))))
+    opened = call(app, "/v1/completions", "OPTIONS", **preflight)
+    assert opened.status == 200 and opened.headers["access-control-allow-origin"] == "https://a.example"
+    assert "authorization" in opened.headers["access-control-allow-headers"].lower()
+    assert call(app, "/v1/completions", "OPTIONS", **(preflight | {"origin": "https://b.example"})).status == 400
+    refused = call(app, "/version", origin="https://a.example")
+    assert refused.status == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+# --- ids, counts, logs, faults ----------------------------------------------------------------------------------------
+
+
+def test_every_answer_has_a_request_id(engine: FakeEngine) -> None:
+    app = make(engine, LOCKED)
+    for path in ("/health", "/version", "/nowhere"):
+        assert len(call(app, path).headers["x-request-id"]) == 32
+        assert call(app, path, x_request_id="abc-1").headers["x-request-id"] == "abc-1"
+        for harmful in ("a b", "x" * 129, "\xe9", ""):
+            assert call(app, path, x_request_id=harmful).headers["x-request-id"] != harmful
+
+
+class Counting(Metrics):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, str]] = []
+
+    def http(self, route: str, status: int, method: str = "POST") -> None:
+        self.seen.append((route, status, method))
+
+
+def test_answers_are_counted_by_route_never_by_path(engine: FakeEngine) -> None:
+    metrics = Counting()
+    app = make(engine, metrics=metrics)
+    for path in ("/health", "/nowhere/42", "/v1/models/a/b"):
+        call(app, path)
+    assert metrics.seen == [("/health", 200, "GET"), ("other", 404, "GET"), ("/v1/models/{model:path}", 404, "GET")]
+
+
+def with_route(app: Any, endpoint: Any) -> Any:
+    app.router.routes.append(Route("/fault", endpoint))
+    return app
+
+
+def test_an_unexpected_fault_is_logged_once_and_not_shown(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fault(request: Request) -> Response:
+        raise ZeroDivisionError("the inside of the server")
+
+    with caplog.at_level(logging.DEBUG):
+        answer = call(with_route(make(engine), fault), "/fault", x_request_id="r-1")
+    assert answer.status == 500 and answer.headers["x-should-retry"] == "false"
+    assert answer.error["type"] == "server_error" and "r-1" in answer.error["message"]
+    assert "inside" not in answer.body.decode() and "Traceback" not in answer.body.decode()
+    records = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(records) == 1 and records[0].exc_info and "r-1" in records[0].message
+
+
+def test_an_error_of_ours_gets_its_status(engine: FakeEngine) -> None:
+    async def full(request: Request) -> Response:
+        raise QueueFull("the queue is full.")
+
+    answer = call(with_route(make(engine), full), "/fault")
+    assert answer.status == 429 and answer.error["type"] == "rate_limit_error" and "retry-after" in answer.headers
+
+
+def test_access_log(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    call(make(engine), "/health")
+    assert capsys.readouterr().err == ""
+    call(make(engine, ServerConfig(http=HttpConfig(access_log=True))), "/he\nalth", x_request_id="r-2")
+    assert re.fullmatch(r"127\.0\.0\.1:1 GET /he\\nalth 404 0\.\d{3}s r-2\n", capsys.readouterr().err)
+
+
+def test_a_proxy_may_or_may_not_take_the_root_away(engine: FakeEngine) -> None:
+    app = make(engine, ServerConfig(http=HttpConfig(root_path="/api", api_key=(SECRET,))))
+    for path in ("/health", "/api/health"):
+        assert call(app, path).status == 200
+    for path in ("/version", "/api/version", "/api/api/health", "/apihealth"):
+        assert call(app, path).status == 401
+        assert call(app, path, x_api_key=SECRET).status == (200 if path.endswith("/version") else 404)
+
+
+# --- describing itself ------------------------------------------------------------------------------------------------
+
+
+def test_version_shows_every_choice(engine: FakeEngine) -> None:
+    shown = call(make(engine), "/version").json()
+    assert shown["dtype"] == "float32" and shown["plans"] == {"attention": "cpu (the only one)"}
+
+
+def test_openapi_describes_every_route(engine: FakeEngine) -> None:
+    app = make(engine, LOCKED)
+    document = call(app, "/openapi.json", x_api_key=SECRET).json()
+    for method, path in every_route(app):
+        path = path.replace("/v1/models/x", "/v1/models/{model}")
+        if method != "HEAD":
+            operation = document["paths"][path][method.lower()]
+            assert ("security" in operation) == (path not in OPEN_PATHS)
+            assert ("requestBody" in operation) == (method == "POST" and path != "/ping")
+    text = str(document)
+    for name in re.findall(r"#/components/schemas/(\w+)", text):
+        assert name in document["components"]["schemas"]
+    prompt = document["components"]["schemas"]["CompletionRequest"]
+    assert prompt["required"] == ["prompt"]
+
+
+def test_metrics_are_served(engine: FakeEngine) -> None:
+    answer = call(make(engine), "/metrics")
+    assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain")

@@ -1,0 +1,547 @@
+"""The served engine over a mock core in a thread: what streams get, what ends them, and that nothing is left."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.serve import ServerConfig
+from quire.contracts.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    EngineStarting,
+    InvalidParameter,
+    ModelNotFound,
+    PromptTooLong,
+    QueueFull,
+    QueueTimeout,
+    RequestFailed,
+)
+from quire.contracts.output import RequestOutput
+from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.engine.mock_executor import mock_tokens
+from quire.entry.core_process import build
+from quire.entry.http.engine import EngineState, ServedEngine
+from quire.entry.http.request_stream import RequestStream
+from quire.entry.prompts import Prompt
+from quire.observe.metrics import Metrics
+from quire.procs.core_thread import CoreThread
+
+PATIENCE = 60.0
+PROMPT = [5, 6, 7]
+
+
+class Counted(Metrics):
+    """Keeps the arguments of every hook."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Any]] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name == "calls" or not hasattr(Metrics, name):
+            return super().__getattribute__(name)
+        return lambda *args, **kwargs: self.calls.setdefault(name, []).append((args, kwargs))
+
+
+def run(work: Awaitable[None]) -> None:
+    """Run to the end; what a task or a future would only tell the event loop's log fails, too."""
+    untold: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: untold.append(context))
+        await asyncio.wait_for(work, PATIENCE)
+
+    asyncio.run(main())
+    gc.collect()  # it is told when a future goes
+    assert untold == []
+
+
+@contextlib.asynccontextmanager
+async def serving(metrics: Metrics | None = None, **options: Any) -> AsyncIterator[tuple[ServedEngine, CoreThread]]:
+    """A started engine and its core; in the end nothing may be held, unless it died."""
+    config = ServerConfig.from_flat(**({"device": "mock"} | options))
+    made: list[CoreThread] = []
+
+    def launch(start: Any) -> CoreThread:
+        made.append(CoreThread(start, build))
+        return made[-1]
+
+    engine = ServedEngine(config, metrics=metrics or Metrics(), launch=launch)
+    try:
+        await engine.start(lambda loading: None)
+        yield engine, made[0]
+        if engine.state is not EngineState.DEAD:
+            await engine.wait_idle()
+            assert await engine.control("check") is True
+            assert engine.front is not None and len(engine.front) == 0 and not engine._queued
+    finally:
+        await engine.close()
+    assert made[0].ended() == ("ended with code 1" if isinstance(engine.failure, EngineDead) else "ended with code 0")
+
+
+def params(tokens: int = 8, **fields: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "seed": 0,
+                              "output_kind": OutputKind.DELTA} | fields))
+
+
+def open_one(engine: ServedEngine, tokens: int = 8, prompt: list[int] | None = None, **fields: Any) -> RequestStream:
+    return engine.open([Prompt(token_ids=prompt or PROMPT)], params(tokens, **fields), request_id="r")
+
+
+async def read(stream: RequestStream) -> list[list[RequestOutput]]:
+    """All outputs by prompt; closes the stream."""
+    found: list[list[RequestOutput]] = [[] for _ in stream.generations]
+    try:
+        async for changed in stream:
+            assert changed
+            for index, output in changed:
+                found[index].append(output)
+    finally:
+        stream.close()
+    return found
+
+
+def token_ids(outputs: list[RequestOutput], completion: int = 0) -> list[int]:
+    return [token for output in outputs for token in output.outputs[completion].token_ids]
+
+
+def expected(engine: ServedEngine, prompt: list[int], count: int, seed: int = 0) -> list[int]:
+    assert engine.ready is not None
+    return mock_tokens(prompt, seed, count, engine.ready.vocab_size)
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_streams_get_their_tokens_and_text(depth: int) -> None:
+    async def work() -> None:
+        async with serving(async_depth=depth) as (engine, _):
+            streams = [open_one(engine, 5 + i, [i + 1, 2, 3]) for i in range(20)]
+            answers = await asyncio.gather(*map(read, streams))
+            assert engine.text is not None and engine.text.tokenizer is not None
+            for i, (outputs,) in enumerate(answers):
+                ids = expected(engine, [i + 1, 2, 3], 5 + i)
+                assert token_ids(outputs) == ids and outputs[-1].finished
+                assert outputs[-1].outputs[0].finish_reason == "length"
+                text = "".join(o.outputs[0].text for o in outputs)
+                assert text == engine.text.tokenizer.decode([3, *ids])[len(engine.text.tokenizer.decode([3])):]
+
+    run(work())
+
+
+def test_prompts_and_completions_of_one_request() -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            prompts = [Prompt(token_ids=[1, 2]), Prompt(text="hello")]
+            asked = params(6, n=3, temperature=1.0, output_kind=OutputKind.FINAL_ONLY)
+            stream = engine.open(prompts, asked, request_id="many")
+            assert [g.request_id for g in stream.generations] == ["many-0", "many-1"]
+            found = await read(stream)
+            assert [len(outputs) for outputs in found] == [1, 1]
+            for (output,) in found:
+                assert output.finished and [len(c.token_ids) for c in output.outputs] == [6, 6, 6]
+                assert len({tuple(c.token_ids) for c in output.outputs}) == 3
+            assert found[0][0].outputs[0].token_ids == expected(engine, [1, 2], 6)
+
+    run(work())
+
+
+def test_a_slow_reader_gets_several_tokens_at_once() -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            slow, quick = open_one(engine, 30), open_one(engine, 30, [9])
+            await read(quick)
+            (outputs,) = await read(slow)
+            assert token_ids(outputs) == expected(engine, PROMPT, 30) and len(outputs) == 1
+
+    run(work())
+
+
+def test_logprobs_and_scored_prompts() -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            (outputs,) = await read(open_one(engine, 3, logprobs=2, prompt_logprobs=1))
+            logprobs = [entry for o in outputs for entry in o.outputs[0].logprobs or ()]
+            ids = token_ids(outputs)
+            assert [next(iter(entry)) for entry in logprobs] == ids and all(len(e) == 2 for e in logprobs)
+            scored = outputs[-1].prompt_logprobs
+            assert scored is not None and scored[0] is None and [6 in (scored[1] or ()), 7 in (scored[2] or ())]
+
+    run(work())
+
+
+def test_a_stop_string_ends_it_in_the_core_too() -> None:
+    async def work() -> None:
+        async with serving(mock_step_ms=1.0) as (engine, thread):
+            (whole,) = await read(open_one(engine, 12))
+            text = "".join(o.outputs[0].text for o in whole)
+            stop = text[5:8]
+            (outputs,) = await read(open_one(engine, 4000, stop=stop))
+            shown = "".join(o.outputs[0].text for o in outputs)
+            assert shown == text[: text.index(stop)] and outputs[-1].outputs[0].stop_reason == stop
+            assert thread.core is not None
+            while thread.core.has_work:
+                await asyncio.sleep(0.01)
+
+    run(work())
+
+
+# --- who may come -----------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_cannot_be_served_is_refused_at_once_and_whole() -> None:
+    async def work() -> None:
+        counted = Counted()
+        async with serving(counted, max_model_len=64) as (engine, _):
+            good, long = Prompt(token_ids=[1]), Prompt(token_ids=[1] * 65)
+            with pytest.raises(PromptTooLong):
+                engine.open([good, long], params(), request_id="r")
+            with pytest.raises(InvalidParameter):
+                engine.open([good], params(), request_id="r", priority=3)
+            assert engine.num_live == 0 and engine.last_step_age is None
+            assert [args[0] for args, _ in counted.calls["rejected"]] == ["prompt_too_long", "invalid"]
+            assert "request_started" not in counted.calls
+
+    run(work())
+
+
+def test_a_fault_of_ours_over_one_request_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            monkeypatch.setattr(engine.front, "_spec", lambda *args: 1 / 0)
+            with pytest.raises(RequestFailed) as caught:
+                open_one(engine)
+            assert caught.value.code == "internal" and engine.num_live == 0
+
+    run(work())
+
+
+def test_before_it_is_ready_and_while_it_drains() -> None:
+    async def work() -> None:
+        engine = ServedEngine(ServerConfig.from_flat(device="mock"), metrics=Metrics())
+        with pytest.raises(EngineStarting):
+            open_one(engine)
+        with pytest.raises(EngineStarting):
+            await engine.tokenized(Prompt(text="x"))
+        async with serving(mock_step_ms=2.0) as (engine, _):
+            running = asyncio.create_task(read(open_one(engine, 20)))
+            await asyncio.sleep(0)
+            engine.drain()
+            assert engine.state is EngineState.DRAINING
+            with pytest.raises(EngineClosed):
+                open_one(engine)
+            assert not running.done()
+            await engine.wait_idle()
+            assert token_ids((await running)[0]) == expected(engine, PROMPT, 20)
+
+    run(work())
+
+
+def test_a_full_queue_refuses_and_the_rest_goes_on() -> None:
+    async def work() -> None:
+        async with serving(max_num_seqs=1, max_waiting=1, mock_step_ms=5.0) as (engine, _):
+            first = open_one(engine, 10)
+            await first.__anext__()
+            second = open_one(engine, 3)
+            third = engine.open([Prompt(token_ids=[1]), Prompt(token_ids=[2])], params(3), request_id="t")
+            with pytest.raises(QueueFull):
+                await read(third)
+            assert len(token_ids((await read(second))[0])) == 3
+            await read(first)
+
+    run(work())
+
+
+def test_who_waits_too_long_is_told() -> None:
+    async def work() -> None:
+        counted = Counted()
+        async with serving(counted, max_num_seqs=1, mock_step_ms=5.0, queue_timeout=0.15) as (engine, _):
+            first = open_one(engine, 80)
+            waiting = [open_one(engine, 3) for _ in range(5)]
+            for stream in waiting:
+                with pytest.raises(QueueTimeout):
+                    await read(stream)
+            assert engine._queue_timer is None and engine.num_live == 1
+            (outputs,) = await read(first)
+            assert token_ids(outputs) == expected(engine, PROMPT, 80)
+            assert [args[0] for args, _ in counted.calls["rejected"]] == ["queue_timeout"] * 5
+
+    run(work())
+
+
+def test_who_takes_too_long_fails_alone() -> None:
+    async def work() -> None:
+        async with serving(mock_step_ms=5.0, request_timeout=30.0) as (engine, _):
+            prompt = [Prompt(token_ids=PROMPT)]
+            late = engine.open(prompt, params(4000), request_id="late", timeout=0.1)
+            (outputs,) = await read(open_one(engine, 10))
+            with pytest.raises(RequestFailed) as caught:
+                await read(late)
+            assert caught.value.code == "deadline" and len(outputs) == 10
+
+    run(work())
+
+
+def test_a_long_text_is_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            assert engine.front is not None
+            encode, threads = engine.front.encode, []
+            monkeypatch.setattr(engine.front, "encode",
+                                lambda prompt: threads.append(threading.current_thread()) or encode(prompt))
+            short, long = [await engine.tokenized(Prompt(text="word " * n)) for n in (10, 2000)]
+            assert short.token_ids and len(long.token_ids or ()) > 1000
+            assert threads[0] is threading.main_thread() and threads[1] is not threads[0]
+
+    run(work())
+
+
+# --- who goes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["queued", "prefill", "decode", "finished"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_reader_that_goes_away_leaves_nothing(when: str, depth: int) -> None:
+    async def work() -> None:
+        options = {"max_num_seqs": 1} if when == "queued" else {}
+        budget = 64 if when == "prefill" else 2048
+        async with serving(mock_step_ms=2.0, async_depth=depth, max_num_batched_tokens=budget,
+                           **({"max_num_seqs": 8} | options)) as (engine, thread):
+            other = open_one(engine, 60)
+            await other.__anext__()
+            length = 2000 if when == "prefill" else 40
+            leaving = open_one(engine, 3 if when == "finished" else 500, list(range(1, length)), n=1)
+            if when == "finished":
+                while leaving.num_open:
+                    await asyncio.sleep(0.002)
+            elif when == "decode":
+                await leaving.__anext__()
+            else:
+                await asyncio.sleep(0.02)
+            leaving.close()
+            leaving.close()
+            assert engine.num_live == 1
+            await read(other)
+            assert other.generations[0].completions[0].token_ids == expected(engine, PROMPT, 60)
+            assert thread.core is not None
+            while thread.core.has_work:
+                await asyncio.sleep(0.002)
+
+    run(work())
+
+
+def test_a_reader_that_is_cancelled_closes() -> None:
+    async def work() -> None:
+        async with serving(mock_step_ms=50.0) as (engine, _):
+            task = asyncio.create_task(read(open_one(engine, 1000)))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert engine.num_live == 0
+
+    run(work())
+
+
+def test_a_request_that_fails_in_the_core_fails_alone() -> None:
+    async def work() -> None:
+        async with serving() as (engine, thread):
+            assert thread.core is not None
+            thread.core.executor.fail["bad"] = 3  # type: ignore[attr-defined]
+            bad = engine.open([Prompt(token_ids=PROMPT)], params(20), request_id="bad")
+            good = open_one(engine, 20)
+            with pytest.raises(RequestFailed) as caught:
+                await read(bad)
+            assert caught.value.code == "nan_logits"
+            assert token_ids((await read(good))[0]) == expected(engine, PROMPT, 20)
+
+    run(work())
+
+
+@pytest.mark.parametrize("where", ["push", "output"])
+def test_a_request_whose_text_fails_fails_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with serving(mock_step_ms=1.0) as (engine, _):
+            bad, good = open_one(engine, 4000), open_one(engine, 20)
+            target: Any = bad.generations[0].completions[0].text if where == "push" else bad.generations[0]
+            monkeypatch.setattr(target, where, lambda *args, **kwargs: 1 / 0)
+            with pytest.raises(RequestFailed) as caught:
+                await read(bad)
+            assert caught.value.code == "internal"
+            assert token_ids((await read(good))[0]) == expected(engine, PROMPT, 20)
+
+    run(work())
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_engine_is_told_to_everybody() -> None:
+    async def work() -> None:
+        async with serving(mock_step_ms=2.0) as (engine, thread):
+            told = asyncio.create_task(engine.closed())
+            streams = [open_one(engine, 4000) for _ in range(10)]
+            tasks = [asyncio.create_task(read(stream)) for stream in streams]
+            await asyncio.sleep(0.05)
+            assert thread.core is not None
+
+            def lost() -> Any:
+                raise OSError("device lost")
+
+            thread.core.executor.collect = lost  # type: ignore[method-assign]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(type(result) is EngineDead and "device lost" in str(result) for result in results)
+            assert "device lost" in str(await told) and "device lost" in str(await engine.closed())
+            assert engine.state is EngineState.DEAD and engine.num_live == 0
+            with pytest.raises(EngineDead, match="device lost"):
+                open_one(engine)
+            with pytest.raises(EngineDead):
+                await engine.control("reset_prefix_cache")
+            await engine.wait_idle()
+
+    run(work())
+
+
+def test_a_fault_of_the_front_end_as_a_whole_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        config = ServerConfig.from_flat(device="mock")
+        engine = ServedEngine(config, metrics=Metrics(), launch=lambda start: CoreThread(start, build))
+        await engine.start(lambda loading: None)
+        monkeypatch.setattr(engine.front, "take", lambda outputs: 1 / 0)
+        with pytest.raises(EngineDead, match="ZeroDivisionError"):
+            await read(open_one(engine))
+        await engine.close()
+
+    run(work())
+
+
+def test_closing_ends_streams_and_is_idempotent() -> None:
+    async def work() -> None:
+        async with serving(mock_step_ms=2.0) as (engine, _):
+            stream = open_one(engine, 4000)
+            await stream.__anext__()
+            await engine.close()
+            with pytest.raises(EngineClosed):
+                await read(stream)
+            assert isinstance(engine.failure, EngineClosed) and engine.state is EngineState.DEAD
+            await engine.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("options, error", [
+    ({"model": "/nowhere/at/all"}, ModelNotFound),
+    ({"max_model_len": 10**7}, ConfigError),  # found by the core
+    ({"chat_template": "/nowhere.jinja"}, ConfigError),  # found by the text side
+])
+def test_a_start_that_fails_says_why_and_leaves_nothing(options: dict[str, Any], error: type[Exception]) -> None:
+    async def work() -> None:
+        with pytest.raises(error):
+            async with serving(**options):
+                pass
+
+    descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc").is_dir() else None
+    run(work())
+    gc.collect()
+    if descriptors is not None:
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_a_start_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        held = threading.Event()
+
+        def slow_build(config: Any, send: Any) -> Any:
+            held.wait(PATIENCE)
+            return build(config, send)
+
+        threads: list[CoreThread] = []
+
+        def launch(start: Any) -> CoreThread:
+            threads.append(CoreThread(start, slow_build))
+            return threads[0]
+
+        engine = ServedEngine(ServerConfig.from_flat(device="mock"), metrics=Metrics(), launch=launch)
+        starting = asyncio.create_task(engine.start(lambda loading: None))
+        while not threads:
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        threading.Timer(0.3, held.set).start()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert engine.state is EngineState.DEAD
+        await engine.close()
+
+    run(work())
+
+
+# --- what is told -----------------------------------------------------------------------------------------------
+
+
+def test_the_age_of_the_last_step_grows_while_a_step_hangs() -> None:
+    async def work() -> None:
+        async with serving() as (engine, thread):
+            assert engine.last_step_age is None and thread.core is not None
+            held, collect = threading.Event(), thread.core.executor.collect
+
+            def hang() -> Any:
+                held.wait(PATIENCE)
+                return collect()
+
+            thread.core.executor.collect = hang  # type: ignore[method-assign]
+            reading: Callable[[], float] = lambda: engine.last_step_age or 0.0  # noqa: E731
+            stream = open_one(engine, 3)
+            before = reading()
+            await asyncio.sleep(0.1)
+            assert reading() >= before + 0.05
+            held.set()
+            await read(stream)
+            assert engine.last_step_age is None
+
+    run(work())
+
+
+def test_metrics_hear_of_every_request_once() -> None:
+    async def work() -> None:
+        counted = Counted()
+        async with serving(counted, mock_step_ms=3.0) as (engine, _):
+            gone = open_one(engine, 1000)
+            await gone.__anext__()
+            gone.close()
+            await read(open_one(engine, 6, n=2, temperature=1.0))
+            calls = counted.calls
+            assert len(calls["engine_ready"]) == 1 and len(calls["request_started"]) == 2
+            assert len(calls["first_token"]) == 2 and [a[0] for a, _ in calls["aborted"]] == ["disconnect"]
+            ends = {args[0]: values for args, values in calls["request_finished"]}
+            assert ends.keys() == {"abort", "length"}
+            whole = ends["length"]
+            assert (whole["num_prompt"], whole["num_output"]) == (3, 12)
+            assert whole["queue_s"] + whole["prefill_s"] + whole["decode_s"] == pytest.approx(whole["e2e_s"], abs=1e-6)
+            assert min(whole["queue_s"], whole["prefill_s"], whole["decode_s"]) >= 0
+            gaps = sum(args[1] for args, _ in calls["inter_token"])
+            assert gaps >= 10 and sum(args[0] for args, _ in calls["tokens"]) >= 13
+            assert len(calls["step"]) >= 6
+
+    began = time.monotonic()
+    run(work())
+    assert time.monotonic() - began < PATIENCE
+
+
+def test_unknown_controls_are_errors() -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            assert await engine.control("reset_prefix_cache") is True
+            with pytest.raises(EngineError, match="explode"):
+                await engine.control("explode")
+
+    run(work())

@@ -1,0 +1,242 @@
+"""Every limit of a connection, met by a raw socket."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .conftest import Live, read_all, read_until
+
+Start = Callable[..., Live]
+HOST = b"Host: quire\r\n"
+
+
+def post(body: bytes, *headers: bytes) -> bytes:
+    lines = [b"POST /x HTTP/1.1", b"Host: quire", b"Content-Length: %d" % len(body), *headers, b"", body]
+    return b"\r\n".join(lines)
+
+
+def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def test_a_request_is_served_and_the_connection_kept(serve_echo: Start) -> None:
+    live = serve_echo()
+    with live.connect() as peer:
+        for _ in range(3):
+            peer.sendall(post(b"abc"))
+            read_until(peer, b"POST /x 3")
+    assert not live.refused
+
+
+def test_a_chunked_body_is_whole_and_its_trailers_are_dropped(serve_echo: Start) -> None:
+    chunked = (b"POST /x HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+               b"3;a=b\r\nabc\r\n2\r\nde\r\n0\r\nX-Trailer: 1\r\n\r\n")
+    assert serve_echo().ask(*(chunked[i:i + 1] for i in range(len(chunked)))).endswith(b"POST /x 5")
+
+
+def test_fifty_megabytes_of_one_header(serve_echo: Start) -> None:
+    live = serve_echo()
+    status, error = refusal(live.ask(b"GET / HTTP/1.1\r\nX: ", *[b"x" * 2**20] * 50, b"\r\n\r\n"))
+    assert status == 431 and "65536" in error["message"] and error["code"] == "headers_too_large"
+    assert live.refused == [431]
+
+
+def test_a_hundred_thousand_headers(serve_echo: Start) -> None:
+    status, error = refusal(serve_echo().ask(b"GET / HTTP/1.1\r\n", b"a: b\r\n" * 100_000, b"\r\n"))
+    assert status == 431 and "100 headers" in error["message"]
+
+
+@pytest.mark.parametrize("extra, status", [(0, 200), (1, 431)])
+def test_the_number_of_headers_is_exact(serve_echo: Start, extra: int, status: int) -> None:
+    headers = b"".join(b"h%d: v\r\n" % i for i in range(98 + extra))
+    answer = serve_echo().ask(b"GET / HTTP/1.1\r\n" + HOST + headers + b"Connection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_header_bytes_count_in_one_piece_and_in_many(serve_echo: Start) -> None:
+    live = serve_echo(max_header_bytes=1000)
+    one = b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 1000 + b"\r\n\r\n"
+    many = b"GET / HTTP/1.1\r\n" + HOST + b"".join(b"h%d: %s\r\n" % (i, b"v" * 100) for i in range(10)) + b"\r\n"
+    for request in (one, many):
+        assert refusal(live.ask(request))[0] == 431
+        assert refusal(live.ask(*(request[i:i + 50] for i in range(0, len(request), 50))))[0] == 431
+
+
+def test_a_large_body_does_not_count_as_headers(serve_echo: Start) -> None:
+    answer = serve_echo(max_header_bytes=1000).ask(post(b"x" * 100_000, b"Connection: close"))
+    assert answer.endswith(b"POST /x 100000")
+
+
+def test_a_long_url(serve_echo: Start) -> None:
+    status, error = refusal(serve_echo().ask(b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n"))
+    assert status == 414 and error["type"] == "invalid_request_error"
+
+
+def test_two_hundred_megabytes_of_body_are_refused_before_they_come(serve_echo: Start) -> None:
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 209715200\r\n\r\n"
+    status, error = refusal(serve_echo().ask(head, *[b"x" * 2**20] * 200))
+    assert status == 413 and str(8 * 2**20) in error["message"]
+
+
+def test_a_body_that_does_not_say_its_length_is_counted(serve_echo: Start) -> None:
+    live = serve_echo(max_body_bytes=10_000)
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
+    chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+    assert refusal(live.ask(head, *[chunk] * 1000))[0] == 413
+    last = b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"
+    assert live.ask(head + chunk * 2 + b"0\r\n\r\n", last).count(b"200 OK") == 2
+    assert live.traffic.uploading == 0
+
+
+def test_an_expected_body_that_is_too_large_is_never_sent(serve_echo: Start) -> None:
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 9000000\r\n\r\n"
+    answer = serve_echo().ask(head)
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"100 Continue" not in answer
+
+
+def test_a_trailer_or_a_chunk_header_without_end(serve_echo: Start) -> None:
+    live = serve_echo()
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
+    assert refusal(live.ask(head + b"0\r\nT: ", *[b"x" * 2**16] * 64))[0] == 400
+    assert refusal(live.ask(head + b"3;e=", *[b"x" * 2**16] * 64))[0] == 400
+    assert refusal(live.ask(head + b"0\r\n", b"a: b\r\n" * 1000))[0] == 431
+
+
+def test_all_uploads_together_are_bounded(serve_echo: Start) -> None:
+    live = serve_echo(uploads=100_000)
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 70000\r\nConnection: close\r\n\r\n"
+    with live.connect() as first:
+        first.sendall(head + b"x" * 60_000)
+        while live.traffic.uploading < 60_000:
+            time.sleep(0.01)
+        answer = live.ask(head + b"x" * 60_000)
+        assert refusal(answer)[0] == 503 and b"retry-after: 1\r\n" in answer
+        first.sendall(b"x" * 10_000)
+        assert read_all(first).endswith(b"POST / 70000")
+    assert live.traffic.uploading == 0
+
+
+@pytest.mark.parametrize("request_", [
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc",
+    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\nabc",
+    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    b"GET / HTTP/1.1\nHost: a\n\n",
+    b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+])
+def test_ambiguous_and_broken_requests_are_400(serve_echo: Start, request_: bytes) -> None:
+    status, error = refusal(serve_echo().ask(request_))
+    assert status == 400 and set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_trickle_of_headers_ends_in_time(serve_echo: Start) -> None:
+    live = serve_echo(head_timeout=0.3)
+    with live.connect() as peer:
+        peer.sendall(b"GET / HTTP/1.1\r\n")
+        for _ in range(100):  # one byte every 20 ms is progress, and no reason to wait for ever
+            try:
+                peer.sendall(b"a: b\r\n")
+            except OSError:
+                break
+            time.sleep(0.02)
+            if live.refused:
+                break
+        assert refusal(read_all(peer))[0] == 408
+    with live.connect() as silent:
+        assert refusal(read_all(silent))[0] == 408
+    with live.connect() as second_request:
+        second_request.sendall(post(b"abc"))
+        read_until(second_request, b"POST /x 3")
+        second_request.sendall(b"P")
+        assert refusal(read_all(second_request))[0] == 408
+
+
+def test_a_trickle_of_a_body_ends_in_time(serve_echo: Start) -> None:
+    live = serve_echo(body_timeout=0.2, body_rate=1000)
+    with live.connect() as peer:
+        peer.sendall(b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 1000\r\n\r\nabc")
+        assert refusal(read_all(peer))[0] == 408
+    with live.connect() as slow_but_steady:
+        slow_but_steady.sendall(b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 6000\r\nConnection: close\r\n\r\n")
+        for _ in range(6):
+            slow_but_steady.sendall(b"x" * 1000)
+            time.sleep(0.1)
+        assert read_all(slow_but_steady).endswith(b"POST / 6000")
+
+
+def test_connections_are_bounded(serve_echo: Start) -> None:
+    live = serve_echo(max_connections=2)
+    with live.connect() as one, live.connect() as two:
+        for peer in (one, two):
+            peer.sendall(post(b""))
+            read_until(peer, b"POST /x 0")
+        answer = live.ask()
+        assert refusal(answer)[0] == 503 and b"retry-after" in answer
+    deadline = time.monotonic() + 10
+    while b"200 OK" not in live.ask(post(b"", b"Connection: close")):
+        assert time.monotonic() < deadline, "a closed connection still counts"
+
+
+def test_pipelined_requests_are_answered_in_order_and_bounded(serve_echo: Start) -> None:
+    live = serve_echo(max_pipelined=4)
+    few = b"".join(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % i for i in range(4))
+    answer = live.ask(few + b"GET /last HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    assert [answer.index(b"GET /%d" % i) for i in range(4)] == sorted(answer.index(b"GET /%d" % i) for i in range(4))
+    assert answer.endswith(b"GET /last 0")
+    assert live.ask(few * 10).count(b"200 OK") <= 5
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+def test_an_offer_of_another_protocol_loses_no_body(serve_echo: Start, offer: bytes) -> None:
+    headers = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: " + offer, b"HTTP2-Settings: AAMAAABkAAQ")
+    live = serve_echo()
+    with live.connect() as peer:
+        for body in (b"", b"abc", b"x" * 100_000):
+            peer.sendall(post(body, *headers))
+            read_until(peer, b"POST /x %d" % len(body))
+
+
+def test_this_is_no_proxy(serve_echo: Start) -> None:
+    assert refusal(serve_echo().ask(b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n"))[0] == 405
+
+
+def test_an_error_after_the_answer_began_cuts_and_does_not_answer_twice(serve_echo: Start) -> None:
+    async def eager(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"early", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    live = serve_echo(eager, max_body_bytes=1000)
+    with live.connect() as peer:
+        peer.sendall(b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n")
+        answer = read_until(peer, b"early\r\n")
+        peer.sendall(b"800\r\n" + b"x" * 2048 + b"\r\n")
+        answer += read_all(peer)
+    assert answer.count(b"HTTP/1.1") == 1 and not answer.endswith(b"0\r\n\r\n")
+
+
+def test_a_reader_that_stops_reading_is_cut_off(serve_echo: Start) -> None:
+    ended: list[str] = []
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(10_000):
+            await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
+        ended.append((await receive())["type"])
+
+    live = serve_echo(endless, stall=0.3)
+    with live.connect() as peer:
+        peer.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+        deadline = time.monotonic() + 20
+        while not ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)

@@ -1,0 +1,152 @@
+"""Columns of a step become outputs; what goes wrong with the text of one request stays with that request."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.output import Finish, StepOutputs
+from quire.contracts.request import FinishReason
+from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.contracts.step import RowLogprobs
+from quire.entry.completion import Generation
+from quire.entry.front import FrontEnd, Limits
+from quire.entry.prompts import Prompt
+from quire.text.byte_tokenizer import ByteTokenizer
+
+LIMITS = Limits(max_model_len=100, vocab_size=300, max_logprobs=5, eos_ids=(257,))
+
+
+@pytest.fixture
+def front() -> FrontEnd:
+    return FrontEnd(ByteTokenizer(), LIMITS)
+
+
+def start(front: FrontEnd, **fields: Any) -> Generation:
+    fields = {"output_kind": OutputKind.DELTA, "temperature": 1.0} | fields
+    return front.start(Prompt(token_ids=[72, 73]), SamplingParams(**fields))[0]
+
+
+def step(tokens: dict[int, int], *finished: Finish, **columns: Any) -> StepOutputs:
+    return StepOutputs(handles=np.array(list(tokens), np.int32), tokens=np.array(list(tokens.values()), np.int32),
+                       finished=finished, **columns)
+
+
+def rows(token: int) -> RowLogprobs:
+    return RowLogprobs(np.array([[token, 1]], np.int32), np.array([[-0.5, -1.0]], np.float32), np.array([2], np.int32))
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("planted")
+
+
+def texts(pairs: list[tuple[int, Any]]) -> dict[int, str]:
+    return {handle: output.outputs[0].text for handle, output in pairs}
+
+
+def test_a_delta_holds_what_is_new_and_nothing_twice(front: FrontEnd) -> None:
+    generation = start(front)
+    pairs, _ = front.apply(step({0: ord("a")}))
+    assert texts(pairs) == {0: "a"}
+    front.take(step({0: ord("b")}))
+    front.take(step({0: ord("c")}))  # nobody looked meanwhile
+    output = generation.output()
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("bc", [98, 99])
+    assert (generation.output().outputs[0].text, generation.output().outputs[0].token_ids) == ("", [])
+
+
+def test_half_a_character_waits_and_shows_at_the_end(front: FrontEnd) -> None:
+    start(front)
+    first, second = "é".encode()
+    assert texts(front.apply(step({0: first}))[0]) == {0: ""}
+    pairs, _ = front.apply(step({0: second}))
+    assert texts(pairs) == {0: "é"}
+    pairs, _ = front.apply(step({0: first}, Finish(handle=0, reason=FinishReason.LENGTH)))
+    assert texts(pairs) == {0: "\ufffd"} and pairs[0][1].finished
+
+
+def test_delta_and_cumulative_say_the_same(front: FrontEnd) -> None:
+    start(front, stop="cd")
+    start(front, stop="cd", output_kind=OutputKind.CUMULATIVE)
+    pieces, last = "", ""
+    for char in b"abcxc":
+        outputs, _ = front.apply(step({0: char, 1: char}))
+        pieces += texts(outputs)[0]
+        last = texts(outputs)[1]
+        assert pieces == last
+    outputs, stopped = front.apply(step({0: ord("d"), 1: ord("d")}))
+    assert pieces + texts(outputs)[0] == texts(outputs)[1] == "abcx" and sorted(stopped) == [0, 1]
+    assert len(front) == 0
+
+
+def test_what_a_step_changed_is_told(front: FrontEnd) -> None:
+    one, two = start(front), start(front)
+    first = front.take(step({0: 65, 1: 65}))
+    assert (first.num_tokens, first.started, first.gaps) == (2, [one, two], {})
+    second = front.take(step({0: 65, 1: 65}, Finish(handle=1, reason=FinishReason.LENGTH)))
+    assert second.gaps == {first.now: 2} and second.finished == [two] and second.started == []
+    third = front.take(step({0: 65, 1: 65}))  # a late token of a request that has ended
+    assert third.num_tokens == 1 and third.gaps == {second.now: 1}
+
+
+@pytest.mark.parametrize("where", ["text", "logprobs", "prompt_logprobs", "end", "output"])
+def test_an_exception_over_the_text_of_one_request(front: FrontEnd, where: str, monkeypatch: pytest.MonkeyPatch,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
+    victim = start(front, logprobs=1, prompt_logprobs=1)
+    other = start(front, logprobs=1)
+    columns: dict[str, Any] = {"logprobs": {0: rows(65), 1: rows(65)}, "prompt_logprobs": {0: rows(73)}}
+    finish: tuple[Finish, ...] = ()
+    text: Any = victim.completions[0].text
+    if where == "text":
+        monkeypatch.setattr(text, "push", broken)
+    elif where == "logprobs":
+        monkeypatch.setattr(victim, "add_logprobs", broken)
+    elif where == "prompt_logprobs":
+        monkeypatch.setattr(victim, "add_prompt_logprobs", broken)
+    elif where == "end":
+        front.apply(step({0: 65, 1: 65}, **columns))
+        columns, finish = {}, (Finish(handle=0, reason=FinishReason.ABORT),)
+        monkeypatch.setattr(text._detokenizer, "flush", broken)
+    else:
+        monkeypatch.setattr(victim.completions[0].__class__, "output",
+                            lambda self, whole=victim.completions[0].__class__.output:
+                            broken() if self.text is text else whole(self))
+    with caplog.at_level(logging.ERROR):
+        tokens = {1: 66} if where == "end" else {0: 66, 1: 66}
+        pairs, stopped = front.apply(step(tokens, *finish, **columns))
+    assert sum("planted" in (record.exc_text or "") for record in caplog.records) == 1
+    outputs = dict(pairs)
+    failed = outputs[0].outputs[0]
+    assert outputs[0].finished and (failed.finish_reason, failed.stop_reason) == ("error", "internal")
+    assert stopped == ([] if where == "end" else [0])  # the core has ended it by itself then
+    assert outputs[1].outputs[0].text.endswith("B") and not outputs[1].finished
+    later, stopped = front.apply(step({0: 67, 1: 67}, Finish(handle=1, reason=FinishReason.LENGTH),
+                                      Finish(handle=0, reason=FinishReason.ABORT)))
+    assert texts(later) == {1: "C"} and stopped == [] and len(front) == 0
+    assert other.completions[0].finish_reason == "length"
+
+
+def test_one_of_several_completions_fails_alone(front: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = start(front, n=2, output_kind=OutputKind.FINAL_ONLY)
+    monkeypatch.setattr(generation.completions[1].text, "push", broken)
+    assert front.apply(step({0: 65, 1: 65})) == ([], [1])
+    (pair,), _ = front.apply(step({0: 66}, Finish(handle=0, reason=FinishReason.LENGTH)))
+    assert [c.finish_reason for c in pair[1].outputs] == ["length", "error"]
+    assert pair[1].outputs[0].text == "AB"
+
+
+def test_a_start_that_fails_keeps_nothing(front: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "_text", broken)
+    with pytest.raises(ZeroDivisionError):
+        start(front, n=2)
+    assert len(front) == 0
+
+
+@pytest.mark.parametrize("options", [{"timeout": True}, {"priority": True}], ids=str)
+def test_a_truth_value_is_no_number(options: dict[str, Any]) -> None:
+    front = FrontEnd(None, Limits(max_model_len=100, vocab_size=300, max_logprobs=5, by_priority=True))
+    with pytest.raises(InvalidParameter, match=next(iter(options))):
+        front.start(Prompt(token_ids=[72]), SamplingParams(), **options)
+    assert len(front) == 0

@@ -1,0 +1,120 @@
+"""What a server prints: a banner of at most 12 lines with a command that can be typed, progress, statistics."""
+
+import io
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from quire.config.serve import ServerConfig
+from quire.entry.cli import console as console_module
+from quire.entry.cli.console import Console, banner_lines, curl_line, stats_text
+from quire.observe.metrics import StatsLine
+from quire.procs.messages import Loading, Ready
+
+URL = "http://127.0.0.1:8000"
+REASON = "first that supports bfloat16 on cpu"
+
+
+def ready(**changes: Any) -> Ready:
+    return Ready(**{"max_model_len": 4096, "vocab_size": 100, "num_slots": 256, "num_blocks": 1000, "block_size": 32,
+                    "depth": 1, "dtype": "bfloat16", "device": "cpu", "weight_bytes": 3 << 29, "kv_bytes": 2 << 30,
+                    "plans": {"dtype": "bfloat16 (as asked)", "norm": f"cpu ({REASON})", "rope": f"cpu ({REASON})",
+                              "linear": "native (asked for)"},
+                    "phases": {"config": 0.01, "weights": 1.5}, **changes})
+
+
+def config(**options: Any) -> ServerConfig:
+    return ServerConfig.from_flat(**options)
+
+
+def rows(lines: list[str]) -> dict[str, str]:
+    return {line[2:11].strip(): line[12:] for line in lines[1:]}
+
+
+def test_the_banner_tells_what_is_served_and_how() -> None:
+    lines = banner_lines(ready(), config(model="a/b", revision="v1", served_model_name=("x",)), URL)
+    assert len(lines) <= 12 and lines[0].startswith("Quire ")
+    found = rows(lines)
+    assert found["model"] == "a/b at v1, served as x"
+    assert found["dtype"] == "bfloat16 (as asked)"
+    assert found["device"] == "cpu; one process, one device; 1 step in flight"
+    assert found["kernels"] == f"norm, rope: cpu ({REASON}); linear: native (asked for)"
+    assert found["weights"] == "1.50 GiB"
+    assert found["KV cache"] == "2.00 GiB = 1,000 blocks x 32 = 32,000 tokens"
+    assert found["at once"] == "7.8 requests of the full 4,096 tokens, at most 256"
+    assert found["loading"] == "config 0.01 s, weights 1.50 s (in all 1.51 s)"
+    assert found["address"] == f"{URL}/v1; this machine only, no key needed"
+
+
+def test_many_kernels_are_named_without_their_reasons() -> None:
+    plans = {f"operation{i}": f"cpu ({'long ' * 20}{i})" for i in range(5)}
+    found = rows(banner_lines(ready(plans=plans), config(), URL))
+    assert found["kernels"].startswith("operation0: cpu; operation1: cpu;") and "long" not in found["kernels"]
+
+
+def test_more_cache_than_slots_can_use() -> None:
+    assert rows(banner_lines(ready(num_slots=4), config(), URL))["at once"].startswith("4 requests of the full")
+
+
+@pytest.mark.parametrize(("options", "url", "words"), [
+    ({}, URL, ["curl", f"{URL}/v1/completions"]),
+    ({"host": "0.0.0.0"}, "http://0.0.0.0:80", ["curl", "http://127.0.0.1:80/v1/completions"]),
+    ({"host": "::"}, "http://[::]:80", ["curl", "http://[::1]:80/v1/completions"]),
+    ({"uds": "/tmp/a b"}, "http+unix:///tmp/a b",
+     ["curl", "--unix-socket", "/tmp/a b", "http://localhost/v1/completions"]),
+])
+def test_the_curl_line_can_be_typed(options: dict[str, Any], url: str, words: list[str]) -> None:
+    typed = shlex.split(curl_line(config(model="it's", **options), url, "it's"))
+    assert typed[:len(words)] == words
+    assert json.loads(typed[-1])["model"] == "it's"
+
+
+def test_the_key_is_a_placeholder() -> None:
+    settings = config(api_key=("secret", "other"))
+    text = "\n".join(banner_lines(ready(), settings, URL))
+    assert "secret" not in text and '-H "Authorization: Bearer $QUIRE_API_KEY"' in text
+    assert "needs 2 keys" in text
+
+
+def test_plain_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    console = Console(config(), out)
+    for second, done in ((0.0, 0), (0.5, 10), (1.0, 20), (2.5, 30), (2.6, 40), (2.7, 100)):
+        now[0] = second
+        console.loading(Loading("weights", done << 20, 100 << 20, "B"))
+    console.loading(Loading("starting"))
+    assert out.getvalue().splitlines() == ["quire: weights: 0% of 100.0 MiB", "quire: weights: 30% of 100.0 MiB",
+                                           "quire: weights: 100% of 100.0 MiB", "quire: starting"]
+
+
+def test_a_line_of_statistics_when_busy_and_one_at_rest() -> None:
+    out = io.StringIO()
+    console = Console(config(), out)
+    busy = StatsLine(num_running=3, num_waiting=1, kv_usage=0.256, hit_rate=0.5, prompt_tokens_per_s=1234.5,
+                     generation_tokens_per_s=99.6)
+    for line in (StatsLine(), busy, StatsLine(), StatsLine()):
+        console.stats(line)
+    assert out.getvalue().splitlines() == [
+        "quire: 3 running, 1 waiting, KV 25.6%, prefix hits 50%, tokens/s 1,234 in 100 out",
+        "quire: 0 running, 0 waiting, KV 0.0%, prefix hits -, tokens/s 0 in 0 out"]
+    assert stats_text(busy) in out.getvalue()
+
+
+def test_statistics_can_be_switched_off() -> None:
+    out = io.StringIO()
+    Console(config(disable_log_stats=True), out).stats(StatsLine(num_running=1))
+    assert out.getvalue() == ""
+
+
+def test_notes_come_with_the_banner() -> None:
+    out = io.StringIO()
+    console = Console(config(), out)
+    console.note("Listening")
+    console.banner(ready(notes=("shortened.",)), config(), URL)
+    console.close()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "quire: note: Listening" and lines[-1] == "quire: note: shortened."

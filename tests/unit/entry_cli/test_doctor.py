@@ -1,0 +1,168 @@
+"""`quire doctor` finds what is wrong, says what to do, keeps secrets, and works where PyTorch does not."""
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.config import env
+from quire.entry.cli import check_machine, check_software
+from quire.entry.cli.doctor import examine
+from quire.entry.cli.finding import BAD, OK, WARN, Finding
+from quire.entry.cli.main import main
+
+GOOD_TORCH = json.dumps({"version": "2.13.0", "cuda": None, "threads": 2, "gpus": 0})
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No variables, an empty cache, and a PyTorch that answers at once."""
+    for name in list(env.os.environ):
+        if name.startswith(("QUIRE_", "VLLM_", "HF_", "HUGGINGFACE", "OPENAI_")) or name.lower() in env.PROXY_NAMES:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    answer(monkeypatch, GOOD_TORCH)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, out: str, *, code: int = 0, err: str = "") -> None:
+    done = SimpleNamespace(returncode=code, stdout=out, stderr=err)
+    monkeypatch.setattr(check_software.subprocess, "run", lambda *args, **settings: done)
+
+
+def found(name: str, port: int = 1) -> list[Finding]:
+    return [finding for finding in examine(port) if finding.name == name]
+
+
+def test_a_good_machine_has_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "ok    torch          2.13.0, built for CPUs, 2 threads" in out and "Nothing is bad" in out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert all(set(f) == {"name", "level", "text", "fix"} and f["level"] in (OK, WARN) for f in report["findings"])
+    names = {finding["name"] for finding in report["findings"]}
+    assert {"python", "quire", "torch", "cpu", "memory", "gpu", "open files", "disk: models", "hub cache", "hub token",
+            "compiler", "kernel cache", "port"} <= names
+
+
+def test_a_broken_torch_is_bad_and_no_traceback(monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    answer(monkeypatch, "", code=1, err="Traceback ...\nImportError: libcudart.so.13: cannot open shared object file")
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "BAD   torch" in out and "cannot be imported: ImportError: libcudart.so.13" in out and "-> pip" in out
+
+
+def test_torch_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run(command: list[str], **settings: Any) -> Any:
+        asked.append(command)
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(check_software.subprocess, "run", run)
+    assert [f.level for f in check_software.torch()] == [BAD]
+    assert asked[0][1] == "-c" and "import json, torch" in asked[0][2]
+
+
+def test_keys_and_tokens_are_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text("hub-secret")
+    for name, text in {"HF_TOKEN": "env-secret", "QUIRE_API_KEY": "key-secret", "OPENAI_API_KEY": "their-secret",
+                       "VLLM_API_KEY": "peer-secret", "HTTPS_PROXY": "http://me:proxy-secret@proxy.example.org:3128",
+                       "ALL_PROXY": "me:bare-secret@proxy:1"}.items():
+        monkeypatch.setenv(name, text)
+    holder = "process 7 (quire serve --api-key line-secret --hf-token=tok-secret)"
+    monkeypatch.setattr(check_machine, "port_holder", lambda number: holder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for json_flag in ([], ["--json"]):
+            main(["doctor", "--port", str(taken.getsockname()[1]), *json_flag])
+            out = capsys.readouterr().out
+            assert "secret" not in out
+            assert "there is one, in the environment" in out and "***@proxy.example.org:3128" in out
+            assert "--api-key *** --hf-token=***" in out
+
+
+def test_a_stored_token_is_found(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("x")
+    assert found("hub token")[0].text == "there is one, stored by `hf auth login`"
+
+
+def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert found("hub")[0].level == WARN
+
+
+def test_a_misspelt_variable_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "1")
+    finding, = found("environment")
+    assert finding == Finding("environment", BAD, "QUIRE_MAX_MODEL_LENGTH is not known",
+                              "did you mean QUIRE_MAX_MODEL_LEN?")
+
+
+def test_a_port_in_use_names_the_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        finding, = found("port", taken.getsockname()[1])
+    assert finding.level == WARN and "in use by" in finding.text or "cannot be taken" in finding.text
+    assert [f.level for f in found("port", 70000)] == [BAD]
+
+
+def test_gpus_and_who_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def smi(program: str, query: str) -> list[list[str]]:
+        if "query-gpu" in query:
+            return [["0", "NVIDIA H200", "580.1", "9.0", "100 MiB", "143771 MiB"]]
+        return [["GPU-1", "77", "python", "50 MiB"]]
+
+    monkeypatch.setattr(check_machine.shutil, "which", lambda name: "/bin/nvidia-smi")
+    monkeypatch.setattr(check_machine, "_smi", smi)
+    texts = [finding.text for finding in check_machine.gpus()]
+    assert texts[0] == "NVIDIA H200, driver 580.1, capability 9.0, 100 MiB of 143771 MiB in use"
+    assert texts[1] == "process 77 (python) holds 50 MiB"
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(program: str, query: str) -> list[list[str]]:
+        raise subprocess.CalledProcessError(9, program)
+
+    monkeypatch.setattr(check_machine.shutil, "which", lambda name: "/bin/nvidia-smi")
+    monkeypatch.setattr(check_machine, "_smi", broken)
+    assert [f.level for f in check_machine.gpus()] == [WARN]
+
+
+def test_a_containers_share_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_machine, "_quota", lambda: 0.5)
+    finding, = [f for f in check_machine.cpu() if f.name == "cpu limit"]
+    assert "may use 0.5 CPUs" in finding.text and "--num-threads 1" in finding.fix
+
+
+@pytest.mark.parametrize(("installed", "bounds", "wrong"), [
+    ("2.13.0+cpu", ">=2.11,<2.14", False), ("2.14.0", ">=2.11,<2.14", True), ("2.9", ">=2.11,<2.14", True),
+    ("3.1.6", ">=3.1.6", False), (None, ">=1", True),
+])
+def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, installed: str | None, bounds: str,
+                                          wrong: bool) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise check_software.importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(check_software.importlib.metadata, "version", version)
+    assert bool(check_software._mismatch("p", bounds)) is wrong
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise OSError("gone")
+
+    checks: list[Callable[[], Any]] = [fail]
+    monkeypatch.setattr(check_machine, "memory", checks[0])
+    assert "a check failed (OSError: gone)" in found("doctor")[0].text

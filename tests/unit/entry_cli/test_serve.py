@@ -1,0 +1,72 @@
+"""`quire serve` up to the point where it starts: what it prints, what it warns of, what it hands on."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+import quire.entry.http
+from quire.config.serve import ServerConfig
+from quire.entry.cli.flags_page import flags_page
+from quire.entry.cli.main import main
+from quire.entry.cli.serve import bind_warnings
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Put a server that only remembers in the real one's place."""
+    module, seen = types.ModuleType("quire.entry.http.server"), []
+
+    def run(config: ServerConfig, console: Any) -> int:
+        seen.append(config)
+        console.note("started")
+        return 0
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quire.entry.http.server", module)
+    monkeypatch.setattr(quire.entry.http, "server", module, raising=False)
+    return seen
+
+
+def test_the_configuration_is_handed_on(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "a/b", "--port", "9", "--enforce-eager"]) == 0
+    assert started == [ServerConfig.from_flat(model="a/b", port=9)]
+    assert capsys.readouterr().err.splitlines() == [
+        "quire: note: --enforce-eager changes nothing: no graph is captured and nothing is compiled.",
+        "quire: note: started"]
+
+
+def test_print_config_starts_nothing(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "a/b", "--api-key", "secret", "--print-config"]) == 0
+    out = capsys.readouterr().out
+    assert 'model: "a/b"' in out and "# argument MODEL" in out and "secret" not in out
+    assert started == []
+
+
+def test_print_config_refuses_what_cannot_work(started: list[Any]) -> None:
+    assert main(["serve", "--print-config", "--port", "70000"]) == 3
+    assert started == []
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({}, []),
+    ({"host": "0.0.0.0"}, ["anybody who can reach 0.0.0.0:8000 can use this server: set --api-key"]),
+    ({"host": "0.0.0.0", "api_key": ("k",)}, ["travel unencrypted"]),
+    ({"host": "0.0.0.0", "api_key": ("k",), "ssl_keyfile": "k", "ssl_certfile": "c"}, []),
+    ({"host": "0.0.0.0", "uds": "/s"}, []),
+    ({"allowed_origins": ("*",)}, ["lets any web page"]),
+    ({"allowed_origins": ("*",), "api_key": ("k",)}, []),
+])
+def test_warnings_about_who_can_come_in(options: dict[str, Any], words: list[str]) -> None:
+    found = bind_warnings(ServerConfig.from_flat(**options))
+    assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True))
+
+
+def test_the_page_about_flags_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    from pathlib import Path
+
+    page = Path(__file__).resolve().parents[3] / "docs" / "flags.md"
+    assert page.read_text() == flags_page(), "quire serve --print-flags > docs/flags.md"
+    assert main(["serve", "--print-flags"]) == 0
+    assert capsys.readouterr().out == flags_page()

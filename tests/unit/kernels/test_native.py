@@ -1,0 +1,150 @@
+"""Building, loading and running the C kernels: what can go wrong is a reason, not a crash."""
+
+import os
+import shutil
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.config.env import cache_folder
+from quire.kernels.linear import native as linear
+from quire.kernels.native import build, library, memory
+from quire.kernels.norm import native as norm
+from quire.kernels.norm import ref as norm_ref
+from quire.platforms.cpu import read_cpu_flags
+
+FLAGS = frozenset(build.NEEDED)
+needs_library = pytest.mark.skipif(bool(library.missing()), reason=library.missing() or "runs")
+needs_tiles = pytest.mark.skipif(bool(linear.SUPPORT.missing), reason=linear.SUPPORT.missing or "runs")
+
+
+def fake_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(shutil, "which", lambda name: str(path) if name == "cc" else None)
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build.platform, "system", lambda: "Linux")
+
+
+def test_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    with pytest.raises(build.CannotBuild, match="not aarch64"):
+        build.build(tmp_path, FLAGS)
+
+
+def test_a_cpu_that_lacks_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_compiler(tmp_path, monkeypatch, "true")
+    with pytest.raises(build.CannotBuild, match="this CPU has no avx512bw"):
+        build.build(tmp_path, FLAGS - {"avx512bw"})
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_compiler(tmp_path, monkeypatch, "true")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(build.CannotBuild, match="no C compiler"):
+        build.build(tmp_path, FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('[ "$1" = --version ] || { echo "x.c:1: error: boom" >&2; exit 1; }', "failed: x.c:1: error: boom"),
+        ("exit 3", "failed: no message"),
+    ],
+)
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, said: str) -> None:
+    fake_compiler(tmp_path, monkeypatch, script)
+    with pytest.raises(build.CannotBuild, match=said):
+        build.build(tmp_path / "cache", FLAGS)
+    assert not list((tmp_path / "cache").glob("*")) if (tmp_path / "cache").exists() else True
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_compiler(tmp_path, monkeypatch, "true")
+    with pytest.raises(build.CannotBuild, match="kernel cache .*cc/below cannot be written"):
+        build.build(tmp_path / "cc" / "below", FLAGS)
+
+
+def test_a_library_is_compiled_once_for_each_cpu_and_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = f'[ "$1" = --version ] || echo compiled >> {tmp_path}/log'
+    fake_compiler(tmp_path, monkeypatch, script)
+    first = build.build(tmp_path / "cache", FLAGS)
+    assert build.build(tmp_path / "cache", FLAGS) == first
+    assert build.build(tmp_path / "cache", FLAGS | {"amx_tile"}) != first
+    fake_compiler(tmp_path, monkeypatch, f'{script} || true\n[ "$1" = --version ] && echo 2.0')
+    assert build.build(tmp_path / "cache", FLAGS) != first
+    assert (tmp_path / "log").read_text().count("compiled") == 3
+    assert all(path.name.startswith("quire-") for path in (tmp_path / "cache").iterdir())
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    assert cache_folder() == tmp_path
+
+
+@needs_library
+def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
+    path = build.build(tmp_path, read_cpu_flags())
+    path.write_bytes(b"not a library")
+    assert library._load(tmp_path).quire_rms_norm
+    assert path.read_bytes()[:4] == b"\x7fELF"
+
+
+@needs_library
+def test_processes_may_race(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        paths = set(pool.map(lambda _: build.build(tmp_path, read_cpu_flags(), fresh=True), range(3)))
+    assert [*tmp_path.iterdir()] == [*paths]
+
+
+@needs_library
+def test_there_is_one_openmp_runtime() -> None:
+    library.loaded()
+    files = {line.rpartition(" ")[2] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len([f for f in files if f.rpartition("/")[2].startswith(library.RUNTIMES)]) == 1
+
+
+@needs_library
+def test_sources_keep_the_size_of_kernels() -> None:
+    for path in build.sources():
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 800 and all(len(line) <= 120 for line in lines), path
+
+
+@needs_tiles
+def test_threads_that_come_together_do_not_disturb_each_other() -> None:
+    weight = torch.randn(512, 256).bfloat16()
+    packed = linear.pack(weight)
+    inputs = [torch.randn(rows, 256).bfloat16() for rows in (1, 5, 40, 200)]
+    expected = [linear.run(x, packed, None) for x in inputs]
+
+    def work(x: torch.Tensor) -> list[torch.Tensor]:
+        return [linear.run(x, packed, None) for _ in range(50)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, right in zip(pool.map(work, inputs), expected, strict=True):
+            assert all(torch.equal(one, right) for one in found)
+
+
+@needs_tiles
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    x, weight = torch.randn(64, 1024).bfloat16(), torch.rand(1024).bfloat16()
+    expected = norm.rms_norm(x, weight, 1e-5)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(norm.rms_norm(x, weight, 1e-5), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    torch.testing.assert_close(expected, norm_ref.rms_norm(x, weight, 1e-5), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1 << 20,), (700, 4099)], ids=str)
+def test_memory_of_any_size(shape: tuple[int, ...]) -> None:
+    tensor = memory.empty(shape, torch.bfloat16)
+    assert tensor.shape == shape and tensor.is_contiguous() and tensor.dtype == torch.bfloat16
+    tensor.fill_(1.0)
+    if tensor.numel() * 2 >= memory.HUGE_PAGE:
+        assert tensor.data_ptr() % memory.HUGE_PAGE == 0

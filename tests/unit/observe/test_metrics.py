@@ -1,0 +1,199 @@
+"""What a scrape says after known events. The peer's names are pinned: dashboards hang on them."""
+
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.contracts.output import StepStats
+from quire.contracts.sampling import SamplingParams
+from quire.observe import metrics as module
+from quire.observe.metrics import Metrics, PrometheusMetrics
+
+PEER_NAMES = """
+num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc prefix_cache_queries_total
+prefix_cache_hits_total num_preemptions_total prompt_tokens_total prompt_tokens_by_source_total
+prompt_tokens_cached_total generation_tokens_total request_success_total request_prompt_tokens request_generation_tokens
+iteration_tokens_total request_params_n request_params_max_tokens time_to_first_token_seconds
+inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
+request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
+request_prefill_kv_computed_tokens cache_config_info admission_rejections_total
+""".split()
+STEP = StepStats(
+    step=7, num_running=3, num_waiting=5, num_blocked=2, num_tokens=40, num_prefill_tokens=38, num_scheduled=4,
+    num_prefills=2, num_preempted=6, num_free_blocks=60, num_cached_blocks=20, prefix_queries=100, prefix_hits=25,
+    schedule_s=0.0002, execute_s=0.02, finish_s=0.0001)
+
+
+def ready(prefix: str = "quire") -> PrometheusMetrics:
+    metrics = PrometheusMetrics(prefix, "some/model")
+    metrics.engine_ready(num_blocks=100, block_size=16, max_model_len=1000, cache_dtype="bfloat16", core_pid=None)
+    return metrics
+
+
+def scrape(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Sample name and own labels -> value, after a pass through the reference parser."""
+    body, content_type = metrics.render()
+    assert content_type.startswith("text/plain")
+    samples = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            labels = frozenset((k, v) for k, v in sample.labels.items() if k not in ("model_name", "engine"))
+            assert (sample.name, labels) not in samples, f"{sample.name} {labels} twice"
+            samples[sample.name, labels] = sample.value
+    return samples
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return scrape(metrics)["quire:" + name, frozenset(labels.items())]
+
+
+def test_with_the_peers_prefix_the_names_are_the_peers() -> None:
+    metrics = ready("vllm")
+    metrics.rejected("queue_full")
+    body = metrics.render()[0].decode()
+    types = {line.split()[2] for line in body.splitlines() if line.startswith("# TYPE")}
+    assert {f"vllm:{name}" for name in PEER_NAMES} <= types
+    assert 'vllm:num_requests_running{engine="0",model_name="some/model"} 0.0' in body
+    assert 'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.02",model_name="some/model"} 0.0' in body
+    assert 'vllm:e2e_request_latency_seconds_bucket{engine="0",le="0.3",model_name="some/model"} 0.0' in body
+    assert 'vllm:inter_token_latency_seconds_bucket{engine="0",le="0.025",model_name="some/model"} 0.0' in body
+
+
+def test_a_step_is_counted() -> None:
+    metrics = ready()
+    metrics.step(STEP, 4)
+    samples = scrape(metrics)
+    expected = {
+        ("num_requests_running", ""): 3, ("num_requests_waiting", ""): 5,
+        ("num_requests_waiting_by_reason", "reason=capacity"): 3,
+        ("num_requests_waiting_by_reason", "reason=deferred"): 2, ("kv_cache_usage_perc", ""): 0.4,
+        ("kv_blocks", "state=used"): 40, ("kv_blocks", "state=cached"): 20, ("kv_blocks", "state=free"): 40,
+        ("step_requests", "phase=prefill"): 2, ("step_requests", "phase=decode"): 2,
+        ("step_tokens_total", "phase=prefill"): 38, ("step_tokens_total", "phase=decode"): 2,
+        ("prompt_tokens_total", ""): 63, ("prompt_tokens_by_source_total", "source=local_compute"): 38,
+        ("prompt_tokens_by_source_total", "source=local_cache_hit"): 25, ("generation_tokens_total", ""): 4,
+        ("prefix_cache_queries_total", ""): 100, ("prefix_cache_hits_total", ""): 25,
+        ("num_preemptions_total", ""): 6, ("steps_total", ""): 1, ("iteration_tokens_total_sum", ""): 40,
+        ("step_time_seconds_sum", "part=schedule"): 0.0002, ("step_time_seconds_sum", "part=execute"): 0.02,
+        ("step_time_seconds_count", "part=finish"): 1,
+    }
+    for (name, label), number in expected.items():
+        key = "quire:" + name, frozenset([tuple(label.split("="))] if label else [])
+        assert samples[key] == pytest.approx(number), (name, label)
+
+
+def test_outputs_without_a_step_change_the_state_only() -> None:
+    metrics = ready()
+    metrics.step(STEP, 4)
+    metrics.step(StepStats(num_free_blocks=100, num_preempted=6, prefix_queries=100, prefix_hits=25), 0)
+    assert value(metrics, "num_requests_running") == 0 and value(metrics, "kv_cache_usage_perc") == 0
+    assert value(metrics, "steps_total") == 1 and value(metrics, "iteration_tokens_total_count") == 1
+
+
+def test_before_any_step_no_block_is_used() -> None:
+    metrics = ready()
+    assert value(metrics, "kv_cache_usage_perc") == 0 and value(metrics, "kv_blocks", state="free") == 100
+
+
+def test_a_request_from_start_to_end() -> None:
+    metrics = ready()
+    metrics.request_started(30, SamplingParams(max_tokens=64, n=2))
+    metrics.first_token(0.03)
+    metrics.inter_token(0.015, 4)
+    metrics.tokens(5)
+    metrics.request_finished("length", num_prompt=30, num_output=5, queue_s=0.01, prefill_s=0.02, decode_s=0.06,
+                             e2e_s=0.09, num_cached=16)
+    sums = {"time_to_first_token_seconds": 0.03, "inter_token_latency_seconds": 0.06,
+            "request_time_per_output_token_seconds": 0.015, "e2e_request_latency_seconds": 0.09,
+            "request_queue_time_seconds": 0.01, "request_prefill_time_seconds": 0.02,
+            "request_decode_time_seconds": 0.06, "request_inference_time_seconds": 0.08, "request_prompt_tokens": 30,
+            "request_generation_tokens": 5, "request_prefill_kv_computed_tokens": 14, "request_params_n": 2,
+            "request_params_max_tokens": 64}
+    assert {name: value(metrics, name + "_sum") for name in sums} == pytest.approx(sums)
+    assert value(metrics, "inter_token_latency_seconds_count") == 4
+    assert value(metrics, "request_success_total", finished_reason="length") == 1
+    assert value(metrics, "request_success_total", finished_reason="stop") == 0
+    assert value(metrics, "delivered_tokens_total") == 5
+
+
+def test_a_request_that_never_ran_has_no_times_of_phases() -> None:
+    metrics = ready()
+    metrics.request_finished("abort", num_prompt=3, num_output=0, queue_s=None, prefill_s=None, decode_s=None,
+                             e2e_s=1.0)
+    assert value(metrics, "e2e_request_latency_seconds_count") == 1
+    assert value(metrics, "request_queue_time_seconds_count") == 0
+    assert value(metrics, "request_inference_time_seconds_count") == 0
+
+
+def test_refusals_aborts_and_answers_are_counted_by_label() -> None:
+    metrics = ready()
+    metrics.rejected("queue_full")
+    metrics.aborted("disconnect")
+    metrics.http("/v1/chat/completions", 200)
+    metrics.http("/health", 503, "GET")
+    metrics.http("none", 405, "SOMEBODYS-OWN")
+    metrics.loop_lag(0.02)
+    assert value(metrics, "admission_rejections_total", reason="queue_full") == 1
+    assert value(metrics, "request_aborts_total", cause="disconnect") == 1
+    assert value(metrics, "http_requests_total", route="/v1/chat/completions", method="POST", status="200") == 1
+    assert value(metrics, "http_requests_total", route="/health", method="GET", status="503") == 1
+    assert value(metrics, "http_requests_total", route="none", method="other", status="405") == 1
+    assert value(metrics, "event_loop_lag_seconds_bucket", le="0.03") == 1
+
+
+def test_label_values_from_outside_cannot_grow_without_bound() -> None:
+    metrics = ready()
+    for number in range(2000):
+        metrics.http(f"/{number}", 404)
+        metrics.rejected(f"{number}")
+        metrics.aborted(f"{number}")
+    assert len(scrape(metrics)) < 1000
+
+
+def test_the_age_of_the_last_step_counts_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    metrics = ready()
+
+    def age_after(seconds: float) -> float:
+        now[0] += seconds
+        return value(metrics, "last_step_age_seconds")
+
+    assert age_after(50) == 0
+    metrics.request_started(3, SamplingParams())
+    assert age_after(5) == 5  # the core has not answered yet
+    metrics.step(STEP, 1)
+    assert age_after(2) == 2
+    metrics.step(StepStats(step=8, num_free_blocks=100), 1)
+    assert age_after(30) == 0
+
+
+def test_the_line_shows_rates_since_the_line_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    metrics = ready()
+    metrics.step(STEP, 4)
+    now[0] += 10
+    line = metrics.snapshot()
+    assert (line.num_running, line.num_waiting, line.kv_usage) == (3, 5, 0.4)
+    assert line.prompt_tokens_per_s == pytest.approx(6.3) and line.generation_tokens_per_s == pytest.approx(0.4)
+    assert line.hit_rate == 0.25
+    now[0] += 10
+    idle = metrics.snapshot()
+    assert idle.hit_rate is None and idle.prompt_tokens_per_s == idle.generation_tokens_per_s == 0
+
+
+def test_two_servers_in_one_process_do_not_share_a_registry() -> None:
+    first, second = ready(), ready()
+    first.step(STEP, 4)
+    assert value(first, "steps_total") == 1 and value(second, "steps_total") == 0
+
+
+def test_the_twin_without_effect_has_every_hook() -> None:
+    hooks = {name for name in vars(Metrics) if not name.startswith("_")}
+    assert hooks == {name for name in vars(PrometheusMetrics) if not name.startswith("_")} - {"collect"}
+    nothing = Metrics()
+    nothing.step(STEP, 4)
+    nothing.request_started(3, SamplingParams())
+    assert nothing.render()[0] == b"" and nothing.snapshot().num_running == 0

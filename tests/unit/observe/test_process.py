@@ -1,0 +1,42 @@
+"""Facts about processes, and the lag of an event loop that something keeps."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.observe.process import read_usage, watch_event_loop
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+def test_a_process_has_memory_and_time() -> None:
+    before = read_usage(os.getpid())
+    assert before is not None and before.resident_bytes > 1_000_000
+    while time.process_time() < 0.05:
+        pass
+    after = read_usage(os.getpid())
+    assert after is not None and after.cpu_seconds >= max(before.cpu_seconds, 0.01)
+
+
+def test_a_process_that_is_gone_has_no_usage() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert read_usage(child.pid) is None
+
+
+def test_a_loop_that_is_kept_is_noticed() -> None:
+    lags: list[float] = []
+
+    async def run() -> None:
+        watcher = asyncio.create_task(watch_event_loop(lags.append, 0.01))
+        await asyncio.sleep(0.02)
+        time.sleep(0.1)
+        await asyncio.sleep(0.02)
+        watcher.cancel()
+
+    asyncio.run(run())
+    assert max(lags) > 0.08 and min(lags) >= 0

@@ -1,0 +1,107 @@
+"""The worker thread of depth 2: it ends with its executor and before the interpreter, whatever nobody has closed."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.contracts.errors import EngineDead
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.step import StepPlan, StepResult
+from quire.procs.in_process import InProcessExecutor
+
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+NONE = np.zeros(0, np.int32)
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(step=step, slots=NONE, num_tokens=NONE, num_rows=NONE, outputs=NONE.astype(np.uint8))
+
+
+def echo(plan: StepPlan) -> StepResult:
+    return StepResult(step=plan.step, slots=NONE, tokens=NONE.reshape(0, 1), num_accepted=NONE)
+
+
+def executor(run: Callable[[StepPlan], StepResult], depth: int = 2) -> InProcessExecutor:
+    return InProcessExecutor(run, ExecutorFacts(depth=depth, decode_lag=depth, num_slots=1, num_blocks=1, block_size=1,
+                                                max_model_len=1, vocab_size=1))
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "quire-worker"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_results_come_in_order_and_a_fault_when_it_is_collected(depth: int) -> None:
+    def run(plan: StepPlan) -> StepResult:
+        if plan.step == 2:
+            raise RuntimeError("device lost")
+        return echo(plan)
+
+    worker = executor(run, depth)
+    for step in (0, 1, 2):
+        worker.submit(plan(step))
+    assert [worker.collect().step for _ in range(2)] == [0, 1]
+    with pytest.raises(EngineDead, match="device lost"):
+        worker.collect()
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_an_executor_that_nobody_holds_waits_for_its_thread() -> None:
+    before, steps = workers(), []
+
+    def slow(plan: StepPlan) -> StepResult:
+        time.sleep(0.05)
+        steps.append(plan.step)
+        return echo(plan)
+
+    worker = executor(slow)
+    assert len(workers()) == len(before) + 1
+    worker.submit(plan(7))
+    del worker
+    gc.collect()
+    assert steps == [7] and workers() == before
+
+
+def test_after_its_thread_has_ended_it_runs_plans_itself() -> None:
+    ran: list[threading.Thread] = []
+
+    def run(plan: StepPlan) -> StepResult:
+        ran.append(threading.current_thread())
+        return echo(plan)
+
+    worker = executor(run)
+    worker.submit(plan(0))
+    worker.shutdown()
+    worker.submit(plan(1))
+    assert [worker.collect().step, worker.collect().step] == [0, 1]
+    assert ran[0] is not threading.current_thread() and ran[1] is threading.current_thread()
+
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from test_in_process import echo, executor, plan
+
+def slow(plan):
+    time.sleep(0.3)
+    print("ran", plan.step, flush=True)
+    return echo(plan)
+
+worker = executor(slow)
+worker.submit(plan(0))
+"""
+
+
+def test_the_interpreter_does_not_end_in_the_middle_of_a_step() -> None:
+    program = PROGRAM.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCE)}, capture_output=True,
+                          text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ran 0\n"), done.stderr
