@@ -30,6 +30,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
+from quire.kernels import select
 from quire.weights import dummy
 from quire.worker.worker import Worker
 
@@ -50,7 +51,7 @@ CUTS = "the CPU's kernel cuts its work into calls on the host"
 SORTS = "rows are sorted by kind on the host"
 HOT_READS = (
     ("as_list", "tolist", 2, "step", CUTS),  # bounds and lengths
-    ("_plan_decode", "numpy", 1, "decoding", CUTS),  # block tables
+    ("_plan_decode", "numpy", 1, "cutting", CUTS),  # block tables; the native kernel cuts nothing
     ("Sampler.sample", "tolist", 1, "step", SORTS),  # slots
     ("Sampler.sample", "tolist", 1, "part", SORTS),  # the rows of a part, which the host has written itself
     ("Sampler._settle", "tolist", 1, "pass", "the filtered path must not see broken rows"),
@@ -58,6 +59,7 @@ HOT_READS = (
     ("completed_words", "tolist", 1, "bad words", "the last tokens are compared with the words on the host"),
     ("Sampler._rewrite", "item", 1, "penalizing", "only the known part of the history is gathered"),
     ("penalize", "item", 1, "penalizing", "only the known part of the history is gathered"),
+    ("draw_greedy", "numpy", 1, "pass", "numpy finds the largest without leaving OpenMP threads spinning"),
     ("draw_filtered", "nonzero", 1, "filtering", "only rows that need it are sorted whole"),
     ("_pick", "item", 1, "filtering", "noise is drawn for the kept candidates only"),
     ("_pick", "item", 1, "sorting", "noise is drawn for the kept candidates only"),
@@ -176,7 +178,8 @@ class _Operations(TorchDispatchMode):
 class Slots:
     """Follows the plans as the worker does: who holds a slot and how far it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: str) -> None:
+        self.cuts = attention == "cpu"
         self.specs: dict[int, SamplerSpec] = {}
         self.computed: dict[int, int] = {}
 
@@ -190,16 +193,16 @@ class Slots:
             scored += bool(bits & PROMPT_LOGPROBS)
             self.computed[slot] += tokens
         rows = [self.specs[s] for s, bits in zip(slots, plan.outputs.tolist(), strict=True) if bits & SAMPLE]
-        return Step(rows, scored, bool((plan.num_tokens == 1).any()))
+        return Step(rows, scored, self.cuts and bool((plan.num_tokens == 1).any()))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What decides how much a step reads: its sampled rows, its scored prompts, whether any slot has one token."""
+    """What decides how much a step reads: its sampled rows, its scored prompts, whether decode contexts are cut up."""
 
     rows: list[SamplerSpec]
     scored: int
-    decoding: bool
+    cutting: bool
 
     @property
     def result(self) -> int:
@@ -225,7 +228,7 @@ class Step:
         passes = [rows for rows in (plain, rewritten) if rows] if rewritten else [self.rows]
         return {
             "step": 1,
-            "decoding": self.decoding,
+            "cutting": self.cutting,
             "part": len(passes) if rewritten else 0,
             "pass": len(passes),
             "rewriting": bool(rewritten),
@@ -287,10 +290,11 @@ def run(engine: Engine, waiting: Sequence[NewRequest], during: Callable[[], None
     return ended
 
 
-def test_reads_of_a_step(small: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attention", ["native", "cpu"])
+def test_reads_of_a_step(attention: str, small: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the worker's thread: exactly the table's reads before the result, and the result's own."""
     steps: list[tuple[Step, Reads]] = []
-    slots, whole = Slots(), Worker.run
+    slots, whole = Slots(attention), Worker.run
 
     def watched(self: Worker, plan: StepPlan) -> StepResult:
         assert threading.current_thread().name == "quire-worker"
@@ -300,7 +304,11 @@ def test_reads_of_a_step(small: Callable[[], Engine], monkeypatch: pytest.Monkey
         return result
 
     monkeypatch.setattr(Worker, "run", watched)
+    names = select.IMPLEMENTATIONS["attention"]
+    monkeypatch.setitem(select.IMPLEMENTATIONS, "attention", names[names.index(attention) :])
     engine = small()
+    if engine.kernels.attention.__name__.rpartition(".")[2] != attention:
+        pytest.skip(f"no {attention} attention on this machine")
     assert run(engine, requests(60), lambda: None) == 60
     assert len(steps) > 300 and engine.core.scheduler.num_preempted > 0
     engine.close()
@@ -311,6 +319,7 @@ def test_reads_of_a_step(small: Callable[[], Engine], monkeypatch: pytest.Monkey
     seen = Counter[str]()
     for step, _ in steps:
         seen.update({name: bool(count) for name, count in step.count().items()})
+    seen["cutting"] += 11 * (attention == "native")
     assert min(seen.values()) > 10, f"some of the table was hardly used: {seen}"
 
 

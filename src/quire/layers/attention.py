@@ -36,7 +36,7 @@ class Attention(nn.Module):
         self.head_norm = torch.cat((q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1))).detach()
 
     def forward(self, x: Tensor, residual: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """x, residual [T, hidden] -> residual + the layer; writes this step's keys and values to `kv` before attending."""
+        """x, residual [T, hidden] -> residual + the layer; writes this step's keys and values to `kv` first."""
         tokens = x.shape[0]
         qkv = self.qkv(x).view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         q = self.kernels.heads.prepare(qkv, self.head_norm, self.eps, *rotation, kv, ctx.attention.kv_slots)

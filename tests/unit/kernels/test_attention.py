@@ -9,9 +9,10 @@ import torch
 from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, plan, ref
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+MISSING = native.SUPPORT.missing
 FAST = [
     pytest.param(cpu, id="cpu"),
-    pytest.param(native, id="native", marks=pytest.mark.skipif(bool(native.SUPPORT.missing), reason="no native kernels")),
+    pytest.param(native, id="native", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")),
 ]
 
 
@@ -62,7 +63,8 @@ def test_a_native_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
     q, kv, meta = inputs.make(case, dtype)
     together = native.paged_attention(q, kv, meta, scale=0.2)
     for s, rows in enumerate((slice(0, 1), slice(1, 2), slice(2, 5), slice(5, 6))):
-        one = AttentionMeta([0, rows.stop - rows.start], [case.seq_lens[s]], meta.block_tables[s : s + 1], meta.kv_slots)
+        table, num_rows = meta.block_tables[s : s + 1], rows.stop - rows.start
+        one = AttentionMeta([0, num_rows], [case.seq_lens[s]], table, meta.kv_slots)
         assert torch.equal(native.paged_attention(q[rows], kv, one, scale=0.2), together[rows])
 
 

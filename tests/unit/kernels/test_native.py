@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_a_library_is_compiled_once_for_each_cpu_and_compiler(monkeypatch: pytes
     first = build.build(tmp_path / "cache", FLAGS)
     assert build.build(tmp_path / "cache", FLAGS) == first
     assert build.build(tmp_path / "cache", FLAGS | {"amx_tile"}) != first
-    fake_compiler(tmp_path, monkeypatch, f'{script} || true\n[ "$1" = --version ] && echo 2.0')
+    fake_compiler(tmp_path, monkeypatch, f'{script}\n[ "$1" != --version ] || echo 2.0')
     assert build.build(tmp_path / "cache", FLAGS) != first
     assert (tmp_path / "log").read_text().count("compiled") == 3
     assert all(path.name.startswith("quire-") for path in (tmp_path / "cache").iterdir())
@@ -134,9 +135,11 @@ def test_threads_that_come_together_do_not_disturb_each_other() -> None:
 def test_a_forked_child_has_threads_of_its_own() -> None:
     x, weight = torch.randn(64, 1024).bfloat16(), torch.rand(1024).bfloat16()
     expected = norm.rms_norm(x, weight, 1e-5)
+    right = expected.view(torch.int16).numpy().tobytes()  # PyTorch's own operations may hang in a forked child
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.equal(norm.rms_norm(x, weight, 1e-5), expected) else 1)
+        signal.alarm(20)
+        os._exit(0 if norm.rms_norm(x, weight, 1e-5).view(torch.int16).numpy().tobytes() == right else 1)
     assert os.waitpid(child, 0)[1] == 0
     torch.testing.assert_close(expected, norm_ref.rms_norm(x, weight, 1e-5), rtol=0.02, atol=0.02)
 

@@ -51,6 +51,7 @@ def test_objections_in_order() -> None:
 def test_kernels_of_a_model() -> None:
     kernels = select_kernels("cpu", "float32", forced={"linear": "ref"})
     assert [choice.op for choice in kernels.choices] == list(IMPLEMENTATIONS)
-    assert kernels.linear.__name__.endswith("linear.ref") and kernels.attention is select("attention", Needs(device="cpu", dtype="float32"))[1]
+    assert kernels.linear.__name__.endswith("linear.ref")
+    assert kernels.attention is select("attention", Needs(device="cpu", dtype="float32"))[1]
     with pytest.raises(ConfigError, match="lineer"):
         select_kernels("cpu", "float32", forced={"lineer": "ref"})

@@ -159,9 +159,10 @@ def test_rows_of_a_packed_weight(impl: ModuleType) -> None:
 def test_heads(impl: ModuleType, case: heads_inputs.Case, dtype: torch.dtype) -> None:
     """q, and the whole cache: what was not written is NaN as before."""
     *given, kv, slots = heads_inputs.make(case, dtype)
-    qkv, norm, cos, sin = given
+    qkv, weight, cos, sin = given
     other = heads_inputs.make(case, dtype)[4]
-    close(impl.prepare(qkv, norm, 1e-5, cos, sin, kv, slots), heads_ref.prepare(qkv, norm, 1e-5, cos, sin, other, slots))
+    expected = heads_ref.prepare(qkv, weight, 1e-5, cos, sin, other, slots)
+    close(impl.prepare(qkv, weight, 1e-5, cos, sin, kv, slots), expected)
     for actual, expected in ((kv.k, other.k), (kv.v, other.v)):
         assert torch.equal(actual.isnan(), expected.isnan())
         close(actual.nan_to_num(), expected.nan_to_num())

@@ -7,7 +7,7 @@ Packing may return the weight itself; the caller must keep no other use of it af
 
 Features an implementation may declare:
 add      run_add(x, packed, bias, residual [T, N]) -> [T, N]: the product added to the residual
-gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or None) -> [T, I]: gate's rows come first,
-         then up's; silu(gate) * up of the product (`quire.kernels.activation`)
+gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or None) -> [T, I]: gate's rows come
+         first, then up's; silu(gate) * up of the product (`quire.kernels.activation`)
 rows     rows(packed, ids [T] int64) -> [T, K]: rows of the weight as they were; NaN for ids outside [0, N)
 """
