@@ -18,7 +18,7 @@ from .serving import MOCK, PATIENCE, running_server
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024", "--kv-cache-memory-bytes", "48M")
 KEY = "sk-test"
 PROMPTS = ("The little dog went to the", "Once upon a time", "def main():\n", "The capital of")
-QUESTIONS = ("What does str.split do?", "Which module provides OrderedDict?")
+QUESTIONS = ("What is bytearray.decode?", "Which module provides OrderedDict?")
 DRAWN = {"prompt": PROMPTS[1], "seed": 7}
 FOLDERS = {2: Path(sys.prefix, "openai2"), 3: None}  # where a major lies; None: beside the other packages
 
@@ -27,7 +27,7 @@ def right_answers(llm: LLM, base: SamplingParams) -> dict[str, Any]:
     """What the scenario compares with; `base`: the model's own defaults, which the server uses, too."""
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     texts = llm.generate(list(PROMPTS), greedy, use_tqdm=False)
-    chats = [llm.chat([{"role": "user", "content": q}], SamplingParams(temperature=0.0, max_tokens=32),
+    chats = [llm.chat([{"role": "user", "content": q}], SamplingParams(temperature=0.0, max_tokens=60),
                       use_tqdm=False)[0] for q in QUESTIONS]
     scored, = llm.generate([PROMPTS[0]], greedy.clone(logprobs=0, prompt_logprobs=0), use_tqdm=False)
     drawn, = llm.generate([DRAWN["prompt"]], base.clone(temperature=1.0, n=2, max_tokens=16, seed=DRAWN["seed"]),

@@ -157,11 +157,20 @@ class Finisher:
             rows = result.prompt_logprobs.get(slot)
             if rows is None or request.state is FINISHED:
                 continue
-            new = slice(request.prompt_scored - start, request.num_prompt - 1 - start)
-            if len(rows.ranks[new]):
-                scored[request.new.handle] = RowLogprobs(rows.ids[new], rows.logprobs[new], rows.ranks[new])
-                request.prompt_scored += len(rows.ranks[new])
+            try:
+                new = self._new_rows(request, rows, start)
+            except Exception:
+                self._scheduler.fail(request)
+                continue
+            if len(new.ranks):
+                scored[request.new.handle] = new
+                request.prompt_scored += len(new.ranks)
         return scored
+
+    @staticmethod
+    def _new_rows(request: Request, rows: RowLogprobs, start: int) -> RowLogprobs:
+        new = slice(request.prompt_scored - start, request.num_prompt - 1 - start)
+        return RowLogprobs(rows.ids[new], rows.logprobs[new], rows.ranks[new])
 
     @staticmethod
     def _with_logprobs(step: InFlight, live: list[int], result: StepResult) -> list[tuple[Request, int]]:

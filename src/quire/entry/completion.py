@@ -1,5 +1,6 @@
 """One prompt and its completions while they are generated: tokens come in, text and outputs go out."""
 
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from quire.contracts.output import (
     RequestOutput,
 )
 from quire.contracts.request import FinishReason
-from quire.contracts.sampling import SamplingParams
+from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import RowLogprobs
 from quire.text.protocol import TextTokenizer
 from quire.text.sequence import SequenceText
@@ -23,7 +24,8 @@ class Completion:
     """One of the n completions.
 
     streamed     outputs hold only what is new: `new_text`, and the tokens from `num_sent` on
-    last_token_time   when the newest token came (monotonic)
+    num_read     tokens that `text` has seen: the others wait until an output is made, unless stop strings need them
+    first_token_time, last_token_time   when its first and its newest token came (monotonic)
     """
 
     handle: int
@@ -37,18 +39,24 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_sent: int = 0
+    num_read: int = 0
     new_text: str = ""
+    first_token_time: float | None = None
     last_token_time: float | None = None
+
+    @property
+    def mean_token_time(self) -> float | None:
+        """Seconds per token after the first; None when there are none."""
+        if self.first_token_time is None or self.last_token_time is None or len(self.token_ids) < 2:
+            return None
+        return (self.last_token_time - self.first_token_time) / (len(self.token_ids) - 1)
 
     def push(self, token: int, finish: Finish | None) -> bool:
         """Take one token. Returns True when a stop string ended the completion here: the core has to be told."""
         self.token_ids.append(token)
-        stopped = None
-        if self.text is not None:
-            by_token = finish is not None and finish.stop_id is not None
-            new, stopped = self.text.push((token,), finished=finish is not None, ended_by_token=by_token)
-            if self.streamed:
-                self.new_text += new
+        if finish is None and (self.text is None or not self.text.stepwise):
+            return False  # nearly every call
+        stopped = self._read(finished=finish is not None, by_token=finish is not None and finish.stop_id is not None)
         if stopped is not None:
             self.finish_reason, self.stop_reason = "stop", stopped
             return finish is None
@@ -61,10 +69,7 @@ class Completion:
         if self.finish_reason is not None:
             return
         self.finish_reason = finish.reason.value
-        if self.text is not None:
-            new, _ = self.text.push((), finished=True)
-            if self.streamed:
-                self.new_text += new
+        self._read(finished=True)
         if finish.reason is FinishReason.ERROR:
             self.stop_reason = finish.error
         elif finish.stop_id is not None and finish.stop_id not in self.eos_ids:
@@ -78,6 +83,8 @@ class Completion:
 
     def output(self) -> CompletionOutput:
         """The completion so far, or what is new since the last call."""
+        if self.num_read < len(self.token_ids):
+            self._read()
         logprobs, sent = self.logprobs, 0
         if self.streamed:
             text, self.new_text = self.new_text, ""
@@ -94,10 +101,24 @@ class Completion:
             stop_reason=self.stop_reason,
         )
 
+    def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
+        """Bring the text up to the tokens; returns the stop string that was found, or None."""
+        unread, self.num_read = self.token_ids[self.num_read :], len(self.token_ids)
+        if self.text is None:
+            return None
+        new, stopped = self.text.push(unread, finished, ended_by_token=by_token)
+        if self.streamed:
+            self.new_text += new
+        return stopped
 
-@dataclass(kw_only=True)
+
+@dataclass(kw_only=True, eq=False)
 class Generation:
-    """A prompt and its n completions. `began`: when a step first took it up (monotonic), where that is known."""
+    """A prompt and its n completions.
+
+    began   when a step first took it up (monotonic), where that is known
+    due     number of tokens of a completion from which on an output is wanted, beside the one at the end; 0: always
+    """
 
     request_id: str
     prompt: str | None
@@ -108,7 +129,24 @@ class Generation:
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     num_cached: int | None = None
     began: float | None = None
+    due: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
+
+    def __post_init__(self) -> None:
+        if self.params.output_kind == OutputKind.FINAL_ONLY:
+            self.due = sys.maxsize
+        elif self.params.stream_interval is not None and self.params.stream_interval > 1:
+            self.due = 1
+
+    def wait_on(self, num_tokens: int) -> None:
+        """An output is made at `num_tokens` tokens: set when the next one is due."""
+        if self.due and self.params.stream_interval is not None:
+            self.due = num_tokens - num_tokens % self.params.stream_interval + self.params.stream_interval
+
+    @property
+    def wanted(self) -> bool:
+        """Whether an output is to be made now that a completion ended."""
+        return self.finished or self.due <= max(len(c.token_ids) for c in self.completions)
 
     @property
     def finished(self) -> bool:

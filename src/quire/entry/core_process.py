@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -29,16 +28,15 @@ PROGRESS_SECONDS = 0.1  # between two messages about the same phase
 
 def main() -> int:
     """Serve one core until the server says stop; returns the exit code."""
+    # Signals are the server's to handle: it lets requests finish, then says stop. A Ctrl-C does not reach this session,
+    # but a service manager sends SIGTERM to every process of a unit at once. The end of standard input ends us anyway.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.ERROR, format="quire core: %(message)s")  # notes for users travel in `Ready`
     start = _read_start(sys.stdin.fileno())
     folder = Path(start.to_core.removeprefix("ipc://")).parent
     threading.Thread(target=_watch_parent, args=(sys.stdin.fileno(), folder), name="quire-parent", daemon=True).start()
-    try:
-        return run_core(start, _build_to_stay)
-    except _Terminated:
-        return 0
+    return run_core(start, _build_to_stay)
 
 
 def _build_to_stay(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
@@ -110,14 +108,6 @@ def _progress(phase: str, send: Send) -> Callable[[int, int], None]:
             send(Loading(phase, done, total, "B"))
 
     return tell
-
-
-class _Terminated(BaseException):
-    """SIGTERM has come."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
 
 
 def _read_start(descriptor: int) -> CoreStart:

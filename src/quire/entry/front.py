@@ -156,7 +156,7 @@ class FrontEnd:
     def take(self, outputs: StepOutputs) -> Taken:
         """Take one step's outputs, and leave making `Generation.output` to the caller."""
         taken = Taken(now=time.monotonic())
-        touched: dict[int, Generation] = {}  # by the first completion's handle
+        touched: dict[Generation, None] = {}
         finishes = {f.handle: f for f in outputs.finished}
         self._take_prompts(outputs, taken)
         by_handle, logprobs, now, gaps = self._by_handle, outputs.logprobs, taken.now, taken.gaps
@@ -168,7 +168,7 @@ class FrontEnd:
             try:
                 if logprobs and handle in logprobs:
                     generation.add_logprobs(completion, logprobs[handle])
-                ended = completion.push(token, finishes.get(handle))
+                ended = completion.push(token, finishes.get(handle) if finishes else None)
             except Exception:
                 self._break(generation, completion, taken)
             else:
@@ -180,16 +180,19 @@ class FrontEnd:
             before, completion.last_token_time = completion.last_token_time, now
             if before is not None:
                 gaps[before] = gaps.get(before, 0) + 1
-            elif generation.metrics.first_token_time is None:
-                generation.metrics.first_token_time = now
-                taken.started.append(generation)
+            else:
+                completion.first_token_time = now
+                if generation.metrics.first_token_time is None:
+                    generation.metrics.first_token_time = now
+                    taken.started.append(generation)
             taken.num_tokens += 1
-            touched[generation.completions[0].handle] = generation
-        for generation in self._end(finishes.values(), taken):
-            touched[generation.completions[0].handle] = generation
-        for generation in taken.broken:
-            touched[generation.completions[0].handle] = generation
-        taken.touched = [g for g in touched.values() if self._wanted(g)]
+            if (count := len(completion.token_ids)) >= generation.due:
+                touched[generation] = None
+                generation.wait_on(count)
+        for generation in (*self._end(finishes.values(), taken), *taken.finished, *taken.broken):
+            if generation.wanted:
+                touched[generation] = None
+        taken.touched = list(touched)
         return taken
 
     def drop(self, generation: Generation) -> list[int]:
@@ -243,16 +246,6 @@ class FrontEnd:
             ended.append(generation)
             self._note_end(generation, taken)
         return ended
-
-    @staticmethod
-    def _wanted(generation: Generation) -> bool:
-        params = generation.params
-        if params.output_kind == OutputKind.FINAL_ONLY:
-            return generation.finished
-        if params.stream_interval is None or generation.finished:
-            return True
-        newest = max(len(c.token_ids) for c in generation.completions)
-        return newest == 1 or newest % params.stream_interval == 0
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, however it was given."""

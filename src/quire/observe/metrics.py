@@ -9,7 +9,7 @@ and alert rules work. Knows nothing of HTTP and of the engine; the server calls 
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -94,8 +94,12 @@ class Metrics:
         decode_s: float | None,
         e2e_s: float,
         num_cached: int = 0,
+        token_s: Iterable[float] = (),
     ) -> None:
-        """A request ended with a finish reason. Times of phases that it did not reach are None."""
+        """A request ended with a finish reason. Times of phases that it did not reach are None.
+
+        num_output   tokens of all its completions;  token_s  mean time per token after the first, of each completion
+        """
 
     def aborted(self, cause: str) -> None:
         """A running request was aborted by us: "disconnect", "stop_string", "timeout", "shutdown"..."""
@@ -209,6 +213,7 @@ class PrometheusMetrics(Metrics):
         decode_s: float | None,
         e2e_s: float,
         num_cached: int = 0,
+        token_s: Iterable[float] = (),
     ) -> None:
         self._finished.add(reason)
         lengths = self._lengths
@@ -220,8 +225,8 @@ class PrometheusMetrics(Metrics):
         for histogram, seconds in zip(self._request_times.values(), times, strict=True):
             if seconds is not None:
                 histogram.observe(seconds)
-        if decode_s is not None and num_output > 1:
-            self._per_token.observe(decode_s / (num_output - 1))
+        for seconds in token_s:
+            self._per_token.observe(seconds)
 
     def aborted(self, cause: str) -> None:
         self._aborts.add(cause)
@@ -323,7 +328,7 @@ class PrometheusMetrics(Metrics):
         yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", seconds)
         yield self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", {"": self._gap})
         yield self._histogram("request_time_per_output_token_seconds",
-                              "Mean time per token after the first, one value per request.", {"": self._per_token})
+                              "Mean time per token after the first, one value per completion.", {"": self._per_token})
         for part, histogram in self._request_times.items():
             yield self._histogram(f"{part}_seconds", "Time of a request, whole or in one phase.", {"": histogram})
         for name, histogram in self._lengths.items():

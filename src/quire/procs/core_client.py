@@ -113,6 +113,8 @@ class CoreClient:
                     self._sender.connect(self._address("to"))
                     self._connected = True
                 self._on_message(decode_from_core(data))
+                if self._context is None or not int(self._receiver.get(zmq.EVENTS)) & zmq.POLLIN:
+                    return  # asked, because an `Again` that is raised costs four times as much
         except Exception as fault:  # ours, not a request's: nobody may wait for what will never come
             LOG.exception("the front end cannot go on")
             self._die(f"the front end failed: {type(fault).__name__}: {fault}")

@@ -11,6 +11,7 @@ ARRAY whose data is, little-endian throughout:
 Knows nothing of sockets and processes.
 """
 
+import functools
 import math
 import struct
 import sys
@@ -40,22 +41,28 @@ def _to_extension(value: object) -> msgspec.msgpack.Ext:
 
 
 def _from_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
-    start = 2 + 4 * data[1] if len(data) >= 2 else 2
-    if code != ARRAY or len(data) < start or data[0] >= len(ELEMENT_TYPES):
-        raise msgspec.DecodeError(f"extension {code} of {len(data)} bytes is no array")
+    size = len(data)
+    start = 2 + 4 * data[1] if size >= 2 else 2
+    if code != ARRAY or size < start or data[0] >= len(ELEMENT_TYPES):
+        raise msgspec.DecodeError(f"extension {code} of {size} bytes is no array")
     dtype, shape = ELEMENT_TYPES[data[0]], struct.unpack_from(f"<{data[1]}I", data, 2)
-    if len(data) - start != math.prod(shape) * dtype.itemsize:
-        raise msgspec.DecodeError(f"an array of shape {shape} does not have {len(data) - start} bytes")
-    array = np.empty(shape, dtype)  # its own memory: aligned, writable, and the message can go
-    array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data[start:], np.uint8)
-    return array
+    if size - start != math.prod(shape) * dtype.itemsize:
+        raise msgspec.DecodeError(f"an array of shape {shape} does not have {size - start} bytes")
+    array = np.frombuffer(bytearray(data[start:]), dtype)  # its own memory: writable, and the message can go
+    return array if len(shape) == 1 else array.reshape(shape)
+
+
+@functools.cache  # by the few array types that records have
+def _element_type(kind: Any) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(get_args(get_args(kind)[1])[0])
+    return dtype
 
 
 def _check_array(kind: Any, value: object) -> object:
     """msgspec asks for every field of a type that it does not know: only arrays of the right element type pass."""
-    wanted = get_args(get_args(kind)[1])[0]
+    wanted = _element_type(kind)
     if not isinstance(value, np.ndarray) or value.dtype != wanted:
-        raise msgspec.ValidationError(f"expected an array of {wanted.__name__}")
+        raise msgspec.ValidationError(f"expected an array of {wanted}")
     return value
 
 

@@ -33,21 +33,29 @@ class DecoderRule(msgspec.Struct, frozen=True, kw_only=True):
     strip_token: bool = False
 
 
+class _Known(dict[int, bytes]):
+    """Pieces by token id; one that is missing is computed. A look-up runs no Python code: there is one per token."""
+
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self[token_id] = self._compute(token_id)
+        return piece
+
+
 class PieceTable:
-    """Token id -> bytes, filled as ids are met."""
+    """Token id -> bytes, filled as ids are met.
+
+    bytes_of   bytes that a token adds to a text that already has a beginning; b"" if the id names no token
+    """
 
     def __init__(self, rule: DecoderRule, token: Callable[[int], str | None]) -> None:
         self.rule = rule
         self._token = token
         self._alphabet = byte_alphabet() if rule.byte_level else {}
-        self._known: dict[int, bytes] = {}
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Bytes the token adds to a text that already has a beginning; b"" if the id names no token."""
-        piece = self._known.get(token_id)
-        if piece is None:
-            piece = self._known[token_id] = self._compute(token_id)
-        return piece
+        self.bytes_of: Callable[[int], bytes] = _Known(self._compute).__getitem__
 
     def first_bytes_of(self, token_id: int) -> bytes:
         """Bytes the token adds as the very first of a text, where some decoders drop its leading-space marks."""

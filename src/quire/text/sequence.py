@@ -18,6 +18,8 @@ class SequenceText:
     num_tokens   tokens that belong to the output: all that were pushed, or up to and with the one that completed a
                  stop string
     stop         the stop string that ended it, or None
+    stepwise     there are stop strings: every token must be pushed when it comes. Else tokens may be pushed together
+                 whenever somebody wants to see the text
     """
 
     def __init__(self, tokenizer: TextTokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -28,7 +30,7 @@ class SequenceText:
         self._min_tokens = params.min_tokens
         self._shown: list[str] = []
         self._stops = StopMatcher(params.stop_strings, include_stop=self._include_stop)
-        self._stepwise = bool(params.stop_strings)
+        self.stepwise = bool(params.stop_strings)
         self._detokenizer = None
         if params.detokenize and tokenizer is not None:
             self._detokenizer = detokenizer_for(
@@ -56,7 +58,7 @@ class SequenceText:
         """
         if self.stop is not None:
             return "", self.stop
-        if not finished and not self._stepwise and self._detokenizer is not None:  # nearly every call
+        if not finished and not self.stepwise and self._detokenizer is not None:  # nearly every call
             self.num_tokens += len(token_ids)
             delta = self._detokenizer.push(token_ids)
             if delta:
@@ -72,7 +74,7 @@ class SequenceText:
 
     def _advance(self, token_ids: Sequence[int], *, hide_last: bool) -> str:
         visible = token_ids[:-1] if hide_last else token_ids
-        if self._detokenizer is None or not self._stepwise:
+        if self._detokenizer is None or not self.stepwise:
             self.num_tokens += len(token_ids)
             return "" if self._detokenizer is None else self._detokenizer.push(visible)
         delta = ""

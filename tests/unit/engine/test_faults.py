@@ -144,6 +144,16 @@ def test_a_preempted_request_that_fails_when_it_comes_back(Rig: Any, depth: int)
     survive(rig, times, tokens_before=1)
 
 
+def test_a_fault_while_its_prompt_is_scored(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, budget=8)  # its prompt of 26 tokens takes four steps
+    times = plant(rig.core._finisher, "_new_rows", lambda request, *rest: request.new.handle == VICTIM
+                  and request.prompt_scored > 0)
+    rig.add([3, 4, 5], max_tokens=12, handle=0, scored=True)
+    rig.add(list(range(26)), max_tokens=6, handle=VICTIM, scored=True)
+    rig.add(list(range(30, 40)), max_tokens=6, handle=2, scored=True)
+    survive(rig, times)
+
+
 @pytest.mark.parametrize("owner, name", [("scheduler", "add"), ("core", "_extras"), ("finisher", "watch"),
                                          ("queue", "push")])
 def test_a_fault_while_it_is_added_leaves_nothing(Rig: Any, depth: int, owner: str, name: str) -> None:

@@ -131,8 +131,8 @@ def test_an_exception_over_the_text_of_one_request(front: FrontEnd, where: str, 
 def test_one_of_several_completions_fails_alone(front: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     generation = start(front, n=2, output_kind=OutputKind.FINAL_ONLY)
     monkeypatch.setattr(generation.completions[1].text, "push", broken)
-    assert front.apply(step({0: 65, 1: 65})) == ([], [1])
-    (pair,), _ = front.apply(step({0: 66}, Finish(handle=0, reason=FinishReason.LENGTH)))
+    assert front.apply(step({0: 65, 1: 65})) == ([], [])  # nobody has asked for the text yet
+    (pair,), _ = front.apply(step({0: 66, 1: 66}, *(Finish(handle=i, reason=FinishReason.LENGTH) for i in (0, 1))))
     assert [c.finish_reason for c in pair[1].outputs] == ["length", "error"]
     assert pair[1].outputs[0].text == "AB"
 

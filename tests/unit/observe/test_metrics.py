@@ -103,9 +103,9 @@ def test_a_request_from_start_to_end() -> None:
     metrics.inter_token(0.015, 4)
     metrics.tokens(5)
     metrics.request_finished("length", num_prompt=30, num_output=5, queue_s=0.01, prefill_s=0.02, decode_s=0.06,
-                             e2e_s=0.09, num_cached=16)
+                             e2e_s=0.09, num_cached=16, token_s=[0.02, 0.03])
     sums = {"time_to_first_token_seconds": 0.03, "inter_token_latency_seconds": 0.06,
-            "request_time_per_output_token_seconds": 0.015, "e2e_request_latency_seconds": 0.09,
+            "request_time_per_output_token_seconds": 0.05, "e2e_request_latency_seconds": 0.09,
             "request_queue_time_seconds": 0.01, "request_prefill_time_seconds": 0.02,
             "request_decode_time_seconds": 0.06, "request_inference_time_seconds": 0.08, "request_prompt_tokens": 30,
             "request_generation_tokens": 5, "request_prefill_kv_computed_tokens": 14, "request_params_n": 2,

@@ -12,6 +12,7 @@ from quire.contracts.output import RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
 from quire.entry.http.errors import HttpError
+from quire.entry.http.request_stream import Sink
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
@@ -34,6 +35,9 @@ class Stream(Protocol):
 
     async def __anext__(self) -> list[tuple[int, RequestOutput]]:
         """Everything that came since the last call, at least one; raises `RequestError` or `EngineError`."""
+
+    def pour_into(self, sink: Sink) -> None:
+        """Offer a way to take outputs that does not wake whoever waits for them."""
 
     def close(self) -> None:
         """Abort what still runs; idempotent."""

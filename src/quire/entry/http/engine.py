@@ -1,8 +1,8 @@
 """The engine as the HTTP process sees it: started, fed with requests, its outputs handed to whoever waits for them.
 
-Everything here runs on one event loop. A step costs one pass over its outputs and one wake-up per stream that waits:
-no task and no timer per request. What a stream gets is made when it asks, so a slow reader gets several tokens at once
-and holds nothing up. Knows nothing of HTTP; never imports torch.
+Everything here runs on one event loop. A step costs one pass over its outputs, in which they are also sent, as far as
+their readers take them without waiting; a stream has no timer of its own. A reader that is slow gets several tokens at
+once when it is back, and holds nothing up. Knows nothing of HTTP; never imports torch.
 """
 
 import asyncio
@@ -327,14 +327,18 @@ class ServedEngine:
                 if (found := live.get(handle)) is not None:
                     self._queued.pop(found[0], None)
                     found[0].generations[found[1]].began = began
+        streams: dict[RequestStream, None] = {}
         for generation in taken.touched:
             if (found := live.get(generation.completions[0].handle)) is not None:
                 found[0].mark(found[1])
+                streams[found[0]] = None
         if taken.stopped:
             self._client.send(Abort(tuple(taken.stopped)))
         count_step(self._metrics, step, taken)
         if taken.finished:
             self._finish(taken)
+        for stream in streams:
+            stream.tell()
 
     def _finish(self, taken: Taken) -> None:
         for generation in taken.finished:

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.contracts.errors import InvalidParameter
 from quire.entry.http.errors import http_error
-from quire.entry.http.sse import DONE, EventStream, Send, frame
+from quire.entry.http.sse import DIRECT_BODY, DONE, EventStream, Send, frame
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -147,7 +147,8 @@ class Exchange:
 
     def events(self, keep_alive: float) -> EventStream:
         """Answer as a stream of events."""
-        self._stream = EventStream(self._send, self._own_headers(), keep_alive)
+        direct = self.scope.get("extensions", {}).get(DIRECT_BODY)
+        self._stream = EventStream(self._send, self._own_headers(), keep_alive, direct)
         return self._stream
 
     async def fail(self, error: BaseException) -> None:

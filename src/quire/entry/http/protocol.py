@@ -19,10 +19,11 @@ from enum import Enum
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.config.serve import HttpConfig
 from quire.entry.http.answers import error_json
+from quire.entry.http.sse import DIRECT_BODY
 
 LOG = logging.getLogger("quire")
 HOP_BY_HOP = (b"connection", b"upgrade", b"http2-settings")
@@ -78,6 +79,24 @@ class _Refused(Exception):
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+class ChunkedBody:
+    """The body of one response of unknown length, for whoever has pieces to send and no time: see `sse.DirectBody`."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has begun, goes on, and the peer keeps up."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding and not (
+            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete))
+
+    def write(self, data: bytes) -> None:
+        """Queue a piece."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -186,6 +205,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if int(announced) > self._limits.max_body_bytes:
             raise self._body_too_large()
         super().on_headers_complete()
+        self.scope["extensions"] = {DIRECT_BODY: ChunkedBody(self.cycle)}  # type: ignore[dict-item]
         self._reading = _Reading.BODY
 
     def on_body(self, body: bytes) -> None:

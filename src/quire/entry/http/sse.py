@@ -2,22 +2,37 @@
 
 Knows framing and timing only. The response starts with the first event, so that what fails before it still gets a
 status of its own; a stream that is silent for longer than the keep-alive interval starts with a comment.
+
+Between start and end an event may take a short cut: `push` writes it into the connection's buffer, where the server
+offers that, past all layers of the application.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 DONE = b"data: [DONE]\n\n"
+DIRECT_BODY = "direct-body"  # the ASGI extension under which a server offers a `DirectBody`
 COMMENT = b": keep-alive\n\n"
 EVENT_STREAM: tuple[tuple[bytes, bytes], ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+
+
+class DirectBody(Protocol):
+    """A response body that is written without waiting."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has begun, goes on, and its reader keeps up."""
+
+    def write(self, data: bytes) -> None:
+        """Queue the next piece; only when `ready`."""
 
 
 def frame(data: bytes) -> bytes:
@@ -28,9 +43,12 @@ def frame(data: bytes) -> bytes:
 class EventStream:
     """One streamed response. `write` what there is, `end` it, and `stop_comments` in any case."""
 
-    def __init__(self, send: Send, headers: RawHeaders, keep_alive: float) -> None:
-        """`keep_alive` seconds of silence bring a comment; 0: never."""
+    def __init__(
+        self, send: Send, headers: RawHeaders, keep_alive: float, direct: DirectBody | None = None
+    ) -> None:
+        """`keep_alive` seconds of silence bring a comment; 0: never. `direct`: the body, when the server offers it."""
         self._send = send
+        self._direct = direct
         self._headers = [*EVENT_STREAM, *headers]
         self._loop = asyncio.get_running_loop()
         self._interval = keep_alive
@@ -39,6 +57,17 @@ class EventStream:
         self._comment: asyncio.Task[None] | None = None
         self._sending = False
         self.started = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether `push` may be called now; else `write`."""
+        return self._direct is not None and self._comment is None and self._direct.ready
+
+    def push(self, events: bytes) -> None:
+        """Send framed events in one piece, at once."""
+        assert self._direct is not None
+        self._direct.write(events)
+        self._last = self._loop.time()
 
     async def write(self, events: bytes) -> None:
         """Send framed events in one piece; waits when the client reads slowly."""

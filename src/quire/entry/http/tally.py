@@ -61,6 +61,7 @@ def count_finished(metrics: Metrics, generation: Generation, reason: str) -> Non
         decode_s=None if first is None else end - first,
         e2e_s=end - arrival,
         num_cached=generation.num_cached or 0,
+        token_s=[s for c in generation.completions if (s := c.mean_token_time) is not None],
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from quire.entry.http.sse import DIRECT_BODY
+
 from .conftest import Live, read_all, read_until
 
 Start = Callable[..., Live]
@@ -16,6 +18,13 @@ HOST = b"Host: quire\r\n"
 def post(body: bytes, *headers: bytes) -> bytes:
     lines = [b"POST /x HTTP/1.1", b"Host: quire", b"Content-Length: %d" % len(body), *headers, b"", body]
     return b"\r\n".join(lines)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
@@ -240,3 +249,67 @@ def test_a_reader_that_stops_reading_is_cut_off(serve_echo: Start) -> None:
         while not ended:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_pieces_written_past_the_application_arrive_in_order(serve_echo: Start) -> None:
+    states: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = scope["extensions"][DIRECT_BODY]
+        states.append(body.ready)  # not before the answer has begun
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one,", "more_body": True})
+        states.append(body.ready)
+        body.write(b"two,")
+        body.write(b"three" * 10)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        states.append(body.ready)
+
+    live = serve_echo(app)
+    with live.connect() as peer:
+        for _ in range(2):  # the connection is as good as before
+            peer.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+            answer = read_until(peer, b"0\r\n\r\n").partition(b"\r\n\r\n")[2]
+            assert answer == b"4\r\none,\r\n4\r\ntwo,\r\n32\r\n" + b"three" * 10 + b"\r\n0\r\n\r\n"
+    assert states == [False, True, False] * 2
+
+
+def test_nothing_is_written_directly_to_who_reads_slowly_or_has_gone(serve_echo: Start) -> None:
+    states: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = scope["extensions"][DIRECT_BODY]
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        pieces = 0
+        while body.ready:
+            body.write(b"x" * 10_000)
+            pieces += 1
+            assert pieces < 10_000
+        states.append(body.ready)
+        await send({"type": "http.response.body", "body": b"y", "more_body": True})  # waits for the reader
+        states.append(body.ready)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        states.append(body.ready)
+
+    live = serve_echo(app)
+    with live.connect() as peer:
+        peer.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+        until(lambda: len(states) == 1)
+        read_until(peer, b"1\r\ny\r\n")
+        until(lambda: len(states) == 2)
+    until(lambda: len(states) == 3)
+    assert states == [False, True, False]
+
+
+def test_an_answer_of_known_length_has_no_direct_body(serve_echo: Start) -> None:
+    states: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        states.append(scope["extensions"][DIRECT_BODY].ready)
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    assert serve_echo(app).ask(b"GET / HTTP/1.0\r\n" + HOST + b"\r\n").endswith(b"ok")
+    assert states == [False]

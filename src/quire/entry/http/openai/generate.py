@@ -17,6 +17,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext, Stream
 from quire.entry.http.exchange import Exchange, Watch
 from quire.entry.http.openai.schema import CachedTokens, SamplingFields, StreamOptions, Usage
+from quire.entry.http.request_stream import Batch
 from quire.entry.http.sse import DONE, EventStream
 from quire.entry.prompts import Prompt
 
@@ -126,6 +127,7 @@ async def _whole(stream: Stream, job: Job, writer: Writer) -> bytes:
 
 
 async def _events(events: EventStream, stream: Stream, progress: "Progress", watch: Watch) -> None:
+    stream.pour_into(_Pushed(events, progress))
     try:
         async for batch in stream:
             data = progress.events(batch)
@@ -137,6 +139,22 @@ async def _events(events: EventStream, stream: Stream, progress: "Progress", wat
         events.stop_comments()
 
 
+class _Pushed:
+    """Outputs as events that are sent in the moment in which they come."""
+
+    def __init__(self, events: EventStream, progress: "Progress") -> None:
+        self._events, self._progress = events, progress
+
+    @property
+    def ready(self) -> bool:
+        return self._events.ready
+
+    def take(self, batch: Batch) -> None:
+        data = self._progress.events(batch)
+        if data:
+            self._events.push(data)
+
+
 class Progress:
     """Where the choices of a stream stand; turns what the engine hands out into events."""
 
@@ -144,6 +162,7 @@ class Progress:
         self._job = job
         self._writer = writer
         self._n = job.params.n
+        self._single = job.num_choices == 1 and not job.running_usage
         self._begun = [False] * len(job.prompts)
         self._ended = [False] * job.num_choices
         self._num_prompt = sum(len(prompt.token_ids or ()) for prompt in job.prompts)
@@ -152,6 +171,11 @@ class Progress:
 
     def events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
         """The events of everything that came at once, framed and joined; one event per choice."""
+        if self._single and self._begun[0]:
+            piece = batch[-1][1].outputs[0]
+            if len(batch) == 1 and piece.finish_reason is None:  # nearly every call
+                self._num_output += len(piece.token_ids)
+                return self._writer.piece(0, piece, b"")
         frames = []
         for at, output in batch:
             if not self._begun[at]:

@@ -3,6 +3,7 @@
 import msgspec
 
 from quire.entry.http.context import ServerContext
+from quire.entry.http.errors import HttpError
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.schema import ModelCard, ModelList
 
@@ -14,7 +15,10 @@ async def list_models(context: ServerContext, exchange: Exchange) -> None:
 
 async def show_model(context: ServerContext, exchange: Exchange) -> None:
     """One name; 404 when it is not served."""
-    name = context.model(exchange.scope["path_params"]["model"])
+    asked = exchange.scope["path_params"]["model"]
+    if not asked:
+        raise HttpError(404, "no model is named: /v1/models lists them.", code="model_not_found", param="model")
+    name = context.model(asked)
     await exchange.reply(msgspec.json.encode(_card(context, name)))
 
 

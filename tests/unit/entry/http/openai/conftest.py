@@ -63,6 +63,9 @@ class Pipe:
             raise item
         return item
 
+    def pour_into(self, sink: Any) -> None:
+        """Everything goes to who waits."""
+
     def close(self) -> None:
         self.closed += 1
         self._on_close()

@@ -14,6 +14,7 @@ from quire.contracts.errors import (
     QuireError,
     RequestFailed,
 )
+from quire.entry.http.sse import EventStream
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {
@@ -331,5 +332,46 @@ def test_requests_that_go_leave_nothing_in_the_core(mock_engine: Any, make_clien
         assert len(mock_engine.front) == 0
         while free.has_work:
             await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+# --- past the layers of the application -------------------------------------------------------------------------------
+
+
+class Direct:
+    """A body that a test opens and closes; keeps what is written."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        assert self.ready
+        self.parts.append(data)
+
+
+def test_events_are_pushed_when_nothing_else_is_being_sent() -> None:
+    async def main() -> None:
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b"start"))
+
+        direct = Direct()
+        events = EventStream(send, [], 0.02, direct)
+        assert not events.ready
+        await events.write(b"a")
+        direct.ready = True
+        assert events.ready
+        events.push(b"b")
+        while b": keep-alive\n\n" not in sent:
+            await asyncio.sleep(0.005)
+        assert not events.ready  # a comment is under way
+        await events.write(b"c")
+        assert events.ready
+        await events.end(b"d")
+        assert sent == [b"start", b"a", b": keep-alive\n\n", b"c", b"d"] and direct.parts == [b"b"]
+        assert not EventStream(send, [], 0.0).ready  # a server that offers nothing
 
     asyncio.run(main())

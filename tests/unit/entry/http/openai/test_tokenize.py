@@ -76,5 +76,6 @@ def test_models(client: Any) -> None:
     assert [card["id"] for card in cards] == ["tiny", "alias"]
     assert asyncio.run(client.get("/v1/models/alias")).json == cards[1]
     assert cards[0]["max_model_len"] == 64 and cards[0]["owned_by"] == "quire"
+    assert asyncio.run(client.get("/v1/models/")).status == 404  # nobody has asked for the main model
     missing = asyncio.run(client.get("/v1/models/org/name"))
     assert missing.status == 404 and "org/name" in missing.error["message"]
