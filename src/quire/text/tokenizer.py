@@ -92,8 +92,8 @@ class Tokenizer:
 
         Errors: `InvalidParameter` when the text holds half of a surrogate pair.
         """
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:  # a batch of one: `encode` of the backend keeps every other thread out, for 8 s over a text of 8 MB
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise invalid_text(text) from error
 

@@ -1,5 +1,7 @@
 """Tokenizers against transformers, and what transformers does not say: errors, bad words, bytes of tokens."""
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,6 +139,23 @@ def test_batches_and_threads_agree_with_single_calls(tiny: Tokenizer) -> None:
     assert tiny.encode_batch(texts) == single
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(tiny.encode, texts)) == single
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tiny: Tokenizer) -> None:
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(tick)
+        began = time.perf_counter()
+        tiny.encode("word " * 200_000)
+        ended = time.perf_counter()
+        done.set()
+    assert sum(began < at < ended for at in ticks) > 5
 
 
 def test_bytes_of_tokens_join_to_the_text(families: dict[str, Tokenizer], tiny: Tokenizer) -> None:

@@ -1,5 +1,6 @@
 """What every route may use: the engine as routes see it, the configuration, and which requests are in flight."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ class UnknownFields:
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
     """What routes are built from. `model_names`: the names under which the model is served, the main one first;
-    `created`: seconds since the epoch at which the server started."""
+    `created`: seconds since the epoch at which the server started; `huge_text`: held by whoever encodes one."""
 
     engine: Serving
     config: ServerConfig
@@ -118,6 +119,7 @@ class ServerContext:
     created: int
     in_flight: InFlight = field(default_factory=InFlight)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    huge_text: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def text(self) -> TextSide:
         """Tokenizer and template, or 503 while they load."""

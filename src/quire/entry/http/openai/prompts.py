@@ -19,6 +19,7 @@ from quire.text.load import TextSide
 from quire.text.protocol import TextTokenizer
 
 LONG_TEXT = 8_192  # characters from which encoding takes long enough (about a millisecond) to leave the event loop
+HUGE_TEXT = 2**20  # characters from which encoding takes hundreds of megabytes for a while (7.5 M: 0.7 to 2 GB)
 RESERVED = ("messages", "tools", "documents", "chat_template", "adapt_tool_calls")  # not for chat_template_kwargs
 OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
 T = TypeVar("T")
@@ -55,11 +56,14 @@ class Conversation:
         )
 
 
-async def away(size: int, work: Callable[[], T]) -> T:
-    """Do CPU work on `size` characters: here when they are few, else in a thread."""
+async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
+    """Do CPU work on `size` characters: here when they are few, else in a thread; huge texts one after the other."""
     if size < LONG_TEXT:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(None, work)
+    if size < HUGE_TEXT:
+        return await asyncio.to_thread(work)
+    async with context.huge_text:
+        return await asyncio.to_thread(work)
 
 
 def tokenizer_of(text: TextSide, param: str) -> TextTokenizer:
@@ -71,21 +75,21 @@ def tokenizer_of(text: TextSide, param: str) -> TextTokenizer:
     return text.tokenizer
 
 
-async def encode(text: TextSide, prompt: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
+async def encode(context: ServerContext, prompt: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
     """Token ids of one text."""
-    tokenizer = tokenizer_of(text, param)
-    return await away(len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens))
+    tokenizer = tokenizer_of(context.text(), param)
+    return await away(context, len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens))
 
 
 async def completion_prompts(context: ServerContext, request: CompletionRequest) -> list[Prompt]:
     """The prompts of /v1/completions, encoded and fitted to the context."""
     given = _several(request.prompt)
     check_choices(len(given), request.n or 1)
-    text, special = context.text(), request.add_special_tokens is not False
+    special = request.add_special_tokens is not False
     prompts = []
     for item in given:
         if isinstance(item, str):
-            prompt = Prompt(text=item, token_ids=await encode(text, item, special))
+            prompt = Prompt(text=item, token_ids=await encode(context, item, special))
         else:
             prompt = Prompt(token_ids=item)
         prompts.append(_fitted(context, request, prompt, request.max_tokens, "prompt"))
@@ -131,7 +135,7 @@ async def conversation_prompt(
         )
         return Prompt(text=rendered, token_ids=tokenizer.encode(rendered, add_special_tokens))
 
-    return await away(size, render)
+    return await away(context, size, render)
 
 
 def _several(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:

@@ -34,7 +34,7 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
         prompt = await conversation_prompt(context, exchange, request, request.messages, special)
         ids = prompt.token_ids or []
     else:
-        ids = await encode(context.text(), request.prompt or "", request.add_special_tokens is not False)
+        ids = await encode(context, request.prompt or "", request.add_special_tokens is not False)
     tokenizer = tokenizer_of(context.text(), "prompt")
     answer = TokenizeResponse(
         count=len(ids),
@@ -60,7 +60,7 @@ async def detokenize(context: ServerContext, exchange: Exchange) -> None:
         )
     skip = bool(request.skip_special_tokens)
     text = await away(
-        CHARACTERS_PER_TOKEN * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip)
+        context, CHARACTERS_PER_TOKEN * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip)
     )
     await exchange.reply(msgspec.json.encode(DetokenizeResponse(prompt=text)))
 

@@ -1,6 +1,7 @@
 """/tokenize, /detokenize, /tokenizer_info and /v1/models: what evaluation harnesses and chat pages ask."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,29 @@ def test_there_and_back(client: Any) -> None:
 def test_special_tokens_show_unless_skipped(client: Any) -> None:
     assert post(client, "/detokenize", tokens=[2]).json["prompt"] == "<|im_end|>"
     assert post(client, "/detokenize", tokens=[2], skip_special_tokens=True).json["prompt"] == ""
+
+
+def test_huge_texts_are_encoded_one_after_the_other(
+    client: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[int] = []
+    together: list[int] = []
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        running.append(len(text))
+        together.append(sum(size == 20_000 for size in running))
+        time.sleep(0.02)
+        running.remove(len(text))
+        return [5]
+
+    monkeypatch.setattr("quire.entry.http.openai.prompts.HUGE_TEXT", 20_000)
+    monkeypatch.setattr(scripted.text.tokenizer, "encode", encode)
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(client.post("/tokenize", {"prompt": "a" * size}) for size in [20_000, 9_000] * 3))
+
+    assert [reply.json["count"] for reply in asyncio.run(ask())] == [1] * 6
+    assert len(together) == 6 and max(together) == 1
 
 
 def test_a_conversation(client: Any) -> None:
