@@ -33,7 +33,7 @@ make_venv() {
 }
 
 ready_venv() {
-  local extras=$1 wanted stamp
+  local extras=$1 wanted stamp quiet=--quiet
   wanted="$root $(cksum < "$root/pyproject.toml")"
   for stamp in "$venv/.quire$extras" "$venv/.quire[test]"; do
     if [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
@@ -49,6 +49,7 @@ ready_venv() {
   if [ "$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
     echo "No GPU here? PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu picks the much smaller CPU build." >&2
   fi
-  "$python" -m pip install --quiet --disable-pip-version-check --editable "$root$extras"
+  if [ -t 2 ]; then quiet=; else echo "This takes minutes on a slow network; on a terminal it shows how far it is." >&2; fi
+  "$python" -m pip install $quiet --disable-pip-version-check --editable "$root$extras" >&2
   echo "$wanted" > "$venv/.quire$extras"
 }

@@ -10,7 +10,7 @@ import torch
 
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
-from quire.config.resolve import DTypePlan, MemoryPlan, resolve_dtype, resolve_geometry, resolve_memory
+from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_dtype, resolve_geometry, resolve_memory
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
@@ -97,6 +97,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
     torch.set_num_threads(config.device.num_threads or facts.cores)
     folder, tokenizer_folder = resolve_folders(config)
     args = read_checkpoint_config(folder)
+    check_context(config.model, args.max_position_embeddings)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units))
     phases.end("config")
     text = load_text(config, folder, tokenizer_folder=tokenizer_folder)

@@ -124,6 +124,11 @@ def test_max_tokens_defaults_to_the_end_of_the_context(talker: LLM) -> None:
     assert len(out.outputs[0].token_ids) == 24 and out.outputs[0].finish_reason == "length"
 
 
+def test_arguments_of_vllm_are_answered_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2: several devices are not implemented yet"):
+        LLM("no/such-model", tensor_parallel_size=2, gpu_memory_utilization=0.9)
+
+
 def test_a_batch_may_be_larger_than_the_queue(oracle: Any, engine: Engine, greedy: Greedy) -> None:
     llm = engine(oracle().folder, max_waiting=2, max_num_seqs=1)
     prompts = [[1], [2], [3], [4]]

@@ -21,8 +21,8 @@ def begin(server: Server, prompt: str = "Once", path: str = "/v1/completions", *
     asked = {"prompt": prompt, "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "stream": True} | fields
     body = json.dumps(asked).encode()
     peer = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    peer.sendall(b"POST %s HTTP/1.1\r\nHost: quire\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-                 % (path.encode(), len(body), body))
+    peer.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                 b"Content-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body))
     return peer
 
 

@@ -31,6 +31,18 @@ def outcome(answer: Answer) -> tuple[str, object]:
     return answer.text(), last["choices"][0]["finish_reason"]
 
 
+def test_each_request_is_a_line_when_that_is_asked_for() -> None:
+    with running_server(*MOCK, "--enable-log-requests") as server, running_server(*MOCK) as quiet:
+        for number in range(3):
+            assert server.ask("/v1/completions", {"prompt": "Secret", "max_tokens": 5, "ignore_eos": True},
+                              **{"x-request-id": f"r-{number}"}).status == 200
+        quiet.complete()
+        lines = [line for line in server.stderr.splitlines() if line.startswith("request ")]
+        assert [line.partition(" prompt tokens, 5 generated, length, ")[0].split(":")[0] for line in lines] == [
+            "request r-0", "request r-1", "request r-2"]
+        assert "Secret" not in server.stderr and "request " not in quiet.stderr
+
+
 def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
     with running_server(*MOCK, "--mock-step-ms", "5") as server, ThreadPoolExecutor(NUM_STREAMS) as pool:
         undisturbed = [outcome(a.result()) for a in start_streams(pool, server, NUM_STREAMS, max_tokens=200)]

@@ -49,6 +49,7 @@ PROMPT_READS = 1  # ... and where in its prompt a scored chunk starts
 # could not: its kernels take lengths, edits and draws on the device. A number here may only go down.
 CUTS = "the CPU's kernel cuts its work into calls on the host"
 SORTS = "rows are sorted by kind on the host"
+NO_THREADS = "numpy's logarithm and exponential wait for no second thread; the branch is for tensors on a CPU"
 HOT_READS = (
     ("as_list", "tolist", 2, "step", CUTS),  # bounds and lengths
     ("_plan_decode", "numpy", 1, "cutting", CUTS),  # block tables; the native kernel cuts nothing
@@ -60,6 +61,11 @@ HOT_READS = (
     ("Sampler._rewrite", "item", 1, "penalizing", "only the known part of the history is gathered"),
     ("penalize", "item", 1, "penalizing", "only the known part of the history is gathered"),
     ("draw_greedy", "numpy", 1, "pass", "numpy finds the largest without leaving OpenMP threads spinning"),
+    ("log_in_place", "numpy", 2, "drawing", NO_THREADS),
+    ("log_in_place", "numpy", 2, "filtering", NO_THREADS),
+    ("log_in_place", "numpy", 2, "sorting", NO_THREADS),
+    ("_exp_in_place", "numpy", 1, "filtering", NO_THREADS),
+    ("_exp_in_place", "numpy", 1, "sorting", NO_THREADS),
     ("draw_filtered", "nonzero", 1, "filtering", "only rows that need it are sorted whole"),
     ("_pick", "item", 1, "filtering", "noise is drawn for the kept candidates only"),
     ("_pick", "item", 1, "sorting", "noise is drawn for the kept candidates only"),
@@ -234,6 +240,7 @@ class Step:
             "rewriting": bool(rewritten),
             "bad words": sum(bool(s.bad_words) for s in rewritten),
             "penalizing": any(s.presence_penalty for s in rewritten),
+            "drawing": sum(any(s.temperature and not s.top_k and s.top_p == 1 for s in rows) for rows in passes),
             "filtering": sum(any(s.top_k or s.top_p < 1 for s in rows) for rows in passes),
             "sorting": sum(any(s.top_p < 1 for s in rows) for rows in passes),
         }

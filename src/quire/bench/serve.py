@@ -20,6 +20,7 @@ from quire.bench.serve_load import Ask, arrivals
 from quire.contracts.errors import ConfigError
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
+MAX_SAID = 3  # different sentences of failed requests that are kept
 BUSY = 0.8  # share of a core above which the client itself may be what limits
 
 
@@ -102,6 +103,7 @@ def summarize(run: Run, percentiles: Sequence[float], goodput: dict[str, float])
         "completed": len(done),
         "failed": len(run.records) - len(done),
         "errors": dict(Counter(record.error for record in run.records if record.error is not None)),
+        "said": list(dict.fromkeys(record.said for record in run.records if record.said))[:MAX_SAID],
         "interrupted": run.interrupted,
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
@@ -158,7 +160,7 @@ def percentile(ordered: Sequence[float], p: float) -> float | None:
 
 def remarks(result: dict[str, Any], asks: Sequence[Ask]) -> list[str]:
     """What a reader of the result should know before believing it."""
-    lines = []
+    lines = [f"a request failed: {sentence}" for sentence in result["said"]]
     if result["tokens_counted_by"] == "events":
         lines.append("the server sent no usage: output tokens are events, input tokens are unknown.")
     if result["tokens_per_event"] > 1.05:

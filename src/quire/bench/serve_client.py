@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 DONE = b"[DONE]"
+MAX_ERROR_BYTES, MAX_SENTENCE = 1 << 20, 500
 
 
 @dataclass(kw_only=True)
@@ -21,7 +22,7 @@ class Record:
 
     gaps         between events with text, first to last
     num_output   tokens, as the server counted them; without its count, events (`counted` is False then)
-    error        what went wrong, as a short kind
+    error        what went wrong, as a short kind;  said  in a sentence, the server's own if it gave one
     """
 
     started: float
@@ -34,6 +35,7 @@ class Record:
     num_output: int = 0
     counted: bool = False
     error: str | None = None
+    said: str = ""
 
 
 class _Delta(msgspec.Struct):
@@ -102,7 +104,7 @@ class Client:
         try:
             import aiohttp
         except ImportError:
-            raise ConfigError("`quire bench serve` needs aiohttp: pip install 'quire[bench]'.") from None
+            raise ConfigError("`quire bench serve` needs aiohttp: `pip install aiohttp`.") from None
         self.target = target
         self._library, self._errors = aiohttp, aiohttp.ClientError
 
@@ -124,11 +126,12 @@ class Client:
         try:
             async with self._session.get(url) as response:
                 if response.status != 200:
-                    raise ConfigError(f"{url} answers {response.status}: name the model with --model.")
+                    said = _sentence(await response.read()) or "name the model with --model."
+                    raise ConfigError(f"{url} answers {response.status}: {said}")
                 listed = await response.json(content_type=None)
                 return str(listed["data"][0]["id"])
         except (self._errors, TimeoutError, OSError) as error:
-            raise ConfigError(f"no server at {self.target.base_url}: {error}.") from None
+            raise ConfigError(_unreachable(error, self.target.base_url)) from None
         except (ValueError, LookupError, TypeError):
             raise ConfigError(f"{url} lists no model: name one with --model.") from None
 
@@ -140,13 +143,13 @@ class Client:
         try:
             async with self._session.post(target.base_url + target.endpoint, data=body) as response:
                 if response.status != 200:
-                    record.error = f"HTTP {response.status}"
+                    record.error, record.said = f"HTTP {response.status}", _sentence(await response.read())
                 else:
                     await _read(response.content, record)
         except TimeoutError:
             record.error = "timeout"
         except (self._errors, OSError) as error:
-            record.error = type(error).__name__
+            record.error, record.said = type(error).__name__, _unreachable(error, target.base_url)
         except msgspec.MsgspecError:
             record.error = "an event that is no completion"
         record.ended = perf_counter()
@@ -181,7 +184,7 @@ def _note(event: _Event, record: Record) -> bool:
     """Take an event's usage and error; returns whether it brought tokens."""
     if event.error is not None:
         kind = event.error.get("type") if isinstance(event.error, dict) else None
-        record.error = f"error event {kind or ''}".strip()
+        record.error, record.said = f"error event {kind or ''}".strip(), _message(event.error)
     if event.usage is not None:
         record.counted = True
         record.num_input, record.num_output = event.usage.prompt_tokens, event.usage.completion_tokens
@@ -189,3 +192,25 @@ def _note(event: _Event, record: Record) -> bool:
         if choice.has_token():
             return True
     return False
+
+
+def _unreachable(error: Exception, where: str) -> str:
+    """What a connection that failed means, in one sentence."""
+    cause = error.__cause__ or error
+    if isinstance(error, ConnectionRefusedError) or isinstance(cause, ConnectionRefusedError):
+        return f"nobody listens at {where}: start `quire serve`, or correct --base-url."
+    return f"{where} cannot be reached ({type(error).__name__}: {error}): correct --base-url."
+
+
+def _sentence(body: bytes) -> str:
+    """The message of an error answer; "" when it has none."""
+    try:
+        answer = msgspec.json.decode(body[:MAX_ERROR_BYTES])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    return _message(answer.get("error", answer) if isinstance(answer, dict) else answer)
+
+
+def _message(error: Any) -> str:
+    message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return " ".join(str(message or "").split())[:MAX_SENTENCE]

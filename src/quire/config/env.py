@@ -17,8 +17,9 @@ from pathlib import Path
 CACHE_DIR = "QUIRE_CACHE_DIR"
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
 OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
+PEER_KEY = "VLLM_API_KEY"
 PEER_NAMES = {  # their variable -> what to use here
-    "VLLM_API_KEY": "QUIRE_API_KEY or --api-key",
+    PEER_KEY: "QUIRE_API_KEY or --api-key",
     "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory-bytes (in bytes; 4G works)",
     "VLLM_CPU_OMP_THREADS_BIND": "--num-threads",
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": "--hang-timeout",
@@ -80,7 +81,7 @@ def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
 
 def cache_folder() -> Path:
     """Where Quire keeps what it can make again; it may not exist yet."""
-    return Path(os.environ.get(CACHE_DIR) or os.path.expanduser("~/.cache/quire"))
+    return Path(os.path.expanduser(os.environ.get(CACHE_DIR) or "~/.cache/quire"))
 
 
 def environment_warnings(options: Iterable[str]) -> list[str]:

@@ -7,18 +7,20 @@ Knows argparse; never imports torch.
 import argparse
 import difflib
 import json
+import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
 from quire.config.env import environment_warnings
 from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
-from quire.config.sources import FLAG, ORIGIN, Settings, gather
+from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather
 from quire.config.texts import LIST, METAVARS, option_parser, parse_item
 
+LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]
 
 
@@ -181,8 +183,10 @@ def flag_settings(option: Field[Any]) -> dict[str, Any]:
     if option.type == LIST:
         return settings | {"action": _Extend, "nargs": "+", "metavar": METAVARS[LIST]}
     if option.metadata["choices"]:
-        return settings | {"action": _Keep, "choices": option.metadata["choices"]}
-    return settings | {"action": _Keep, "type": reporting(option_parser(option)), "metavar": METAVARS[option.type]}
+        return settings | {"action": _Keep, "type": reporting(option_parser(option)),
+                           "choices": option.metadata["choices"]}
+    settings |= {"action": _Keep, "type": reporting(option_parser(option)), "metavar": METAVARS[option.type]}
+    return settings | {"action": _KeepToken, "nargs": "?"} if option.name == "hf_token" else settings
 
 
 class _Keep(argparse.Action):
@@ -191,6 +195,14 @@ class _Keep(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, value)
         setattr(namespace, ORIGIN + self.dest.removeprefix(FLAG), option)
+
+
+class _KeepToken(_Keep):
+    """Without a value, the token is the environment's or the one that was stored, as it is without the flag."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
+        if value is not None:
+            super().__call__(parser, namespace, value, option)
 
 
 class _Switch(_Keep):
@@ -239,6 +251,14 @@ def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
 def engine_config(namespace: argparse.Namespace) -> EngineConfig:
     """The configuration that a command line and the environment ask for; raises `ConfigError`."""
     return EngineConfig.from_flat(**given_options(namespace))
+
+
+def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
+    """The configuration that the arguments of `LLM` and `AsyncLLM` ask for; raises `ConfigError`."""
+    settings = from_keywords(given, [option for _, option in engine_options()])
+    for note in settings.notes:
+        LOG.warning("note: %s", note)
+    return EngineConfig.from_flat(model=model, **settings.values)
 
 
 def server_config(settings: Settings) -> ServerConfig:

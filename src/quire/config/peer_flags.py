@@ -81,7 +81,7 @@ def _alias(names: str, option: str, takes: Takes = VALUE, why: str = "", **value
 
 
 LATER = "not implemented yet"
-DEVICES = f"several devices are {LATER}"
+DEVICES = f"several devices are {LATER}: leave the flag out, or start several servers"
 ONE_DEVICE = "there is one device, so nothing is spread over several"
 EXPERTS = f"mixture-of-experts models are {LATER}"
 NO_EXPERTS = f"it counts only for mixture-of-experts models, which are {LATER}"

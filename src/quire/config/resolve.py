@@ -69,8 +69,7 @@ def resolve_memory(
     and so does what needs more than the free memory: the cache, or it and the tables of the slots.
     """
     size, asked = geometry.block_size, model.max_model_len
-    if asked is not None and asked > context:
-        raise ConfigError(f"max_model_len={asked} exceeds the model's context of {context} tokens: lower it.")
+    check_context(model, context)
     length = asked or context
     num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.num_blocks(length), free_bytes)
     if num_blocks < 1:
@@ -98,6 +97,14 @@ def resolve_memory(
         free_bytes=free_bytes,
         notes=notes,
     )
+
+
+def check_context(model: ModelConfig, context: int) -> None:
+    """Refuse a max_model_len beyond the model's longest sequence, `context` tokens; raises `ConfigError`."""
+    asked = model.max_model_len
+    if asked is not None and asked > context:
+        raise ConfigError(f"max_model_len={asked} exceeds the model's context of {context} tokens: lower it "
+                          f"(--max-model-len {context}), or leave it out.")
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:

@@ -8,6 +8,7 @@ from quire.config.engine import EngineConfig, check_types, flat_names, option, u
 from quire.contracts.errors import ConfigError
 
 LOOPBACK = ("localhost", "::1")
+WAITING_PER_SLOT = 8  # with the slots themselves: nine times what can run is taken, ten times is not
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -56,6 +57,12 @@ class ServerConfig:
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
     serve: ServeConfig = ServeConfig()
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that may wait: a server's queue always has a bound."""
+        scheduler = self.engine.scheduler
+        return scheduler.max_num_seqs * WAITING_PER_SLOT if scheduler.max_waiting is None else scheduler.max_waiting
 
     @classmethod
     def from_flat(cls, **values: Any) -> "ServerConfig":

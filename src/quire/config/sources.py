@@ -5,6 +5,7 @@ Knows precedence and origins; the spellings of values are known by `texts.py`, f
 
 import difflib
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from pathlib import Path
@@ -19,7 +20,8 @@ from quire.contracts.errors import ConfigError
 
 FLAG, ORIGIN = "option.", "origin."  # of our names in the namespace: values, and the spelling that brought each
 CONFIG_FILE = "config_file"
-SECRETS = ("api_key", "hf_token")
+SECRETS = {"api_key": "QUIRE_API_KEY or --api-key", "hf_token": "HF_TOKEN"}  # option -> where else it can be given
+MASK = "***"  # stands for a secret that is not shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +45,9 @@ class Settings:
             given = option.name in self.values
             value = self.values[option.name] if given else option.default
             origin = self.origins[option.name] if given else "default"
-            line = f"{option.name.replace('_', '-')}: {json.dumps(value)}"
+            line = f"{option.name.replace('_', '-')}: {'.inf' if value == math.inf else json.dumps(value)}"
             if option.name in SECRETS and value:
-                line = f"# {option.name.replace('_', '-')}: ***"
+                line = f"{option.name.replace('_', '-')}: {json.dumps(MASK)}"
             lines.append(f"{line:<44} # {origin}")
         return "\n".join(lines)
 
@@ -77,8 +79,39 @@ def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Col
             name = place.removeprefix(FLAG)
             found.put(name, value, f"flag {namespace[ORIGIN + name]}")
     _name_model(namespace, found)
+    _refuse_masks(found)
     found.notes.extend(below.notes + above.notes)
     return found
+
+
+def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Settings:
+    """The settings that keyword arguments give; vLLM's names come to what they come to on a command line.
+
+    Raises `ConfigError` for one that cannot be met. Names that nobody knows are kept, for whoever takes the values.
+    """
+    by_name = {option.name: option for option in options}
+    ours, theirs = dict(given), []
+    for name, value in given.items():
+        flag = None if name in by_name else file_peer_flag(name.replace("_", "-"), False if value is None else value)
+        if flag is not None:
+            del ours[name]
+            theirs += [] if value is None else [Given(flag.flag, name, flag.text)]
+    outcome = judge(theirs)
+    refuse(outcome.refusals)
+    found = Settings(values={}, origins={}, notes=outcome.notes)
+    _put_aliases(found, outcome, by_name)
+    for name, value in ours.items():
+        found.put(name, value, f"argument {name}")
+    return found
+
+
+def _refuse_masks(found: Settings) -> None:
+    """A secret that was not shown when the file was printed must come from elsewhere."""
+    for name, elsewhere in SECRETS.items():
+        if found.values.get(name) in (MASK, (MASK,)):
+            key = name.replace("_", "-")
+            raise ConfigError(f"{found.origins[name]}: {key}: {MASK} stands for a secret that is not shown: set "
+                              f"{elsewhere}, or delete the line.")
 
 
 def _put_aliases(found: Settings, outcome: PeerOutcome, options: Mapping[str, Field[Any]]) -> None:
@@ -110,12 +143,16 @@ def _read_file(path: Path, options: Mapping[str, Field[Any]], found: Settings) -
     for key, value in read_config_file(path).items():
         off = key.startswith("no-") and isinstance(value, bool) and key[3:] in spellings
         option = spellings.get(key[3:] if off else key)
+        if option is not None and value == MASK and option.name in found.values:
+            continue  # the environment holds the token that is not shown here
         if option is not None:
             try:
                 found.put(option.name, read_value(option, not value if off else value), f"file {path}")
             except ValueError as error:
                 raise ConfigError(f"--config {path}: {key}: {error}.") from None
             continue
+        if key == "config":
+            raise ConfigError(f"--config {path}: a file cannot name another: put all options into one.")
         theirs = file_peer_flag(key, value)
         if theirs is None:
             known = [*spellings, *(flag.name[2:] for flag in PEER_FLAGS)]

@@ -14,6 +14,7 @@ SIZE = re.compile(r"(-?\d+(?:\.\d+)?)(?:([kKmMgGtT])(i?)B?)?")
 POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 AUTO = ("auto", "-1")  # spellings of "not set" for max_model_len
+ACCELERATOR = re.compile(r"cuda|gpu|rocm|hip|xpu|tpu|mps|hpu|npu|neuron")
 LIST = tuple[str, ...]
 OBJECT = dict[str, Any] | None
 
@@ -85,6 +86,23 @@ def parse_length(text: str) -> int | None:
     return None if text in AUTO else parse_size(text)
 
 
+def parse_port(text: str) -> int:
+    """A port, 0 for any free one; raises ValueError."""
+    if not text.strip().isdecimal() or int(text) > 65535:
+        raise ValueError(f"{text!r} is no port: give 1 to 65535, or 0 for any free one")
+    return int(text)
+
+
+def parse_device(text: str) -> str:
+    """The name of a device; raises ValueError for one of an accelerator."""
+    if ACCELERATOR.match(text):
+        raise ValueError(f"{text!r}: there is no GPU support yet: give cpu, or leave it out")
+    return text
+
+
+# By option, where the type does not say enough.
+OWN_PARSERS: dict[str, Callable[[str], Any]] = {
+    "max_model_len": parse_length, "port": parse_port, "device": parse_device}
 PARSERS: dict[Any, Callable[[str], Any]] = {
     bool: parse_bool, str: str, str | None: str, int: parse_size, int | None: parse_size, float: parse_number,
     float | None: parse_number, OBJECT: parse_object, LIST: parse_list}
@@ -94,7 +112,7 @@ METAVARS: dict[Any, str] = {str: "TEXT", str | None: "TEXT", int: "N", int | Non
 
 def option_parser(option: Field[Any]) -> Callable[[str], Any]:
     """From a text to the option's value; raises ValueError."""
-    return parse_length if option.name == "max_model_len" else PARSERS[option.type]
+    return OWN_PARSERS.get(option.name, PARSERS[option.type])
 
 
 def read_value(option: Field[Any], value: object) -> Any:

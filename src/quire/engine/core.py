@@ -66,8 +66,8 @@ class EngineCore:
     def add(self, new: NewRequest, *, places: int = 1) -> None:
         """Accept a request, or raise the `RequestError` that says why not; nothing is kept then.
 
-        places   it needs in the bounded queue, its own and its children's, which are then never refused; 0: it is taken
-                 past the bound
+        places   it needs in queue and free slots, its own and its children's, which are then never refused; 0: it is
+                 taken past the bound
         """
         num_prompt = len(new.token_ids) // 4
         end = num_prompt + new.max_tokens

@@ -2,31 +2,46 @@
 
 import heapq
 
-from quire.contracts.errors import QueueFull
+from quire.contracts.errors import InvalidParameter, QueueFull
 from quire.contracts.request import Request, RequestState
 
 SLACK = 64  # ended entries that may always stay
 
 
+def check_fits(places: int, bound: int, num_slots: int, param: str) -> None:
+    """Raise `InvalidParameter` about `param` when not even an idle engine has room for so many completions at once."""
+    if places > bound + num_slots:
+        raise InvalidParameter(
+            f"{places} completions in one request never fit: at most {bound + num_slots} do (max_num_seqs={num_slots} "
+            f"and max_waiting={bound}); ask for fewer at once, or start the engine with a higher max_waiting.",
+            param=param,
+        )
+
+
 class WaitingQueue:
     """A heap on (priority, arrival). A preempted request keeps its arrival, so it returns to its old place."""
 
-    def __init__(self, by_priority: bool, bound: int) -> None:
+    def __init__(self, by_priority: bool, bound: int | None, num_slots: int) -> None:
         self._by_priority = by_priority
         self._bound = bound
+        self._num_slots = num_slots
         self._heap: list[tuple[int, int, Request]] = []
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def check_room(self, places: int, num_blocked: int) -> None:
-        """Raise `QueueFull` when so many new requests would exceed the bound, unless nobody waits.
+    def check_room(self, places: int, num_blocked: int, num_free: int) -> None:
+        """Raise `QueueFull` when so many new requests would exceed the bound and the free slots.
 
-        num_blocked   requests that wait outside of this queue
+        num_blocked   requests that wait outside of this queue;  num_free  slots, into which as many can go at once
+        Raises `InvalidParameter` when they would exceed the bound and all slots, so that coming back does not help.
         """
+        if self._bound is None or not places:
+            return
+        check_fits(places, self._bound, self._num_slots, "n")
         waiting = self._size + num_blocked
-        if waiting and places and waiting + places > self._bound:
+        if waiting + places > self._bound + num_free:
             raise QueueFull(
                 f"{waiting} requests are waiting already (max_waiting={self._bound}) and {places} more do not fit; "
                 "try again later."

@@ -43,7 +43,7 @@ class Scheduler:
     def __init__(self, facts: ExecutorFacts, config: SchedulerConfig, allocator: KVAllocator, root_key: bytes) -> None:
         self.by_priority = config.scheduling_policy == "priority"
         self.table = RunningTable(facts.num_slots)
-        self.queue = WaitingQueue(self.by_priority, config.max_waiting)
+        self.queue = WaitingQueue(self.by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
         self.num_preempted = self.num_blocked = self.prefix_queries = self.prefix_hits = 0
         self._budget = config.max_num_batched_tokens
@@ -65,7 +65,7 @@ class Scheduler:
         places   as in `EngineCore.add`
         """
         if new.parent is None:
-            self.queue.check_room(places, self.num_blocked)
+            self.queue.check_room(places, self.num_blocked, self.table.num_free)
         request = Request(new, self._arrivals)
         self._arrivals += 1
         chain = KeyChain(self._root, self.allocator.block_size, request.tokens, extras)

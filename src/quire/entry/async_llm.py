@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from quire.assemble import Engine, assemble
-from quire.config.engine import EngineConfig
+from quire.config.flags import keyword_config
 from quire.contracts.output import RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
@@ -30,7 +30,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
-        self._served = EngineThread(assemble(EngineConfig.from_flat(model=fspath(model), **options)))
+        self._served = EngineThread(assemble(keyword_config(fspath(model), options)))
         # The thread does not know this object, so one that nobody holds is closed; and so is any at exit.
         weakref.finalize(self, self._served.close)
 

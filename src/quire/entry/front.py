@@ -289,21 +289,20 @@ class FrontEnd:
                 f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: shorten "
                 "the prompt, or raise max_model_len."
             )
-        ids = [("prompt_token_ids", min(token_ids)), ("prompt_token_ids", max(token_ids))]
         for name, values in (
+            ("prompt_token_ids", token_ids),
             ("stop_token_ids", params.stop_token_ids),
             ("allowed_token_ids", params.allowed_token_ids),
             ("logit_bias", params.logit_bias),
             ("logprob_token_ids", params.logprob_token_ids),
         ):
-            ids += [(name, i) for i in values or ()]
-        for name, token in ids:
-            if not 0 <= token < limits.vocab_size:
-                raise InvalidParameter(
-                    f"{name} holds {token}, which is outside the vocabulary of {limits.vocab_size} "
-                    f"tokens (0 to {limits.vocab_size - 1}).",
-                    param=name,
-                )
+            if not values or (0 <= (low := min(values)) and max(values) < limits.vocab_size):
+                continue
+            raise InvalidParameter(
+                f"{name} holds {low if low < 0 else max(values)}, which is outside the vocabulary of "
+                f"{limits.vocab_size} tokens (0 to {limits.vocab_size - 1}).",
+                param=name,
+            )
         for name, k in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if k is not None and limits.max_logprobs >= 0 and (k > limits.max_logprobs or k < 0):
                 raise InvalidParameter(

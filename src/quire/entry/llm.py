@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from quire.assemble import Engine, assemble
-from quire.config.engine import EngineConfig
+from quire.config.flags import keyword_config
 from quire.contracts.errors import EngineClosed, EngineDead, InvalidParameter
 from quire.contracts.output import BeamSearchOutput, RequestOutput
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
@@ -37,7 +37,7 @@ class LLM:
     """
 
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
-        self._engine: Engine | None = assemble(EngineConfig.from_flat(model=fspath(model), **options))
+        self._engine: Engine | None = assemble(keyword_config(fspath(model), options))
         self._front = front_end(self._engine)
         self._mail: dict[int, Mail] = {}  # by first handle: streams may be read in turns
         self._dead: EngineDead | None = None  # why nothing can run any more

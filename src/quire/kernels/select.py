@@ -5,7 +5,7 @@ it can do. Knows nothing of how they work.
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from quire.contracts.errors import ConfigError
@@ -22,21 +22,29 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """What an implementation can do. `missing` names something of this machine or PyTorch build it lacks, or is ""."""
+    """What an implementation can do. `missing` names something of this machine or PyTorch build it lacks, or is "".
+
+    max_head_dim   the widest attention head; None: any
+    """
 
     devices: frozenset[str]
     dtypes: frozenset[str]
     features: frozenset[str] = frozenset()
     missing: str = ""
+    max_head_dim: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a model asks of an operation. `features` are words of the operation's `__init__` (window, sinks, ...)."""
+    """What a model asks of an operation. `features` are words of the operation's `__init__` (window, sinks, ...).
+
+    head_dim   of its attention heads; 0: does not matter
+    """
 
     device: str
     dtype: str
     features: frozenset[str] = frozenset()
+    head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,8 @@ def objection(support: Support, needs: Needs) -> str:
         return support.missing
     if needs.dtype not in support.dtypes:
         return f"computes in {', '.join(sorted(support.dtypes))}, not in {needs.dtype}"
+    if support.max_head_dim is not None and needs.head_dim > support.max_head_dim:
+        return f"has heads of at most {support.max_head_dim}, not of {needs.head_dim}"
     lacking = sorted(needs.features - support.features)
     return f"has no {', '.join(lacking)}" if lacking else ""
 
@@ -101,9 +111,15 @@ def select(op: str, needs: Needs, forced: str | None = None) -> tuple[Choice, Mo
 
 
 def select_kernels(
-    device: str, dtype: str, *, attention_features: frozenset[str] = frozenset(), forced: dict[str, str] | None = None
+    device: str,
+    dtype: str,
+    *,
+    head_dim: int = 0,
+    attention_features: frozenset[str] = frozenset(),
+    forced: dict[str, str] | None = None,
 ) -> Kernels:
-    """Pick every operation for a model computed in `dtype` on `device`; `forced` maps operations to names."""
+    """Pick every operation for a model computed in `dtype` on `device`, with attention heads of `head_dim`; `forced`
+    maps operations to names."""
     forced = forced or {}
     unknown = sorted(set(forced) - set(IMPLEMENTATIONS))
     if unknown:
@@ -111,8 +127,10 @@ def select_kernels(
     choices: list[Choice] = []
     modules: dict[str, ModuleType] = {}
     for op in IMPLEMENTATIONS:
-        features = attention_features if op == "attention" else frozenset()
-        choice, modules[op] = select(op, Needs(device=device, dtype=dtype, features=features), forced.get(op))
+        needs = Needs(device=device, dtype=dtype)
+        if op == "attention":
+            needs = replace(needs, features=attention_features, head_dim=head_dim)
+        choice, modules[op] = select(op, needs, forced.get(op))
         choices.append(choice)
     return Kernels(choices=tuple(choices), **modules)
 

@@ -43,7 +43,8 @@ def build_model(
     if device != platform.device:
         raise ConfigError(f"device {device!r} does not match the platform {platform.device!r}.")
     module, _, name = MODELS[args.model_type].partition(":")
-    build = Build(getattr(torch, dtype), torch.device(device), select_kernels(device, dtype, forced=kernels))
+    chosen = select_kernels(device, dtype, head_dim=args.head_dim, forced=kernels)
+    build = Build(getattr(torch, dtype), torch.device(device), chosen)
     model: Model = getattr(importlib.import_module(module), name)(args, build)
     return model
 

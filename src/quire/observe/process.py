@@ -31,6 +31,17 @@ def read_usage(pid: int) -> Usage | None:
     return Usage(resident_pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))
 
 
+def age() -> float | None:
+    """Seconds since this process was started, to a hundredth; None where the system does not tell."""
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # starttime, field 22 of proc(5), since the boot
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, IndexError, ValueError, AttributeError):
+        return None
+    return seconds if seconds >= 0 else None
+
+
 async def watch_event_loop(report: Callable[[float], None], interval: float = 0.5) -> None:
     """Report, every `interval` seconds until cancelled, how much later than asked this coroutine was woken (seconds).
 

@@ -2,13 +2,17 @@
 
 import sys
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
 
 
 class Progress:
     """Counts towards `total`. Draws only on a terminal and when enabled; rich is imported only then.
 
-    unit   "B" shows bytes and GB/s, anything else counts with a rate per second
+    total  0: not known, and perhaps never; then the time is shown instead, until `update` tells one
+    unit   "B" shows bytes and their rate, anything else counts and the time that is left
     """
 
     def __init__(self, title: str, total: int, *, enabled: bool, unit: str) -> None:
@@ -19,23 +23,13 @@ class Progress:
         self._bar = None
         if self._enabled:
             from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                DownloadColumn,
-                MofNCompleteColumn,
-                TimeRemainingColumn,
-                TransferSpeedColumn,
-            )
             from rich.progress import Progress as Bar
+            from rich.progress import SpinnerColumn, TimeElapsedColumn
 
-            columns = (
-                (DownloadColumn(), TransferSpeedColumn())
-                if self._unit == "B"
-                else (MofNCompleteColumn(), TimeRemainingColumn())
-            )
-            self._bar = Bar("{task.description}", BarColumn(), *columns, console=Console(stderr=True), transient=True)
+            columns = _columns(self._unit) if self._total else (SpinnerColumn(), TimeElapsedColumn())
+            self._bar = Bar("{task.description}", *columns, console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._task = self._bar.add_task(self._title, total=self._total)
+            self._task = self._bar.add_task(self._title, total=self._total or None)
         return self
 
     def advance(self, count: int) -> None:
@@ -45,11 +39,30 @@ class Progress:
 
     def update(self, done: int, total: int) -> None:
         """`done` of `total` are done."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
+        if self._bar is None:
+            return
+        if total and not self._total:
+            self._total = total
+            self._bar.columns = ("{task.description}", *_columns(self._unit))
+        self._bar.update(self._task, completed=done, total=total or None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _columns(unit: str) -> "tuple[ProgressColumn, ...]":
+    """What shows how far something of a known size is."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    if unit == "B":
+        return BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    return BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -63,6 +63,10 @@ class ByteTokenizer:
             raise invalid_text(text) from error
         return ids
 
+    def fewest_tokens(self, text: str, /) -> int:
+        """The longest token, a special one, has 12 characters."""
+        return -(-len(text) // max(map(len, SPECIALS)))
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each text."""
         return [self.encode(text, add_special_tokens) for text in texts]

@@ -36,6 +36,9 @@ class TextTokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `InvalidParameter` if the text is not valid Unicode."""
 
+    def fewest_tokens(self, text: str, /) -> int:
+        """Tokens that an encoding of the text has at least, found without encoding; 0 when nothing is known."""
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of several texts, in order."""
 

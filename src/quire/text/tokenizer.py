@@ -5,21 +5,28 @@ post-processor in `tokenizer.json` alone: `add_bos_token` and `add_eos_token` in
 as in transformers 5 for folders that have a `tokenizer.json`. Knows nothing of streams (see `detokenizer`).
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from tokenizers.normalizers import NFC
 
 from quire.contracts.errors import InvalidParameter, ModelNotFound, UnsupportedModel
-from quire.text.pieces import PieceTable, decoder_rule
+from quire.text.pieces import PieceTable, byte_alphabet, decoder_rule
 from quire.text.special import AddedTokenSpec, SpecialTokens
 
 TOKENIZER_FILE = "tokenizer.json"
+KEEPING = ("Isolated", "Contiguous", "MergedWithPrevious", "MergedWithNext")  # ways to split that lose no character
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Immutable after loading, so that threads may share it."""
+    """A checkpoint's tokenizer. Threads may share it: what changes after loading are answers that it remembers.
+
+    fewest_tokens   tokens that an encoding of a text has at least; see `length_bound`
+    """
 
     def __init__(self, backend: Backend, special: SpecialTokens | None = None) -> None:
         """Wrap `backend`, adding the tokens that only `special` names; truncation and padding are switched off."""
@@ -34,6 +41,8 @@ class Tokenizer:
         self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
         rule = decoder_rule(backend)
         self._pieces = PieceTable(rule, backend.id_to_token) if rule else None
+        self.fewest_tokens = length_bound(backend)
+        self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # the last ones, spelled
 
     @staticmethod
     def load(folder: Path) -> "Tokenizer":
@@ -114,7 +123,8 @@ class Tokenizer:
         without the space that some decoders put between them. Errors: `InvalidParameter` for an id outside uint32.
         """
         try:
-            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            # a batch of one, as in `encode`
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             raise InvalidParameter("token ids must be integers in [0, 2^32).", param="token_ids") from error
         if skip_special_tokens or spaces_between_special_tokens or self._pieces is not None:
@@ -142,12 +152,17 @@ class Tokenizer:
         return self._added.get(token_id)
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences to forbid; see `bad_word_sequences`."""
-        return bad_word_sequences([(word, *self._spellings(word)) for word in words])
-
-    def _spellings(self, word: str) -> tuple[list[int], list[int]]:
-        bare = word.lstrip(" ") or word
-        return self.encode(bare, add_special_tokens=False), self.encode(" " + bare, add_special_tokens=False)
+        """Token sequences to forbid; see `bad_word_sequences`. Remembers the last answer: every prompt of a request
+        asks the same."""
+        asked = tuple(words)
+        known, sequences = self._bad_words
+        if asked != known:
+            bare = [word.lstrip(" ") or word for word in asked]
+            starts = self.encode_batch(bare, add_special_tokens=False)
+            spaced = self.encode_batch([" " + word for word in bare], add_special_tokens=False)
+            sequences = bad_word_sequences(list(zip(asked, starts, spaced, strict=True)))
+            self._bad_words = asked, sequences
+        return sequences
 
     def _named_id(self, name: str) -> int | None:
         token = self._special.named.get(name)
@@ -170,6 +185,32 @@ def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> t
         if spaced[-len(bare) :] != bare:
             found[tuple(spaced)] = None
     return tuple(found)
+
+
+def length_bound(backend: Backend) -> Callable[[str], int]:
+    """A function that says how many tokens an encoding of a text has at least, by the longest token, without encoding.
+    It says 0 where nothing is known, because characters may be lost before or while the text is cut.
+
+    Known for byte-level BPE, where every byte of a text is in a token. Of normalizers only NFC is looked through, on
+    ASCII text, which it does not change.
+    """
+    if not _is_lossless(backend):
+        return lambda text: 0
+    longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
+    plain = backend.normalizer is None
+    return lambda text: -(-len(text) // longest) if plain or text.isascii() else 0
+
+
+def _is_lossless(backend: Backend) -> bool:
+    before = backend.pre_tokenizer
+    if before is None or not isinstance(backend.model, BPE) or not isinstance(backend.normalizer, NFC | None):
+        return False
+    spec = json.loads(before.__getstate__())
+    steps = spec["pretokenizers"] if spec["type"] == "Sequence" else [spec]
+    kept = all(step["type"] in ("ByteLevel", "Digits") or step.get("behavior") in KEEPING for step in steps)
+    greedy = any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())  # take spaces along
+    whole = all(backend.token_to_id(char) is not None for char in byte_alphabet())
+    return kept and steps[-1]["type"] == "ByteLevel" and whole and not greedy
 
 
 def invalid_text(text: object) -> InvalidParameter:

@@ -6,7 +6,7 @@ Knows the hub client and its errors. No torch.
 import re
 from pathlib import Path
 
-from quire.config.bundled import bundled_model
+from quire.config.bundled import NAME, bundled_model
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import ModelNotFound
 
@@ -54,6 +54,8 @@ def resolve_model_folder(
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if model == NAME:  # the name under which it is served
+        return bundled_model()
     if path.is_file():
         raise ModelNotFound(f"{model} is a file: give the folder that holds config.json and the .safetensors files.")
     if not _HUB_ID.fullmatch(model) or model.count("/") != 1:

@@ -162,7 +162,7 @@ def test_no_server_is_told_in_one_line() -> None:
         async with Client(target("http://127.0.0.1:1")) as client:
             await client.first_model()
 
-    with pytest.raises(ConfigError, match="no server at http://127.0.0.1:1"):
+    with pytest.raises(ConfigError, match="nobody listens at http://127.0.0.1:1: start"):
         asyncio.run(go())
 
 

@@ -5,10 +5,12 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quire.config.flags import FlagParser, server_config, settings_of
+from quire.config.engine import EngineConfig
+from quire.config.flags import FlagParser, keyword_config, server_config, settings_of
 from quire.config.peer_args import asks_nothing
 from quire.config.peer_flags import OFF, ON, PEER_FLAGS, Meaning, PeerFlag, Takes
 from quire.config.serve import ServerConfig, server_names
@@ -113,11 +115,41 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
     assert settings(args).values == values
 
 
+@pytest.mark.parametrize(("given", "options"), [
+    ({"tensor_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
+    ({"async_scheduling": True}, {"async_depth": 2}),
+    ({"async_scheduling": True, "async_depth": 1}, {"async_depth": 1}),
+    ({"max_num_queued_reqs": 5, "max_num_seqs": 4}, {"max_waiting": 5, "max_num_seqs": 4}),
+])
+def test_keyword_arguments_mean_what_flags_mean(given: dict[str, Any], options: dict[str, Any]) -> None:
+    assert keyword_config("m", given) == EngineConfig.from_flat(model="m", **options)
+
+
+def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert keyword_config("", {"gpu_memory_utilization": 0.9, "enforce_eager": True}) == EngineConfig()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("note: gpu_memory_utilization changes nothing: there is no GPU memory")
+    assert second.startswith("note: enforce_eager changes nothing: ")
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"tensor_parallel_size": 2}, "^tensor_parallel_size 2: several devices are not implemented yet"),
+    ({"enable_lora": True, "quantization": "awq"}, "enable_lora: adapters .*; quantization awq: quantized weights"),
+    ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
+    ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
+    ({"port": 1}, "Quire has no option 'port'"),
+])
+def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        keyword_config("", given)
+
+
 def test_everything_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         settings(["m", "-tp", "2", "--enable-lora", "--enforce-eager", "--speculative-config.method", "ngram"])
     assert str(caught.value) == (
-        "-tp 2: several devices are not implemented yet; --enable-lora: adapters (LoRA) are not implemented yet; "
+        "-tp 2: several devices are not implemented yet: leave the flag out, or start several servers; "
+        "--enable-lora: adapters (LoRA) are not implemented yet; "
         '--speculative-config {"method": "ngram"}: speculative decoding is not implemented yet.')
 
 
@@ -147,7 +179,8 @@ REFUSED = [
      "--max-model-len 32768", "--tensor-parallel-size 2: several devices"),
     ("serve TheBloke/Llama-2-7B-AWQ -q awq", "-q awq: quantized weights"),
     ("serve deepseek-ai/DeepSeek-V3 -tp 8 --enable-expert-parallel --trust-remote-code",
-     "-tp 8: several devices are not implemented yet; --enable-expert-parallel: mixture-of-experts"),
+     "-tp 8: several devices are not implemented yet: leave the flag out, or start several servers; "
+     "--enable-expert-parallel: mixture-of-experts"),
     ("serve Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3",
      "--tool-call-parser hermes: parsing of tool calls is not implemented yet; --reasoning-parser qwen3"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),

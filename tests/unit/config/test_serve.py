@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from quire.config.engine import EngineConfig
 from quire.config.serve import ServerConfig, is_loopback, server_names
 from quire.contracts.errors import ConfigError
 
@@ -53,6 +54,14 @@ def test_flat_names_reach_their_part() -> None:
 def test_names_are_unique_across_the_parts() -> None:
     parts = list(server_names().values())
     assert (parts.count("http"), parts.count("serve")) == (12, 11)
+
+
+@pytest.mark.parametrize("slots", [1, 8, 256])
+def test_a_servers_queue_has_a_bound_that_ten_times_too_much_passes(slots: int) -> None:
+    config = ServerConfig.from_flat(max_num_seqs=slots)
+    assert slots <= config.max_waiting + slots < 10 * slots
+    assert ServerConfig.from_flat(max_num_seqs=slots, max_waiting=5).max_waiting == 5
+    assert EngineConfig().scheduler.max_waiting is None
 
 
 @pytest.mark.parametrize(("host", "near"), [("127.0.0.1", True), ("127.1.2.3", True), ("localhost", True),

@@ -105,6 +105,7 @@ def test_what_a_file_holds(config_file: Any, text: str, expected: dict[str, Any]
     ("dtype: int3", "dtype='int3': must be one of"),
     ("port: 1\nport: 2", "port is there twice"),
     ("port: 1\nmax_num_seqs: 1\nmax-num-seqs: 2", "max-num-seqs is there twice"),
+    ("config: other.yaml", "config.yaml: a file cannot name another: put all options into one."),
     ("- a", "must hold one `option: value` per line"),
     ("a: [", "the file is no YAML"),
     ("!!python/object/apply:os.system ['true']", "the file is no YAML"),
@@ -144,8 +145,10 @@ def test_a_model_swallowed_by_a_list_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_printed_can_be_read_again(config_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_DTYPE", "float32")
     first = settings(["a/b", "--max-model-len", "32K", "--served-model-name", "x", "y: # z", "--no-offline",
-                      "--override-generation-config", '{"temperature": 0.5}', "--request-timeout", "1.5"])
+                      "--override-generation-config", '{"temperature": 0.5}', "--request-timeout", "1.5",
+                      "--queue-timeout", "inf"])
     printed = first.describe(server_options())
+    assert "queue-timeout: .inf " in printed
     monkeypatch.delenv("QUIRE_DTYPE")
     assert server_config(settings(config_file(printed))) == server_config(first)
     lines = [line.split("#") for line in printed.splitlines() if line and not line.startswith("#")]
@@ -158,7 +161,26 @@ def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hub-secret")
     printed = settings(["--api-key", "one-secret", "two-secret"]).describe(server_options())
     assert "secret" not in printed
-    assert "# api-key: ***" in printed and "flag --api-key" in printed and "environment variable HF_TOKEN" in printed
+    assert 'api-key: "***"' in printed and "flag --api-key" in printed and "environment variable HF_TOKEN" in printed
+
+
+def test_a_printed_file_does_not_lose_its_secrets(config_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = config_file(settings(["--api-key", "one", "--hf-token", "two"]).describe(server_options()))
+    with pytest.raises(ConfigError, match=r"config.yaml: api-key: \*\*\* stands .* set QUIRE_API_KEY or --api-key"):
+        settings([*file, "--hf-token", "t"])
+    with pytest.raises(ConfigError, match=r"hf-token: \*\*\* .* set HF_TOKEN"):
+        settings([*file, "--api-key", "k"])
+    monkeypatch.setenv("HF_TOKEN", "token")
+    monkeypatch.setenv("QUIRE_API_KEY", "key")
+    found = settings(file).values
+    assert (found["api_key"], found["hf_token"]) == (("key",), "token")
+
+
+def test_a_token_flag_without_a_value_takes_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings(["--hf-token", "--port", "1"]).values == {"port": 1}
+    monkeypatch.setenv("HF_TOKEN", "stored")
+    assert settings(["--port", "1", "--hf-token"]).values == {"port": 1, "hf_token": "stored"}
+    assert settings(["--hf-token", "given"]).values == {"hf_token": "given"}
 
 
 def test_nothing_given_is_the_default_server() -> None:

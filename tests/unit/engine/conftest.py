@@ -32,7 +32,7 @@ class EngineRig:
     """
 
     def __init__(self, depth: int = 1, *, slots: int = 8, blocks: int = 40, block_size: int = 4, budget: int = 16,
-                 max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int = 1000,
+                 max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int | None = 1000,
                  watermark: float = 0.0, caching: bool = True, mock: type[MockExecutor] = MockExecutor) -> None:
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
                          max_model_len=max_len, depth=depth)

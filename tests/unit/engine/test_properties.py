@@ -9,7 +9,7 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from quire.contracts.errors import PromptTooLong, QueueFull
+from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.request import FinishReason, RequestState
 from quire.contracts.step import SAMPLE
 
@@ -37,7 +37,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.rig = self.rig_class(self.depth, blocks=blocks, slots=slots, budget=slots + extra, caching=caching,
                                   policy=policy, max_waiting=max_waiting, watermark=watermark, max_len=MAX_LEN,
                                   vocab=VOCAB)
-        self.bound = max_waiting
+        self.bound, self.slots = max_waiting, slots
 
     @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 18, 20]), seed=st.integers(0, 3), stops=MAYBE_STOPS,
           min_tokens=st.integers(0, 5), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "", "a"]),
@@ -56,8 +56,9 @@ class EngineMachine(RuleBasedStateMachine):
                 rig.add(prompt, max_tokens, **fields)
             return
         waiting = len(rig.scheduler.queue) + rig.scheduler.num_blocked
-        if waiting and waiting + 1 + children > self.bound:
-            with pytest.raises(QueueFull):
+        num_free = self.slots - len(rig.scheduler.table)
+        if waiting + 1 + children > self.bound + num_free:
+            with pytest.raises(QueueFull if 1 + children <= self.bound + self.slots else InvalidParameter):
                 rig.add(prompt, max_tokens, places=1 + children, **fields)
             return
         parent = rig.add(prompt, max_tokens, seed=seed, fail_after=fail_after, scored=scored, places=1 + children,

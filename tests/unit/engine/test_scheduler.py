@@ -304,7 +304,8 @@ def test_a_bounded_queue_refuses_new_requests_but_no_child_and_no_preempted_one(
     rig = Rig(depth, slots=1, max_waiting=2)
     rig.add([1], 2)
     parent = rig.add([2], 2)
-    with pytest.raises(QueueFull, match=r"2 requests are waiting already \(max_waiting=2\)"):
+    rig.add([9], 2)  # two wait, the first will fill the free slot
+    with pytest.raises(QueueFull, match=r"3 requests are waiting already \(max_waiting=2\)"):
         rig.add([3], 2)
     children = [rig.add([2], 2, parent=parent) for _ in range(3)]
     rig.drain()
@@ -324,10 +325,10 @@ def test_a_bounded_queue_takes_a_prompt_with_all_its_completions_or_not_at_all(R
     rig.step()
     rig.abort(parent)
     rig.drain()
-    rig.add([1], 2), rig.add([2], 2), rig.add([3], 2)
+    rig.add([1], 2), rig.add([2], 2), rig.add([3], 2), rig.add([6], 2)
     with pytest.raises(QueueFull, match=r"2 more do not fit"):
         rig.add([4], 2, places=2)
-    assert len(rig.scheduler.queue) == 3
+    assert len(rig.scheduler.queue) == 4
     rig.add([4], 2, places=0)
     past = [rig.add([5], 2, places=0) for _ in range(3)]  # past the bound
     rig.drain()
@@ -335,8 +336,51 @@ def test_a_bounded_queue_takes_a_prompt_with_all_its_completions_or_not_at_all(R
         rig.judge(handle)
 
 
+def test_requests_that_can_start_at_once_do_not_wait(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, slots=4, max_waiting=1)
+    burst = [rig.add([i], 4) for i in range(5)]
+    with pytest.raises(QueueFull):
+        rig.add([5], 4)
+    rig.step()
+    with pytest.raises(QueueFull):  # one waits for the four
+        rig.add([5], 4)
+    rig.drain()
+    for handle in burst:
+        rig.judge(handle)
+
+
+def test_many_completions_do_not_slip_past_the_bound(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, slots=2, max_waiting=3)
+    rig.add([1], 8), rig.add([2], 8)
+    rig.step()
+    assert len(rig.scheduler.queue) == 0
+    with pytest.raises(QueueFull, match="4 more do not fit"):  # nobody waits, but every slot is taken
+        rig.add([3], 2, places=4)
+    rig.drain()
+    parent = rig.add([3], 2, places=5)
+    children = [rig.add([3], 2, parent=parent) for _ in range(4)]
+    rig.drain()
+    for handle in (parent, *children):
+        rig.judge(handle)
+
+
+def test_what_never_fits_is_no_matter_of_time(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, slots=2, max_waiting=3)
+    with pytest.raises(InvalidParameter, match=r"6 completions .* at most 5 do \(max_num_seqs=2 and max_waiting=3\)"):
+        rig.add([3], 2, places=6)
+    rig.add([3], 2, places=0)
+    rig.drain()
+
+
+def test_without_a_bound_every_request_is_taken(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, slots=1, max_waiting=None)
+    for i in range(200):
+        rig.add([i], 1, places=300)
+    rig.drain()
+
+
 def test_a_preempted_request_returns_to_a_full_queue(Rig: Any, depth: int) -> None:
-    rig = Rig(depth, blocks=9, budget=32, max_waiting=2)
+    rig = Rig(depth, slots=2, blocks=9, budget=32, max_waiting=2)
     rig.add(range(12), 16), rig.add(range(50, 62), 16)
     rig.step()
     rig.add(range(70, 100), 2), rig.add(range(70, 100), 2)

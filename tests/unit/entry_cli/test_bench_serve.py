@@ -29,7 +29,7 @@ class _Answers(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, self.headers, body))  # type: ignore[attr-defined]
         if body["model"] == "missing":
-            self._send(b"{}", 404)
+            self._send(b'{"error": {"message": "the model is not here."}}', 404)
         else:
             self._send(b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in EVENTS) + b"data: [DONE]\n\n")
 
@@ -87,7 +87,9 @@ def test_json_and_a_result_file(server: Any, tmp_path: Path, capsys: pytest.Capt
     args = small(server, "--json", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json",
                  "--model", "m", "--endpoint", "chat", "--extra-body", '{"top_k": 1}')
     assert bench_serve.run(args) == 0
-    printed = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    printed = json.loads(out)
+    assert f"quire: note: the result is in {tmp_path / 'r.json'}\n" in err
     assert printed == json.loads((tmp_path / "r.json").read_text())
     assert (printed["completed"], printed["total_input_tokens"], printed["total_output_tokens"]) == (4, 36, 8)
     assert {"mean_ttft_ms", "median_tpot_ms", "p99_itl_ms", "p95_e2el_ms", "request_rate"} <= printed.keys()
@@ -97,7 +99,24 @@ def test_json_and_a_result_file(server: Any, tmp_path: Path, capsys: pytest.Capt
 
 def test_every_request_failing_is_a_failure(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_serve.run(small(server, "--model", "missing")) == 1
-    assert "error: HTTP 404" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "quire: error: no request was answered, HTTP 404 (4): the model is not here.\n"
+
+
+@pytest.mark.parametrize("more", [[], ["--model", "m"]])
+def test_no_server_is_one_plain_line(server: Any, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    server.shutdown()
+    server.server_close()
+    where = f"nobody listens at http://127.0.0.1:{server.server_port}: start `quire serve`, or correct --base-url."
+    if more:
+        assert bench_serve.run(small(server, *more)) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and len(err.splitlines()) == 1 and where in err
+    else:
+        with pytest.raises(ConfigError) as caught:
+            bench_serve.run(small(server))
+        assert str(caught.value) == where
 
 
 def test_prompts_from_a_file(server: Any, tmp_path: Path) -> None:

@@ -63,8 +63,10 @@ def test_reset_keeps_the_system_prompt_only(fakes: Any, typed: Callable[..., Non
     assert asked(fakes) == [[system, user("a")], [system, user("b")]]
 
 
-def test_exit_and_unknown_commands(fakes: Any, typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    typed("/nothing", "/help", "/etc is a folder", "/exit", "never")
+@pytest.mark.parametrize("word", ["/exit", "/quit", "exit", "quit"])
+def test_exit_and_unknown_commands(word: str, fakes: Any, typed: Callable[..., None],
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    typed("/nothing", "/help", "/etc is a folder", word, "never")
     assert main(["chat"]) == 0
     assert asked(fakes) == [[user("/etc is a folder")]]
     assert "unknown command /nothing" in capsys.readouterr().err
@@ -95,7 +97,7 @@ def test_ctrl_c_at_the_prompt_goes_on(fakes: Any, typed: Callable[..., None],
     typed(KeyboardInterrupt(), "a")
     assert main(["chat"]) == 0
     assert asked(fakes) == [[user("a")]]
-    assert "/exit" in capsys.readouterr().err
+    assert "exit or Ctrl-D leaves" in capsys.readouterr().err
 
 
 def test_ctrl_c_during_a_quick_question_is_130(fakes: Any) -> None:

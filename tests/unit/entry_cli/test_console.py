@@ -43,8 +43,8 @@ def test_the_banner_tells_what_is_served_and_how() -> None:
     assert found["kernels"] == f"norm, rope: cpu ({REASON}); linear: native (asked for)"
     assert found["weights"] == "1.50 GiB"
     assert found["KV cache"] == "2.00 GiB = 1,000 blocks x 32 = 32,000 tokens"
-    assert found["at once"] == "7.8 requests of the full 4,096 tokens, at most 256"
-    assert found["loading"] == "config 0.01 s, weights 1.50 s (in all 1.51 s)"
+    assert found["at once"] == "at most 256 requests; the KV cache holds 7.8 of the full 4,096 tokens"
+    assert found["loading"] == "config 0.01 s, weights 1.50 s"
     assert found["address"] == f"{URL}/v1; this machine only, no key needed"
 
 
@@ -54,8 +54,21 @@ def test_many_kernels_are_named_without_their_reasons() -> None:
     assert found["kernels"].startswith("operation0: cpu; operation1: cpu;") and "long" not in found["kernels"]
 
 
-def test_more_cache_than_slots_can_use() -> None:
-    assert rows(banner_lines(ready(num_slots=4), config(), URL))["at once"].startswith("4 requests of the full")
+def test_the_time_counts_from_the_start_of_the_process() -> None:
+    assert rows(banner_lines(ready(), config(), URL, 3.14))["loading"] == (
+        "config 0.01 s, weights 1.50 s; ready 3.14 s after the start of the process, imports included")
+
+
+@pytest.mark.parametrize(("slots", "text"), [(4, "4 requests, even of the full 4,096 tokens"),
+                                             (1, "1 request, even of the full 4,096 tokens")])
+def test_more_cache_than_slots_can_use(slots: int, text: str) -> None:
+    assert rows(banner_lines(ready(num_slots=slots), config(), URL))["at once"] == text
+
+
+@pytest.mark.parametrize(("model", "prompt"), [("", "The json module"), ("quire-tiny", "The json module"),
+                                               ("a/b", "Once upon a time")])
+def test_the_prompt_suits_the_model(model: str, prompt: str) -> None:
+    assert prompt in curl_line(config(model=model), URL, "name")
 
 
 @pytest.mark.parametrize(("options", "url", "words"), [
@@ -91,7 +104,7 @@ def test_plain_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) 
                                            "quire: weights: 100% of 100.0 MiB", "quire: starting"]
 
 
-def test_a_line_of_statistics_when_busy_and_one_at_rest() -> None:
+def test_a_line_of_statistics_only_while_busy() -> None:
     out = io.StringIO()
     console = Console(config(), out)
     busy = StatsLine(num_running=3, num_waiting=1, kv_usage=0.256, hit_rate=0.5, prompt_tokens_per_s=1234.5,
@@ -99,8 +112,7 @@ def test_a_line_of_statistics_when_busy_and_one_at_rest() -> None:
     for line in (StatsLine(), busy, StatsLine(), StatsLine()):
         console.stats(line)
     assert out.getvalue().splitlines() == [
-        "quire: 3 running, 1 waiting, KV 25.6%, prefix hits 50%, tokens/s 1,234 in 100 out",
-        "quire: 0 running, 0 waiting, KV 0.0%, prefix hits -, tokens/s 0 in 0 out"]
+        "quire: 3 running, 1 waiting, KV 25.6%, prefix hits 50%, tokens/s 1,234 in 100 out"]
     assert stats_text(busy) in out.getvalue()
 
 

@@ -3,6 +3,7 @@
 import json
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,15 +82,15 @@ def test_keys_and_tokens_are_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path
                        "VLLM_API_KEY": "peer-secret", "HTTPS_PROXY": "http://me:proxy-secret@proxy.example.org:3128",
                        "ALL_PROXY": "me:bare-secret@proxy:1"}.items():
         monkeypatch.setenv(name, text)
-    holder = "process 7 (quire serve --api-key line-secret --hf-token=tok-secret)"
-    monkeypatch.setattr(check_machine, "port_holder", lambda number: holder)
+    line = b"serve\0--api-key\0one-secret\0two-secret\0--hf-token=tok-secret\0"
+    monkeypatch.setattr(Path, "read_bytes", lambda path: line if path.name == "cmdline" else b"")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for json_flag in ([], ["--json"]):
             main(["doctor", "--port", str(taken.getsockname()[1]), *json_flag])
             out = capsys.readouterr().out
             assert "secret" not in out
             assert "there is one, in the environment" in out and "***@proxy.example.org:3128" in out
-            assert "--api-key *** --hf-token=***" in out
+            assert sys.platform != "linux" or "(serve --api-key *** --hf-token=***)" in out
 
 
 def test_a_stored_token_is_found(tmp_path: Path) -> None:
@@ -166,3 +167,12 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     checks: list[Callable[[], Any]] = [fail]
     monkeypatch.setattr(check_machine, "memory", checks[0])
     assert "a check failed (OSError: gone)" in found("doctor")[0].text
+
+
+def test_a_damaged_library_of_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "quire-0123.so").write_bytes(b"part of a library")
+    whole, damaged = found("kernel cache")
+    assert whole.level == OK and "1 libraries" in whole.text
+    assert damaged.level == WARN and damaged.text == "damaged: quire-0123.so"

@@ -23,8 +23,9 @@ def test_the_commands_are_these() -> None:
     assert list(COMMANDS) == ["serve", "chat", "complete", "bench", "weights", "verify", "doctor", "completion"]
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("flag", ["--version", "-v", "-V"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag]) == 0
     assert capsys.readouterr().out == f"quire {__version__}\n"
 
 
@@ -32,6 +33,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 0
     text = capsys.readouterr().out
+    assert all(module.SUMMARY[0].islower() and not module.SUMMARY.endswith(".") for module in COMMANDS.values())
     assert all(f"\n    {name} " in text for name in COMMANDS)
     assert "`quire COMMAND --help`" in text and "--max-num-batched-tokens" not in text
 
@@ -51,6 +53,9 @@ def test_every_command_has_help(args: list[str], capsys: pytest.CaptureFixture[s
     (["--no-such"], "unknown flag --no-such."),
     (["complete", "-p", "x", "--temperature", "9"], "temperature=9.0 is out of range"),
     (["completion", "powershell"], "invalid choice: 'powershell'"),
+    (["version"], "there is no command 'version': it is `quire --version`"),
+    (["serve", "--port", "99999"], "argument --port: '99999' is no port: give 1 to 65535"),
+    (["complete", "--device", "cuda"], "'cuda': there is no GPU support yet: give cpu"),
 ])
 def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
                                               capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +72,7 @@ def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
     (["bench", "throughput", "--only", "nothing"], "unknown workload 'nothing'"),
     (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
     (["bench", "engine", "--steps", "9999"], "--steps 9999: at most"),
-    (["serve", "-tp", "2"], "-tp 2: several devices are not implemented yet."),
+    (["serve", "-tp", "2"], "-tp 2: several devices are not implemented yet: leave the flag out, or start"),
     (["serve", "--ssl-keyfile", "k"], "ssl_keyfile and ssl_certfile go together"),
     (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
     (["chat", "--api-key", "k"], "--api-key and --model-name go with --url"),

@@ -158,6 +158,16 @@ def test_a_stream_that_is_cut_in_the_middle_of_a_chunk(served: Served, capsys: p
     assert out.startswith("one") and "broke off" in err
 
 
+@pytest.mark.parametrize("status", ["200 OK", "500 Error"])
+@pytest.mark.parametrize("framing", ["content-length: 40\r\n\r\n{", "transfer-encoding: chunked\r\n\r\n40\r\n{"])
+def test_a_server_that_breaks_off_while_it_lists_its_models(status: str, framing: str,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    with raw_server(f"HTTP/1.1 {status}\r\n{framing}") as url:
+        assert main(["complete", "--url", url, "-p", "hi"]) == 1
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("quire: error: ") and ("broke off" in line or "answered 500" in line)
+
+
 def test_a_server_that_speaks_something_else(capsys: pytest.CaptureFixture[str]) -> None:
     with raw_server("220 mail.example.org\r\n") as url:
         assert main(["complete", "--url", url, "--model-name", "m", "-p", "hi"]) == 1
@@ -209,6 +219,8 @@ def test_models_that_cannot_be_listed(served: Served, models: tuple[int, str], w
     (["--url", "ftp://x"], "must be like http://localhost:8000"),
     (["--url", "http://"], "must be like http://localhost:8000"),
     (["--url", "http://x:99999"], "Port out of range"),
+    (["--url", "http://[::1"], "--url http://[::1: Invalid IPv6 URL"),
+    (["--url", "http://a b"], "http://a b:80: URL can't contain control characters"),
     (["--url", "http://x", "--max-model-len", "5"], "--max-model-len: with --url the server has its own options"),
 ])
 def test_flags_that_make_no_sense(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,14 +39,41 @@ def test_the_configuration_is_handed_on(started: list[Any], capsys: pytest.Captu
 
 def test_print_config_starts_nothing(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "a/b", "--api-key", "secret", "--print-config"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert 'model: "a/b"' in out and "# argument MODEL" in out and "secret" not in out
+    assert "the API key is printed as ***" in err and "secret" not in err
     assert started == []
+
+
+@pytest.mark.parametrize(("args", "line"), [
+    ([], "max-waiting: 2048 # default: 8 x max_num_seqs"),
+    (["--max-num-seqs", "4"], "max-waiting: 32 # default: 8 x max_num_seqs"),
+    (["--max-waiting", "7"], "max-waiting: 7 # flag --max-waiting"),
+])
+def test_print_config_shows_the_bound_of_the_queue(args: list[str], line: str,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--print-config", *args]) == 0
+    assert line in [" ".join(printed.split()) for printed in capsys.readouterr().out.splitlines()]
 
 
 def test_print_config_refuses_what_cannot_work(started: list[Any]) -> None:
-    assert main(["serve", "--print-config", "--port", "70000"]) == 3
+    assert main(["serve", "--print-config", "--ssl-keyfile", "k"]) == 3
     assert started == []
+
+
+def test_print_config_tells_of_flags_that_change_nothing(started: list[Any],
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--print-config", "--enforce-eager"]) == 0
+    assert "quire: note: --enforce-eager changes nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("args", "code"), [([], 3), (["--api-key", "k"], 0), (["--print-config"], 0)])
+def test_a_key_for_vllm_opens_no_server(args: list[str], code: int, started: list[Any], monkeypatch: pytest.MonkeyPatch,
+                                        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert main(["serve", *args]) == code
+    assert ("set QUIRE_API_KEY or --api-key" in capsys.readouterr().err.replace("Set", "set")) == (code == 3)
+    assert len(started) == (args == ["--api-key", "k"])
 
 
 @pytest.mark.parametrize(("options", "words"), [

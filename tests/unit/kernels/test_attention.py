@@ -10,6 +10,7 @@ from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, 
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 MISSING = native.SUPPORT.missing
+NO_TILES = MISSING or native.NO_TILES
 FAST = [
     pytest.param(cpu, id="cpu"),
     pytest.param(native, id="native", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")),
@@ -66,6 +67,78 @@ def test_a_native_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
         table, num_rows = meta.block_tables[s : s + 1], rows.stop - rows.start
         one = AttentionMeta([0, num_rows], [case.seq_lens[s]], table, meta.kv_slots)
         assert torch.equal(native.paged_attention(q[rows], kv, one, scale=0.2), together[rows])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("length", [1, 3, 40, 600])
+@pytest.mark.parametrize("impl", FAST)
+def test_what_is_not_finite_in_a_key_is_not_hidden(
+    impl: ModuleType, length: int, rows: int, bad: str, dtype: torch.dtype
+) -> None:
+    """NaN in the same rows and heads as the reference, and the other sequence's as if nothing had been there."""
+    if rows > length:
+        pytest.skip("more rows than tokens")
+    case = inputs.Case((rows, 1), (length, 20), heads=(4, 2), head_dim=32, block_size=16)
+    for at in ({0}, {length // 2}, {length - 1}, range(length)):
+        q, kv, meta = inputs.make(case, dtype)
+        for t in at:
+            kv.k[int(meta.block_tables[0, t // 16]), 0, t % 16, 5] = float(bad)
+        expected = ref.paged_attention(q, kv, meta, scale=0.2)
+        actual = impl.paged_attention(q, kv, replace(meta, plans={}), scale=0.2)
+        sees = expected.isnan().any(-1)
+        assert bad != "nan" or sees.any()
+        assert torch.equal(actual.isnan().any(-1), sees)
+        torch.testing.assert_close(actual[~sees], expected[~sees], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(bool(NO_TILES), reason=NO_TILES or "runs")
+@pytest.mark.parametrize("parts", [1, 2.5, 8, 1000], ids=str)
+def test_the_scratch_of_chunks_is_bounded(parts: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks by and by, and the KV heads of one that alone is too long, bit for bit as all at once."""
+    case = inputs.Case((40, 5, 9, 33), (300, 70, 40, 33), heads=(8, 4), head_dim=64, block_size=16)
+    q, kv, meta = inputs.make(case, torch.bfloat16)
+    together = native.paged_attention(q, kv, meta, scale=0.2)
+    (everything,) = meta.plans[16].passes.values()
+    assert len(everything) == 1 and everything[0].heads == 4
+    budget = int(everything[0].size * 2 / parts)
+    monkeypatch.setattr(native, "SCRATCH", budget)
+    bounded = replace(meta, plans={})
+    assert torch.equal(native.paged_attention(q, kv, bounded, scale=0.2), together)
+    one_head = 2 * 320 * 64 * 2
+    assert bounded.plans[16].scratch.nbytes <= max(budget, one_head)
+    assert len(bounded.plans[16].passes[4, 64]) == {1: 1, 2.5: 3, 8: 4, 1000: 4}[parts]
+
+
+def test_the_scratch_of_many_long_chunks() -> None:
+    """256 requests that share a prefix of 8,000 tokens took 7.8 GiB."""
+    none = torch.zeros(1, dtype=torch.long)
+    chunks = tuple(plan.ChunkPlan(s, s * 8, s * 8 + 8, 8000, 8008, none) for s in range(256))
+    passes = native._chunk_passes(chunks, 8, 128)
+    assert sum(len(one.items) for one in passes) == 256
+    assert max(one.size for one in passes) * 2 <= native.SCRATCH
+
+
+WRONG = {
+    "cache dtype": (lambda q, kv, meta: (q, KVView(kv.k.bfloat16(), kv.v.bfloat16()), meta), "bfloat16"),
+    "float16": (lambda q, kv, meta: (q.half(), KVView(kv.k.half(), kv.v.half()), meta), "float16"),
+    "head dim": (lambda q, kv, meta: (q[..., :8].contiguous(), kv, meta), "the cache"),
+    "strides": (lambda q, kv, meta: (q.transpose(0, 1).contiguous().transpose(0, 1), kv, meta), "strides"),
+    "tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables.long())), "int32"),
+    "short tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables[:, :2])), "contexts"),
+    "few tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables[:2])), "contexts"),
+    "rows": (lambda q, kv, meta: (q[:-1], kv, meta), "rows of q"),
+}
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")
+@pytest.mark.parametrize("name", WRONG)
+def test_c_is_handed_no_wrong_memory(name: str) -> None:
+    change, said = WRONG[name]
+    q, kv, meta = change(*inputs.make(inputs.CASES[12], torch.float32))
+    with pytest.raises(ValueError, match=said):
+        native.paged_attention(q, kv, meta, scale=1.0)
 
 
 def test_consecutive_blocks_are_not_copied() -> None:

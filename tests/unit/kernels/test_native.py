@@ -4,6 +4,8 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,6 +87,9 @@ def test_a_library_is_compiled_once_for_each_cpu_and_compiler(monkeypatch: pytes
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     assert cache_folder() == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("QUIRE_CACHE_DIR", "~/kept")
+    assert cache_folder() == tmp_path / "kept"
 
 
 @needs_library
@@ -93,6 +98,67 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
     path.write_bytes(b"not a library")
     assert library._load(tmp_path).quire_rms_norm
     assert path.read_bytes()[:4] == b"\x7fELF"
+
+
+LOAD = """\
+import ctypes, pathlib, shutil, sys
+from quire.kernels.native import build
+from quire.platforms.cpu import read_cpu_flags
+build._compile = lambda command, library: shutil.copy(sys.argv[2], library)
+assert ctypes.CDLL(str(build.build(pathlib.Path(sys.argv[1]), read_cpu_flags()))).quire_enable_amx is not None
+"""
+
+
+@needs_tiles
+@pytest.mark.parametrize("kept", [0.0, 0.02, 0.5, 0.9, 0.999], ids=str)
+@pytest.mark.parametrize("tail", ["missing", "zero"])
+def test_a_part_of_a_library_is_never_loaded(tmp_path: Path, kept: float, tail: str) -> None:
+    """In a process of its own: the loader, or the first page that is missing, would end this one."""
+    whole = build.build(cache_folder() / "kernels", read_cpu_flags())
+    data, size = whole.read_bytes(), int(whole.stat().st_size * kept)
+    damaged = tmp_path / whole.name
+    damaged.write_bytes(data[:size] + (bytes(len(data) - size) if tail == "zero" else b""))
+    assert not build.intact(damaged)
+    done = subprocess.run([sys.executable, "-c", LOAD, tmp_path, whole], capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert damaged.read_bytes() == data
+
+
+@needs_library
+def test_another_library_under_our_name_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "other.c"
+    source.write_text("int other(void) { return 1; }")
+    monkeypatch.setattr(build, "SOURCE", source)
+    with pytest.raises(build.CannotBuild, match="lack a function"):
+        library._load(tmp_path)
+
+
+MAPS = """\
+7f0000000000-7f0000001000 r-xp 00000000 08:01 12                         /opt/my libs/torch/libgomp-a34b3233.so.1
+7f0000001000-7f0000002000 rw-p 00000000 08:01 12                         /opt/my libs/torch/libgomp-a34b3233.so.1
+7f0000002000-7f0000003000 rw-p 00000000 00:00 0
+7f0000003000-7f0000004000 r-xp 00000000 08:01 13                         /opt/old one/libiomp5.so (deleted)
+7f0000004000-7f0000005000 r-xp 00000000 08:01 14                         /usr/lib/libm.so.6
+7ffd00000000-7ffd00001000 rw-p 00000000 00:00 0                          [stack]
+"""
+
+
+def test_paths_of_openmp_runtimes_may_hold_spaces() -> None:
+    assert library.openmp_runtimes(MAPS) == ["/opt/my libs/torch/libgomp-a34b3233.so.1", "/opt/old one/libiomp5.so"]
+
+
+@pytest.mark.parametrize(
+    ("maps", "said"),
+    [(MAPS, "cannot be shared .*/opt/my libs/torch"), ("", "no OpenMP runtime"), (None, "cannot be shared .*No such")],
+)
+def test_an_openmp_runtime_that_cannot_be_shared_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: str | None, said: str
+) -> None:
+    monkeypatch.setattr(library, "MAPS", tmp_path / "maps")
+    if maps is not None:
+        library.MAPS.write_text(maps)
+    with pytest.raises(build.CannotBuild, match=said):
+        library._parallel_region()
 
 
 @needs_library
@@ -105,8 +171,7 @@ def test_processes_may_race(tmp_path: Path) -> None:
 @needs_library
 def test_there_is_one_openmp_runtime() -> None:
     library.loaded()
-    files = {line.rpartition(" ")[2] for line in Path("/proc/self/maps").read_text().splitlines()}
-    assert len([f for f in files if f.rpartition("/")[2].startswith(library.RUNTIMES)]) == 1
+    assert len(library.openmp_runtimes(library.MAPS.read_text())) == 1
 
 
 @needs_library

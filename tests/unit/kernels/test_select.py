@@ -48,6 +48,17 @@ def test_objections_in_order() -> None:
     assert objection(support, Needs(device="cuda", dtype="float32")) == "no compiler"
 
 
+def test_wider_heads_than_an_implementation_can() -> None:
+    narrow = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), max_head_dim=512)
+    assert objection(narrow, Needs(device="cpu", dtype="float32", head_dim=512)) == ""
+    said = objection(narrow, Needs(device="cpu", dtype="float32", head_dim=640))
+    assert said == "has heads of at most 512, not of 640"
+    kernels = select_kernels("cpu", "float32", head_dim=640)
+    assert kernels.attention is cpu
+    if not native.SUPPORT.missing:
+        assert f"not native: {said}" in str(kernels.choices[-1])
+
+
 def test_kernels_of_a_model() -> None:
     kernels = select_kernels("cpu", "float32", forced={"linear": "ref"})
     assert [choice.op for choice in kernels.choices] == list(IMPLEMENTATIONS)

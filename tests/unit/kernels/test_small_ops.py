@@ -83,6 +83,16 @@ def test_silu_mul(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype) 
     close(impl.silu_mul(gate_up), activation_ref.silu_mul(gate_up))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_of_what_is_far_out(dtype: torch.dtype) -> None:
+    if activation_native.SUPPORT.missing:
+        pytest.skip(activation_native.SUPPORT.missing)
+    gate = torch.tensor([-3e38, -1e4, -89.5, -88.5, -87.0, 89.5, 3e38, -torch.inf, torch.inf, torch.nan])
+    gate_up = torch.cat((gate, torch.full_like(gate, 0.5)))[None].to(dtype)
+    actual, expected = activation_native.silu_mul(gate_up), activation_ref.silu_mul(gate_up)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", linear_inputs.SHAPES, ids=str)
@@ -166,6 +176,54 @@ def test_heads(impl: ModuleType, case: heads_inputs.Case, dtype: torch.dtype) ->
     for actual, expected in ((kv.k, other.k), (kv.v, other.v)):
         assert torch.equal(actual.isnan(), expected.isnan())
         close(actual.nan_to_num(), expected.nan_to_num())
+
+
+def linear_misuses() -> dict[str, Any]:
+    x, weight, bias = torch.randn(3, 64).bfloat16(), torch.randn(40, 64).bfloat16(), torch.randn(40).bfloat16()
+    native, ids = linear_native, torch.tensor([1])
+    plain, gated, sum_of = native.pack(weight), native.pack_gated(weight), torch.randn(3, 40).bfloat16()
+    return {
+        "x dtype": lambda: native.run(x.float(), plain, bias),
+        "x width": lambda: native.run(x[:, :32], plain, bias),
+        "bias dtype": lambda: native.run(x, plain, bias.float()),
+        "bias shape": lambda: native.run(x, plain, bias[:32]),
+        "residual dtype": lambda: native.run_add(x, plain, None, sum_of.float()),
+        "residual rows": lambda: native.run_add(x, plain, None, sum_of[:2]),
+        "residual width": lambda: native.run_add(x, plain, None, sum_of[:, :8]),
+        "not gated": lambda: native.run_gated(x, plain, None),
+        "gated": lambda: native.run(x, gated, None),
+        "rows of gated": lambda: native.rows(gated, ids),
+        "ids dtype": lambda: native.rows(plain, ids.int()),
+        "weight dtype": lambda: native.pack(weight.float()),
+    }
+
+
+def small_misuses() -> dict[str, Any]:
+    x = torch.randn(4, 8)
+    *given, kv, slots = heads_inputs.make(heads_inputs.CASES[2], torch.float32)
+    qkv, weight, cos, sin = given
+    normalize, prepare = norm_native.rms_norm, heads_native.prepare
+    return {
+        "activation dtype": lambda: activation_native.silu_mul(x.half()),
+        "activation strides": lambda: activation_native.silu_mul(x.t()),
+        "norm dtype": lambda: normalize(x.half(), torch.ones(8).half(), 1e-5),
+        "norm weight": lambda: normalize(x, torch.ones(8).bfloat16(), 1e-5),
+        "norm width": lambda: normalize(x, torch.ones(4), 1e-5),
+        "heads slots": lambda: prepare(qkv, weight, 1e-5, cos, sin, kv, slots.int()),
+        "heads few slots": lambda: prepare(qkv, weight, 1e-5, cos, sin, kv, slots[:-1]),
+        "heads rotation": lambda: prepare(qkv, weight, 1e-5, cos[:-1], sin[:-1], kv, slots),
+        "heads norm": lambda: prepare(qkv, weight[:-1], 1e-5, cos, sin, kv, slots),
+        "heads dtype": lambda: prepare(qkv.bfloat16(), weight, 1e-5, cos, sin, kv, slots),
+    }
+
+
+def test_c_is_handed_no_wrong_memory() -> None:
+    misuses = {} if activation_native.SUPPORT.missing else small_misuses()
+    misuses |= {} if linear_native.SUPPORT.missing else linear_misuses()
+    for name, misuse in misuses.items():
+        with pytest.raises(ValueError, match="native "):
+            misuse()
+            raise AssertionError(f"{name} was taken")
 
 
 def skip_unless_computed(impl: ModuleType, dtype: torch.dtype) -> None:

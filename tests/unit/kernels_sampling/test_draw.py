@@ -166,3 +166,16 @@ def test_orders_are_by_value_then_id():
         assert torch.equal(top, stable.values[:, :k])
         if k:
             assert torch.equal(largest(rows, k)[0], stable.values[:, :k])
+
+
+def test_few_values_wait_for_no_thread(monkeypatch):
+    """PyTorch's float64 logarithm and exponential take threads from 128 values on: not for few rows."""
+    logits = model_like(2, 1000)
+    expected = [drawn(logits, keys(2), **kw).tolist() for kw in SETTINGS]
+
+    def fail(tensor):
+        raise AssertionError(f"threads for {tensor.numel()} values")
+
+    for name in ("log", "log_", "exp", "exp_"):
+        monkeypatch.setattr(torch.Tensor, name, fail)
+    assert [drawn(logits, keys(2), **kw).tolist() for kw in SETTINGS] == expected

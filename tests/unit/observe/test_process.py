@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.observe.process import read_usage, watch_event_loop
+from quire.observe.process import age, read_usage, watch_event_loop
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
@@ -20,6 +20,19 @@ def test_a_process_has_memory_and_time() -> None:
         pass
     after = read_usage(os.getpid())
     assert after is not None and after.cpu_seconds >= max(before.cpu_seconds, 0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+def test_the_age_of_this_process() -> None:
+    began, young = time.monotonic(), age()
+    while time.monotonic() - began < 0.05:
+        pass
+    old = age()
+    assert young is not None and old is not None and young + 0.03 < old < young + 60
+    shown = "from quire.observe.process import age; print(age())"
+    source = Path(__file__).resolve().parents[3] / "src"
+    child = subprocess.run([sys.executable, "-c", shown], cwd=source, capture_output=True, text=True, check=True)
+    assert 0 <= float(child.stdout) < old
 
 
 def test_a_process_that_is_gone_has_no_usage() -> None:

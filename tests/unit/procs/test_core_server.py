@@ -105,12 +105,12 @@ def test_a_prompt_is_taken_whole_or_not_at_all() -> None:
 
 
 def test_a_prompt_that_the_queue_has_no_room_for_is_refused_whole() -> None:
-    core = make_core(max_waiting=3, max_num_seqs=1)
+    core = make_core(max_waiting=2, max_num_seqs=1)
     three = Add((new(10), new(11, parent=10), new(12, parent=10)))
     caller = Caller(Add((new(0),)), three, Add((new(1),)))
     serve_core(core, caller.receive, caller.send)
     (refused,) = caller.of(Rejected)
-    assert refused.handles == (10, 11, 12) and refused.kind == "QueueFull" and "max_waiting=3" in refused.message
+    assert refused.handles == (10, 11, 12) and refused.kind == "QueueFull" and "max_waiting=2" in refused.message
     assert caller.ends() == dict.fromkeys((0, 1), FinishReason.LENGTH)
     core.check()
 

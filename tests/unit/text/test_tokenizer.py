@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from quire.contracts.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 from quire.text.byte_tokenizer import SPECIALS, ByteTokenizer
@@ -141,7 +143,10 @@ def test_batches_and_threads_agree_with_single_calls(tiny: Tokenizer) -> None:
         assert list(pool.map(tiny.encode, texts)) == single
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(tiny: Tokenizer) -> None:
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_encoded_or_decoded(tiny: Tokenizer, direction: str) -> None:
+    text = "word " * 200_000
+    ids = tiny.encode(text)
     ticks: list[float] = []
     done = threading.Event()
 
@@ -152,7 +157,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tiny: Tokenizer) -> None
     with ThreadPoolExecutor(1) as pool:
         pool.submit(tick)
         began = time.perf_counter()
-        tiny.encode("word " * 200_000)
+        tiny.encode(text) if direction == "encode" else tiny.decode(ids * 5)
         ended = time.perf_counter()
         done.set()
     assert sum(began < at < ended for at in ticks) > 5
@@ -168,12 +173,40 @@ def test_bytes_of_tokens_join_to_the_text(families: dict[str, Tokenizer], tiny: 
     assert fallback.token_text(fallback.token_id("<0xF0>") or 0) == "\ufffd"
 
 
+def test_the_fewest_tokens_are_never_more_than_there_are(
+    families: dict[str, Tokenizer], build: dict[str, Callable[[], Backend]], tiny: Tokenizer
+) -> None:
+    def changed(**changes: Any) -> Tokenizer:
+        backend = build["byte_level"]()
+        for name, value in changes.items():
+            setattr(backend, name, value)
+        return Tokenizer(backend)
+
+    removing = pre_tokenizers.Split("he", "removed")
+    greedy = build["byte_level"]()
+    greedy.add_tokens([AddedToken("<wide>", rstrip=True, normalized=False)])
+    tokenizers = [
+        *families.values(), tiny, ByteTokenizer(), Tokenizer(greedy),
+        changed(normalizer=normalizers.NFC()), changed(normalizer=normalizers.Strip()),
+        changed(pre_tokenizer=pre_tokenizers.Sequence([removing, pre_tokenizers.ByteLevel(add_prefix_space=False)])),
+        changed(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
+    ]
+    texts = ["", "he he a", " " * 1000, "<wide>" + " " * 1000, "he" * 500, "<｜begin▁of｜>" * 50, "<think>é x" * 50,
+             "\u1100\u1161\u11a8" * 50, "\u1fef" * 90, "\ufdfa", "😀 a" * 50, "zz" * 50]
+    for tokenizer in tokenizers:
+        for text in texts:
+            assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, False))
+    assert all(t.fewest_tokens("zz" * 500) > 20 for t in (families["byte_level"], tiny, tokenizers[8], ByteTokenizer()))
+    assert all(t.fewest_tokens("zz" * 500) == 0 for t in (families["word_piece"], Tokenizer(greedy), *tokenizers[9:]))
+
+
 def test_bad_words_cover_start_and_middle_of_a_text(tiny: Tokenizer, families: dict[str, Tokenizer]) -> None:
     for word in ("the", " the", "Zyxw", "two words"):
         found = tiny.bad_word_ids([word])
         assert tuple(tiny.encode(word.strip())) in found
         assert tuple(tiny.encode(" " + word.strip())) in found
     assert len(tiny.bad_word_ids(["the", " the"])) == 2
+    assert tiny.bad_word_ids(["the"]) == tiny.bad_word_ids(["the"]) != tiny.bad_word_ids(["a"])
     fallback = families["byte_fallback_no_strip"]
     hello = tuple(fallback.encode("lo", False))
     assert fallback.bad_word_ids(["lo"]) == (hello,)  # " lo" ends with the same token

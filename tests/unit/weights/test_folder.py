@@ -6,6 +6,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from quire.config.bundled import bundled_model
 from quire.contracts.errors import ModelNotFound
 from quire.weights import folder
 
@@ -21,6 +22,13 @@ class FakeResponse:
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
     assert folder.resolve_model_folder(str(tmp_path)) == tmp_path
+
+
+def test_the_bundled_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert folder.resolve_model_folder("quire-tiny") == bundled_model()
+    (tmp_path / "quire-tiny").mkdir()
+    assert folder.resolve_model_folder("quire-tiny") == Path("quire-tiny")
 
 
 @pytest.mark.parametrize("typed", ["./nowhere", "/no/such/folder", "a/b/c", "~/nothing-here", "plain", "bad name/x"])

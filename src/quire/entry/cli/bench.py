@@ -12,6 +12,7 @@ from quire.config.flags import FlagParser, add_engine_flags, add_model_argument,
 from quire.contracts.errors import ConfigError
 from quire.entry.cli import bench_http, bench_serve
 from quire.entry.cli.table import format_table
+from quire.entry.leaving import raise_on_interrupt
 
 if TYPE_CHECKING:
     from quire.bench.engine import CoreTimes
@@ -44,7 +45,7 @@ def configure(parser: FlagParser) -> None:
     for name, summary in KINDS.items():
         model = "" if name == "engine" or name in OWN_FLAGS else " [MODEL]"
         kind = kinds.add_parser(name, help=summary, usage=f"quire bench {name}{model} [flags]",
-                                description=f"{summary}\n\n{MODEL_HELP if model else ''}")
+                                description=f"{summary[0].upper()}{summary[1:]}.\n\n{MODEL_HELP if model else ''}")
         kind.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback on error")
         kind.add_argument("--json", action="store_true", help="print JSON instead of a table")
         kind.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file")
@@ -84,6 +85,7 @@ def _workloads(args: argparse.Namespace) -> None:
     works = choose_workloads(only.split(",") if only else (), args.scale, args.max_len)
     engine_config(args)
     bench = OfflineBench(given_options(args))
+    raise_on_interrupt()
     with bench.llm:
         for note in bench.llm.engine.notes:
             print(f"quire: note: {note}", file=sys.stderr)
@@ -106,6 +108,7 @@ def _startup(args: argparse.Namespace) -> None:
     engine_config(args)
     from quire.bench.startup import measure_startup
 
+    raise_on_interrupt()  # processes are started
     result = measure_startup(given_options(args), args.repeat)
     _write(args, result)
     _print(args, result, lambda: (

@@ -9,6 +9,7 @@ from typing import Any
 from quire.config.flags import FlagParser
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.table import format_table
+from quire.entry.leaving import raise_on_interrupt
 
 ABOUT = """\
 Processor time (user and system) of the HTTP process, in microseconds per streamed event and per token, with events of
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, and print a table or JSON."""
     from quire.bench.http import CASES, measure_case, measure_first_token
 
+    raise_on_interrupt()  # processes are started
     if not args.seconds > 0:
         raise ConfigError(f"--seconds {args.seconds}: must be above 0.")
     streams = _chosen("--streams", args.streams, {case.streams for case in CASES})

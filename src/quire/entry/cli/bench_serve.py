@@ -88,8 +88,16 @@ def run(args: argparse.Namespace) -> int:
     done, model = asyncio.run(_drive(args, client, asks, warmups))
     result = _settings(args, model) | summarize(done, percentiles, goodput)
     if args.save_result or args.out is not None:
-        _save(args, result)
-    print(json.dumps(result, indent=1) if args.json else _report(result, names, percentiles))
+        print(f"quire: note: the result is in {_save(args, result)}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(result, indent=1))
+    if result["failed"] and not result["completed"]:
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in result["errors"].items())
+        said = f": {' '.join(result['said'])}" if result["said"] else "."
+        print(f"quire: error: no request was answered, {kinds}{said}", file=sys.stderr)
+        return INTERRUPTED if done.interrupted else FAILED
+    if not args.json:
+        print(_report(result, names, percentiles))
     for line in remarks(result, asks):
         print(f"quire: note: {line}", file=sys.stderr)
     if done.interrupted:
@@ -199,7 +207,8 @@ def _settings(args: argparse.Namespace, model: str) -> dict[str, Any]:
             "max_concurrency": args.max_concurrency, "seed": args.seed}
 
 
-def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def _save(args: argparse.Namespace, result: dict[str, Any]) -> Path:
+    """Write the result; returns where it is."""
     name = args.result_filename or (f"{args.backend}-{result['request_rate']}qps-"
                                     f"{Path(result['model_id']).name}-{result['date']}.json")
     path = args.out or args.result_dir / name
@@ -207,6 +216,7 @@ def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from None
+    return Path(path)
 
 
 def _report(result: dict[str, Any], names: list[str], percentiles: list[float]) -> str:

@@ -10,9 +10,10 @@ from quire.contracts.errors import EngineError, RequestError, RequestFailed
 from quire.entry.cli.answer import Answer, Piece, local_pieces, print_answer
 from quire.entry.cli.remote import add_remote_flags, remote_model
 from quire.entry.cli.sampling import add_sampling_flags, sampling_values
+from quire.entry.leaving import raise_on_interrupt
 
 SUMMARY = "talk to a model"
-HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+HELP = "/reset forgets the conversation, exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 Stream = Callable[[list[dict[str, Any]]], Iterator[Piece]]
 
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     server = remote_model(args)
     if server is not None:
         asked = server
+        raise_on_interrupt()
         if args.quick is None and sys.stdin.isatty():
             print(f"{asked.name} at {asked.where}", file=sys.stderr)
         return _converse(args, lambda messages: asked.stream_chat(messages, values), local=False)
@@ -42,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.entry.llm import LLM
 
     with LLM(**given_options(args)) as llm:
+        raise_on_interrupt()  # not before: loading imports, too, and leaves nothing behind
         for note in llm.engine.notes:
             print(f"quire: note: {note}", file=sys.stderr)
         params = llm.get_default_sampling_params().clone(**values, output_kind=OutputKind.DELTA)
@@ -100,7 +103,7 @@ def _talk(chat: Conversation, terminal: bool) -> int:
         match line.strip():
             case "":
                 continue
-            case "/exit" | "/quit":
+            case "/exit" | "/quit" | "exit" | "quit":
                 break
             case "/reset":
                 chat.reset()

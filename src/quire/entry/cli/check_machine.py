@@ -6,7 +6,6 @@ Reads /proc, /sys and nvidia-smi, each only where it is; knows nothing of instal
 import math
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -24,7 +23,6 @@ UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8", "
 SMI_SECONDS = 20
 LITTLE_MEMORY, LITTLE_DISK, LITTLE_SHM = 2 << 30, 5 << 30, 64 << 20
 FEW_FILES = 4096
-SECRET_FLAG = re.compile(r"(--?[\w-]*(?:key|token|password|secret)[\w-]*[= ])[^\s)]+", re.IGNORECASE)
 DEVICE_FIELDS = "index,name,driver_version,compute_cap,memory.used,memory.total"
 
 
@@ -146,7 +144,7 @@ def port(number: int) -> Iterator[Finding]:
             probe.bind(("127.0.0.1", number))
         except OSError as error:
             holder = port_holder(number)
-            who = "in use by " + SECRET_FLAG.sub(r"\1***", holder) if holder else f"cannot be taken ({error.strerror})"
+            who = f"in use by {holder}" if holder else f"cannot be taken ({error.strerror})"
             yield Finding("port", WARN, f"{number} is {who}", "stop it, or serve on another --port")
             return
     yield Finding("port", OK, f"{number} is free")

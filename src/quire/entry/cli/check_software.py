@@ -29,6 +29,7 @@ from quire.config.serve import server_names
 from quire.contracts.errors import ModelNotFound
 from quire.entry.cli.finding import BAD, OK, WARN, Finding
 from quire.entry.cli.table import format_bytes
+from quire.kernels.native.build import intact
 
 TORCH_SECONDS = 120
 TORCH_QUESTION = """\
@@ -131,9 +132,13 @@ def compiler() -> Iterator[Finding]:
 def kernel_cache() -> Iterator[Finding]:
     """Compiled kernels that are kept."""
     folder = cache_folder() / "kernels"
-    files = list(folder.glob("*.so")) if folder.is_dir() else []
+    files = list(folder.glob("quire-*.so")) if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
     yield Finding("kernel cache", OK, f"{len(files)} libraries, {format_bytes(size)} in {folder}")
+    damaged = [file.name for file in files if not intact(file)]
+    if damaged:
+        yield Finding("kernel cache", WARN, f"damaged: {', '.join(damaged)}",
+                      "delete them: what is needed is compiled again")
 
 
 def environment() -> Iterator[Finding]:

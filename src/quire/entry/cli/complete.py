@@ -10,6 +10,7 @@ from quire.contracts.errors import InvalidParameter, RequestFailed
 from quire.entry.cli.answer import Answer, local_pieces, print_answer
 from quire.entry.cli.remote import RemoteModel, add_remote_flags, remote_model
 from quire.entry.cli.sampling import add_sampling_flags, sampling_values
+from quire.entry.leaving import raise_on_interrupt
 
 SUMMARY = "continue a text: from -p, or from standard input"
 
@@ -43,6 +44,7 @@ def _run_here(args: argparse.Namespace, prompt: str, values: Mapping[str, Any]) 
     from quire.entry.llm import LLM
 
     with LLM(**given_options(args)) as llm:
+        raise_on_interrupt()  # not before: loading imports, too, and leaves nothing behind
         for note in llm.engine.notes:
             print(f"quire: note: {note}", file=sys.stderr)
         params = llm.get_default_sampling_params().clone(**values, output_kind=OutputKind.DELTA)
@@ -50,6 +52,7 @@ def _run_here(args: argparse.Namespace, prompt: str, values: Mapping[str, Any]) 
 
 
 def _run_there(server: RemoteModel, prompt: str, values: Mapping[str, Any]) -> Answer:
+    raise_on_interrupt()
     answer = print_answer(server.stream(prompt, values), whole_steps=False)
     if answer.reason == "length" and "max_tokens" not in values:
         print("quire: note: the server's own bound ended the text: --max-tokens asks for more.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What `quire serve` prints: progress while it loads, a banner of a few lines, and a line of statistics when busy.
+"""What `quire serve` prints: progress while it loads, a banner of a few lines, and a line of statistics while busy.
 
 Knows terminals. Everything goes to standard error; the server calls the hooks.
 """
@@ -10,9 +10,11 @@ import time
 from typing import TextIO
 
 from quire import __version__
+from quire.config.bundled import NAME
 from quire.config.serve import ServerConfig, is_loopback
 from quire.entry.cli.table import format_bytes
 from quire.observe.metrics import StatsLine
+from quire.observe.process import age
 from quire.observe.progress import Progress
 from quire.procs.messages import Loading, Ready
 
@@ -29,7 +31,7 @@ class Console:
         self._out = sys.stderr if out is None else out
         self._terminal = self._out.isatty() and config.engine.load.use_tqdm_on_load
         self._stats = not config.serve.disable_log_stats
-        self._phase, self._printed, self._idle = "", 0.0, True
+        self._phase, self._printed = "", 0.0
         self._bar: Progress | None = None
 
     def note(self, text: str) -> None:
@@ -51,17 +53,16 @@ class Console:
     def banner(self, ready: Ready, config: ServerConfig, url: str) -> None:
         """The engine is loaded and the server answers at `url`."""
         self._end_bar()
-        for line in banner_lines(ready, config, url):
+        for line in banner_lines(ready, config, url, age()):
             self._print(line)
         for note in ready.notes:
             self._print(f"quire: note: {note}")
 
     def stats(self, line: StatsLine) -> None:
-        """Once in a while: a line when the engine is busy, and one more when it has come to rest."""
+        """Once in a while: a line when the engine was busy since the last."""
         busy = bool(line.num_running or line.num_waiting or line.generation_tokens_per_s or line.prompt_tokens_per_s)
-        if self._stats and (busy or not self._idle):
+        if self._stats and busy:
             self._print(stats_text(line))
-        self._idle = not busy
 
     def close(self) -> None:
         """Leave the terminal as it was; idempotent."""
@@ -97,12 +98,16 @@ def stats_text(line: StatsLine) -> str:
             f"hits {hits}, tokens/s {line.prompt_tokens_per_s:,.0f} in {line.generation_tokens_per_s:,.0f} out")
 
 
-def banner_lines(ready: Ready, config: ServerConfig, url: str) -> list[str]:
-    """At most 12 lines: what is served, on what, how fast it came, and how to ask it."""
+def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | None = None) -> list[str]:
+    """At most 12 lines: what is served, on what, how fast it came, and how to ask it.
+
+    seconds   since the process was started, where the system tells
+    """
     model, served = config.engine.model, served_name(config)
     source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
     tokens = ready.num_blocks * ready.block_size
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.phases.items())
+    phases = ", ".join(f"{name} {each:.2f} s" for name, each in ready.phases.items())
+    since = f"ready {seconds:.2f} s after the start of the process, imports included" if seconds is not None else ""
     blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
     rows = {
         "model": source if served == model.model else f"{source}, served as {served}",
@@ -111,9 +116,8 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str) -> list[str]:
         "kernels": _kernels(ready),
         "weights": format_bytes(ready.weight_bytes) if ready.weight_bytes else "",
         "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes else blocks,
-        "at once": f"{_at_once(ready)} requests of the full {ready.max_model_len:,} tokens, at most "
-                   f"{ready.num_slots}",
-        "loading": f"{phases} (in all {sum(ready.phases.values()):.2f} s)" if phases else "",
+        "at once": _at_once(ready),
+        "loading": "; ".join(filter(None, (phases, since))),
         "address": f"{url}/v1; {access_text(config)}",
         "try": curl_line(config, url, served),
     }
@@ -121,8 +125,11 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str) -> list[str]:
 
 
 def _at_once(ready: Ready) -> str:
-    share = ready.num_blocks * ready.block_size / ready.max_model_len
-    return str(ready.num_slots) if share >= ready.num_slots else f"{share:.1f}"
+    share, slots = ready.num_blocks * ready.block_size / ready.max_model_len, ready.num_slots
+    full = f"of the full {ready.max_model_len:,} tokens"
+    if share >= slots:
+        return f"{slots} request{'s'[:slots != 1]}, even {full}"
+    return f"at most {slots} request{'s'[:slots != 1]}; the KV cache holds {share:.1f} {full}"
 
 
 def _kernels(ready: Ready) -> str:
@@ -154,7 +161,9 @@ def access_text(config: ServerConfig) -> str:
 
 def curl_line(config: ServerConfig, url: str, served: str) -> str:
     """A command that asks the server something, as it can be typed; the key is read from the environment."""
-    body = json.dumps({"model": served, "prompt": "Once upon a time", "max_tokens": 32})
+    bundled = config.engine.model.model in ("", NAME)  # it has read Python's documentation and little else
+    prompt = "The json module" if bundled else "Once upon a time"
+    body = json.dumps({"model": served, "prompt": prompt, "max_tokens": 32})
     parts = ["curl"]
     if config.http.uds is not None:
         parts += ["--unix-socket", shlex.quote(config.http.uds)]

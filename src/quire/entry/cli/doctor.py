@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from quire.config.flags import FlagParser
-from quire.entry.cli.finding import BAD, WARN, Finding
+from quire.entry.cli.finding import BAD, OK, WARN, Finding
 
 SUMMARY = "check this machine and this installation, and say what to do about what is wrong"
 MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
@@ -55,7 +55,6 @@ def examine(port: int) -> Iterator[Finding]:
 
 
 def _verdict(findings: list[Finding]) -> str:
-    bad, warned = (sum(f.level == level for f in findings) for level in (BAD, WARN))
-    if bad:
-        return f"\n{bad} bad, {warned} to know about."
-    return "\nNothing is bad." if not warned else f"\nNothing is bad; {warned} to know about."
+    bad, warned, fine = (sum(f.level == level for f in findings) for level in (BAD, WARN, OK))
+    counts = f"{fine} ok, {warned} warn, {bad} bad."
+    return f"\n{counts}" if bad else f"\nNothing is bad: {counts}"

@@ -18,6 +18,7 @@ COMMANDS: dict[str, Any] = {"serve": serve, "chat": chat, "complete": complete, 
                             "verify": verify, "doctor": doctor, "completion": completion}
 ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": ""}  # instead of [MODEL]
 SPOKEN = ("doctor", "completion")  # commands that say themselves what is wrong with the environment, or need none
+SAID_OTHERWISE = {"version": "--version", "help": "--help"}  # what people type
 EPILOG = """\
 `quire COMMAND --help` lists a command's flags, `quire serve --help=TEXT` those that mention a text. Every option is a
 flag and an environment variable: --max-model-len 32k or QUIRE_MAX_MODEL_LEN=32k. Flags of vLLM are understood.
@@ -29,12 +30,14 @@ def build_parser() -> FlagParser:
     parser = FlagParser(prog="quire", description="Quire: an LLM inference and serving engine.", epilog=EPILOG,
                         add_help=False, usage="quire COMMAND [MODEL] [flags]")
     parser.add_argument("-h", "--help", action="help", help="show this")
-    parser.add_argument("--version", "-v", action="version", version=f"quire {__version__}", help="show the version")
+    parser.add_argument("--version", "-v", "-V", action="version", version=f"quire {__version__}",
+                        help="show the version")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(prog="quire", dest="command", metavar="COMMAND", title="commands",
                                      parser_class=FlagParser)
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY, configure=module.configure,
+        described = f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}."
+        command = commands.add_parser(name, help=module.SUMMARY, description=described, configure=module.configure,
                                       usage=f"quire {name} {ARGUMENTS.get(name, '[MODEL] ')}[flags]")
         command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
                              help="show the traceback of an error")
@@ -57,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: Sequence[str] | None) -> int:
     parser = build_parser()
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in SAID_OTHERWISE:
+        parser.error(f"there is no command {words[0]!r}: it is `quire {SAID_OTHERWISE[words[0]]}`")
+    args = parser.parse_args(words)
     if args.command is None:
         parser.parse_args(["--help"])
     for stream in (sys.stdout, sys.stderr):

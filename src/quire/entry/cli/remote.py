@@ -23,6 +23,7 @@ from quire.entry.cli.answer import Piece
 CONNECT_SECONDS = 10.0
 MAX_ERROR_BYTES = 1 << 20
 DONE = "[DONE]"
+BROKEN = (OSError, http.client.HTTPException)  # what a connection that fails raises
 COMPLETIONS, CHAT, MODELS = "/completions", "/chat/completions", "/models"
 
 
@@ -66,7 +67,10 @@ class RemoteModel:
 
     def _first_model(self) -> str:
         with _Exchange(self, "GET", MODELS) as response:
-            found = _json(response.read(), self.where)
+            try:
+                found = _json(response.read(), self.where)
+            except BROKEN as error:
+                raise _broken_off(error, self.where) from None
         models = found.get("data") or []
         if not models or not isinstance(models[0], dict) or "id" not in models[0]:
             raise ModelNotFound(f"{self.where} lists no model: name one with --model-name.")
@@ -123,19 +127,24 @@ class _Exchange:
 
     def __init__(self, server: RemoteModel, method: str, path: str, body: Any = None) -> None:
         self._server, self._method, self._path, self._body = server, method, path, body
-        self._connection = server.connect()
+        try:
+            self._connection = server.connect()
+        except http.client.InvalidURL as error:
+            raise ConfigError(f"{server.where}: {error}.") from None
 
     def __enter__(self) -> http.client.HTTPResponse:
         where = self._server.where
         try:
             self._server.request(self._connection, self._method, self._path, self._body)
             response = self._connection.getresponse()
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
+        except (*BROKEN, UnicodeError) as error:
             self._connection.close()
             raise _unreachable(error, where) from None
         if response.status != http.client.OK:
             try:
                 raise _refusal(response, where, self._path)
+            except BROKEN as error:
+                raise _broken_off(error, where) from None
             finally:
                 self._connection.close()
         return response
@@ -146,8 +155,8 @@ class _Exchange:
 
 def _split(url: str) -> tuple[str, str, int, str]:
     """(scheme, host, port, path up to and with /v1)."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"--url {url}: {error}.") from None
@@ -170,6 +179,10 @@ def _unreachable(error: Exception, where: str) -> QuireError:
     if isinstance(error, UnicodeError):
         return ConfigError("--api-key: the key must be printable ASCII.")
     return EngineDead(f"{where} closed the connection ({type(error).__name__}): is it an HTTP server?")
+
+
+def _broken_off(error: Exception, where: str) -> QuireError:
+    return EngineDead(f"the answer of {where} broke off ({type(error).__name__}).")
 
 
 def _refusal(response: http.client.HTTPResponse, where: str, path: str) -> QuireError:
@@ -215,8 +228,8 @@ def _events(response: http.client.HTTPResponse, where: str) -> Iterator[str]:
             elif not line and lines:
                 yield "\n".join(lines)
                 lines = []
-    except (OSError, http.client.HTTPException) as error:
-        raise EngineDead(f"the answer of {where} broke off ({type(error).__name__}).") from None
+    except BROKEN as error:
+        raise _broken_off(error, where) from None
 
 
 def _text(choice: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ Never imports torch: the engine runs in a process of its own.
 import argparse
 import sys
 
+from quire.config.env import PEER_KEY, peer_variables
 from quire.config.flags import (
     FlagParser,
     add_flags,
@@ -15,9 +16,11 @@ from quire.config.flags import (
     settings_of,
 )
 from quire.config.peer_args import add_peer_flags
-from quire.config.serve import ServerConfig, is_loopback
+from quire.config.serve import WAITING_PER_SLOT, ServerConfig, is_loopback
 from quire.config.sources import CONFIG_FILE
+from quire.contracts.errors import ConfigError
 from quire.entry.cli.flags_page import flags_page
+from quire.entry.leaving import raise_on_interrupt
 
 SUMMARY = "serve a model over HTTP, as OpenAI's API"
 DESCRIPTION = """\
@@ -50,20 +53,42 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args, server=True)
     config = server_config(settings)
     if args.print_config:
+        if settings.values.get("max_waiting") is None:
+            settings.put("max_waiting", config.max_waiting, f"default: {WAITING_PER_SLOT} x max_num_seqs")
         print(settings.describe(server_options()))
-        return 0
-    for note in settings.notes:
+    for note in [*settings.notes, *(secret_notes(config) if args.print_config else ())]:
         print(f"quire: note: {note}", file=sys.stderr)
+    if args.print_config:
+        return 0
+    check_peer_key(config)
     for warning in bind_warnings(config):
         print(f"quire: warning: {warning}", file=sys.stderr)
     from quire.entry.cli.console import Console
     from quire.entry.http.server import run as serve
 
+    raise_on_interrupt()
     console = Console(config)
     try:
         return serve(config, console)
     finally:
         console.close()
+
+
+def secret_notes(config: ServerConfig) -> list[str]:
+    """What --print-config leaves out, and how to give it."""
+    lines = []
+    if config.http.api_key:
+        lines.append("the API key is printed as ***: with this file, give it in QUIRE_API_KEY or with --api-key.")
+    if config.engine.load.hf_token:
+        lines.append("the hub token is printed as ***: with this file, give it in HF_TOKEN.")
+    return lines
+
+
+def check_peer_key(config: ServerConfig) -> None:
+    """Refuse to start open where the environment names a key for vLLM; raises `ConfigError`."""
+    if PEER_KEY in peer_variables() and not config.http.api_key:
+        raise ConfigError(f"{PEER_KEY} is set and not read here: without a key of its own this server would be open. "
+                          f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}.")
 
 
 def bind_warnings(config: ServerConfig) -> list[str]:

@@ -1,11 +1,12 @@
 """The ASGI application: routes, and the layers that every request passes.
 
     RequestScope    id, counts, access log, last resort
+    OwnNames        only without keys, on this machine's own address: no foreign Host header
     CORS            only with allowed_origins
     ApiKeys         only with keys; every path but /health, /ping, /live, /ready
     Gate            503 while the engine starts, drains or is dead
-    JsonOnly        415
     routes          ops.py, openai/
+    JsonOnly        415, when the path and the method are right
 """
 
 import difflib
@@ -20,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.config.serve import ServerConfig
+from quire.config.serve import HttpConfig, ServerConfig, is_loopback
 from quire.contracts.errors import QuireError
 from quire.entry.http.answers import error_answer
-from quire.entry.http.auth import ApiKeys
+from quire.entry.http.auth import ApiKeys, OwnNames
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import http_error
@@ -33,6 +34,7 @@ from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, Ops
 from quire.entry.http.readiness import Gate, LoadingBoard
 from quire.entry.http.request_scope import RequestScope
+from quire.entry.http.unserved import why_unserved
 from quire.observe.metrics import Metrics
 
 
@@ -45,16 +47,17 @@ def build_app(
                             created=int(time.time()))
     routes: list[Route] = openai_routes(context)
     routes += Ops(engine, config, metrics, board, lambda: describe_api(routes, config)).routes()
-    http = config.http
+    http, paths = config.http, sorted({route.path for route in routes})
     layers = [
-        Middleware(RequestScope, metrics=metrics, root_path=http.root_path,
+        Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
                    access_log=_log_line if http.access_log else None),
+        *([Middleware(OwnNames, host=http.host)] if _is_private(http) else []),
         *cors(http.allowed_origins),
         *([Middleware(ApiKeys, keys=http.api_key)] if http.api_key else []),
         Middleware(Gate, engine=engine, board=board, always=ALWAYS),
-        Middleware(JsonOnly),
     ]
-    paths = sorted({route.path for route in routes})
+    for route in routes:
+        route.app = JsonOnly(route.app)
     app = Starlette(routes=routes, middleware=layers,
                     exception_handlers={HTTPException: _Refusals(paths).answer, QuireError: _quire_error})
     app.router.redirect_slashes = False  # a redirect would be built from the Host header
@@ -65,6 +68,11 @@ def model_names(config: ServerConfig) -> tuple[str, ...]:
     """The names under which the model is served, the main one first."""
     model = config.engine.model.model
     return config.serve.served_model_name or (model or "quire-tiny",)
+
+
+def _is_private(http: HttpConfig) -> bool:
+    """Whether being on this machine is all that lets a caller in."""
+    return http.uds is None and not http.api_key and is_loopback(http.host)
 
 
 def _log_line(line: str) -> None:
@@ -80,6 +88,8 @@ class _Refusals:
     async def answer(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, method = request.scope["path"], request.method
+        if error.status_code == 404 and (why := why_unserved(path)) is not None:
+            return error_answer(404, f"{path[:200]} is not implemented yet: {why}.", "not_implemented")
         if error.status_code == 404:
             near = [known for known in self._paths if known.endswith(path) and len(path) > 1]
             near = near or difflib.get_close_matches(path[:200], self._paths, n=1)

@@ -25,6 +25,7 @@ from quire.contracts.errors import (
     RequestFailed,
 )
 from quire.contracts.sampling import SamplingParams
+from quire.engine.queue import check_fits
 from quire.entry.front import INTERNAL, FrontEnd, Limits, Taken
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.http.tally import count_finished, count_refusal, count_step
@@ -72,7 +73,8 @@ class ServedEngine:
     """
 
     def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None) -> None:
-        self.config = config.engine
+        self._bound = config.max_waiting
+        self.config = replace(config.engine, scheduler=replace(config.engine.scheduler, max_waiting=self._bound))
         self.state = EngineState.STARTING
         self.text: TextSide | None = None
         self.ready: Ready | None = None
@@ -161,6 +163,8 @@ class ServedEngine:
         requests = []
         try:
             front = self._open_front()
+            assert self.ready is not None
+            check_fits(len(prompts) * params.n, self._bound, self.ready.num_slots, "n" if params.n > 1 else "prompt")
             for i, prompt in enumerate(prompts):
                 generation, new = front.start(
                     prompt,

@@ -31,7 +31,7 @@ AUTHENTICATION = "authentication_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 RETRY_SOON = 1  # seconds: a full queue drains within a few steps
-RETRY_LATER = 5  # seconds: a restart, or another replica
+RETRY_LATER = 5  # seconds: a restart, another replica, a queue that has stood still for long
 DETERMINISTIC = (("x-should-retry", "false"),)
 
 
@@ -87,7 +87,7 @@ ANSWERS: tuple[tuple[type[QuireError], Answer], ...] = (
     (PromptTooLong, Answer(400, INVALID_REQUEST, "context_length_exceeded")),
     (InvalidParameter, Answer(400, INVALID_REQUEST, "invalid_value")),
     (QueueFull, Answer(429, RATE_LIMIT, "engine_overloaded", _retry(RETRY_SOON))),
-    (QueueTimeout, Answer(408, SERVER_ERROR, "queue_timeout")),
+    (QueueTimeout, Answer(408, SERVER_ERROR, "queue_timeout", _retry(RETRY_LATER))),
     (RequestFailed, Answer(500, SERVER_ERROR, None, DETERMINISTIC)),
     (UserError, Answer(400, INVALID_REQUEST)),
     (EngineDead, Answer(503, SERVER_ERROR, "engine_dead", _retry(RETRY_LATER))),
@@ -113,9 +113,10 @@ def http_error(error: BaseException) -> HttpError:
     return HttpError(answer.status, message, kind=answer.kind, code=code, param=param, headers=answer.headers)
 
 
-def not_implemented(param: str, reason: str) -> HttpError:
-    """400 for a field that would change the answer and that nothing here acts on."""
-    return HttpError(400, f"{param} is not implemented yet: {reason}", code="unsupported_parameter", param=param)
+def not_implemented(what: str, reason: str, param: str | None = None) -> HttpError:
+    """400 for something that would change the answer and that nothing here acts on, in the field `param` (`what`)."""
+    message = f"{what} is not implemented yet: {reason}"
+    return HttpError(400, message, code="unsupported_parameter", param=param or what)
 
 
 def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str) -> HttpError:

@@ -68,7 +68,7 @@ class Watch:
 
 
 class Exchange:
-    """One request being answered."""
+    """One request being answered. `size`: bytes of its body, once that was read; nothing in it is larger."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -78,6 +78,7 @@ class Exchange:
         self._warnings: list[str] = []
         self._stream: EventStream | None = None
         self._started = False
+        self.size = 0
         self._named: str | None = scope.get("state", {}).get("request_id")  # by whoever stands before the routes
         self.request_id = self._named or secrets.token_hex(8)
 
@@ -116,13 +117,13 @@ class Exchange:
     async def body(self) -> bytes:
         """The whole request body. Errors: `ClientGone`."""
         message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            return bytes(message.get("body", b""))
         parts: list[bytes] = []
         while message["type"] == "http.request":
             parts.append(message.get("body", b""))
             if not message.get("more_body"):
-                return b"".join(parts)
+                body = b"".join(parts)
+                self.size = len(body)
+                return body
             message = await self._receive()
         raise ClientGone
 

@@ -6,6 +6,10 @@ own, so they are here. Knows bytes and clocks, nothing of routes and models.
     connection made --> HEAD --headers complete--> BODY --message complete--> IDLE --first byte--> HEAD ...
                      (10 s in all)             (30 s, then a byte rate)    (keep-alive timeout)
 
+A request that does not wait for the answer to the one before (pipelining) is not read: nobody could tell how long it
+would wait behind a stream. What comes during an answer is dropped, and the connection ends after that answer, so that
+the client asks again; the end of the connection is seen at once.
+
 A refusal is answered in the OpenAI form, then the connection reads and drops what still comes for a moment, so that a
 client in the middle of an upload gets to see the answer, and closes.
 """
@@ -13,7 +17,7 @@ client in the middle of an upload gets to see the answer, and closes.
 import asyncio
 import http
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -44,7 +48,6 @@ class ConnectionLimits:
     max_body_bytes: int
     max_url_bytes: int = 16 * 2**10
     max_connections: int = 16_384
-    max_pipelined: int = 16
     uploads: int = 512 * 2**20
     head_timeout: float = 10.0
     body_timeout: float = 30.0
@@ -81,6 +84,10 @@ class _Refused(Exception):
         self.status, self.code = status, code
 
 
+class _Early(Exception):
+    """Raised inside a parser callback: a request has begun before the answer to the one before was complete."""
+
+
 class ChunkedBody:
     """The body of one response of unknown length, for whoever has pieces to send and no time: see `sse.DirectBody`."""
 
@@ -92,11 +99,34 @@ class ChunkedBody:
         """Whether it has begun, goes on, and the peer keeps up."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding and not (
-            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete))
+            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()))
 
     def write(self, data: bytes) -> None:
         """Queue a piece."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class _Unchunked:
+    """An application for one HTTP/1.0 request. That version knows no chunks: a body of unknown length is sent as it is,
+    and ends with the connection."""
+
+    def __init__(self, app: Any, cycle: RequestResponseCycle) -> None:
+        self._app, self._cycle = app, cycle
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        cycle, unknown = self._cycle, False
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            nonlocal unknown
+            if message["type"] == "http.response.start":
+                unknown = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if unknown:
+                    cycle.chunked_encoding = False
+            elif unknown:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, sending)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -106,7 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**server)
         self._limits, self._traffic = limits, traffic
         self._reading = _Reading.IDLE
-        self._closing = False  # a refusal was answered; what comes is dropped
+        self._closing = False  # after the answer that is being given; what comes is dropped
         self._unparsed = 0  # bytes since the parser last gave something whole
         self._head_bytes = self._num_headers = self._body_bytes = 0  # of the message being read
         self._body_bytes_before = 0  # when the time for the body began to run anew
@@ -167,6 +197,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        if self._responding:
+            raise _Early
         super().on_message_begin()
         self._reading = _Reading.HEAD
         self._head_bytes = self._num_headers = self._body_bytes = self._body_bytes_before = 0
@@ -199,8 +231,6 @@ class LimitedProtocol(HttpToolsProtocol):
             version = self.parser.get_http_version().encode()
             self._upgrade = [self.parser.get_method(), self.url, b"HTTP/" + version]
             return
-        if self._responding and len(self.pipeline) >= self._limits.max_pipelined:
-            raise _Refused(429, "too many pipelined requests: wait for answers.", "too_many_requests")
         announced = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if int(announced) > self._limits.max_body_bytes:
             raise self._body_too_large()
@@ -243,6 +273,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return self._continue_without_upgrade(data[upgrade.args[0]:])
         except httptools.HttpParserError as error:
             cause = error.__context__
+            if self._responding and self._reading is _Reading.IDLE:
+                self._hear_no_more()
+                return False
             refused = cause if isinstance(cause, _Refused) else _Refused(400, f"this is no valid HTTP: {error}.")
             self._refuse(refused)
             return False
@@ -261,6 +294,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         return self._feed(b"\r\n".join([b" ".join(line), *kept, b"", rest]))
 
+    def _hear_no_more(self) -> None:
+        """Something came during an answer: the connection ends after it."""
+        self._closing = True
+        self._unwatch()
+        self.cycle.keep_alive = False
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _Unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+
     def _watch_head(self) -> None:
         self._watch = self.loop.call_later(self._limits.head_timeout, self._head_is_late)
 
@@ -270,11 +312,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch = None
 
     def _head_is_late(self) -> None:
-        if self.flow.read_paused:  # we do not read: an earlier request of this connection is still being answered
-            self._watch_head()
-        else:
-            message = f"the headers did not arrive within {self._limits.head_timeout:g} s."
-            self._refuse(_Refused(408, message, "request_timeout"))
+        message = f"the headers did not arrive within {self._limits.head_timeout:g} s."
+        self._refuse(_Refused(408, message, "request_timeout"))
 
     def _body_is_late(self) -> None:
         limits = self._limits
@@ -286,14 +325,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(_Refused(408, "the body arrives too slowly.", "request_timeout"))
 
     def _refuse(self, refused: _Refused) -> None:
-        """Answer, if no answer to this or an earlier request is under way, and close."""
+        """Answer, if no answer is under way, and close."""
         LOG.debug("%s refused with %d: %s", self.client, refused.status, refused)
         self._unwatch()
         self._closing = True
         self._traffic.refused(refused.status)
         self._end_upload()
         if self._reading is _Reading.BODY:
-            answerable = not self.pipeline and not self.cycle.response_started
+            answerable = not self.cycle.response_started
             self.cycle.disconnected = True  # its task must not answer any more
             self.cycle.message_event.set()
         else:

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,8 +29,10 @@ class RequestScope:
     """
 
     def __init__(
-        self, app: ASGIApp, *, metrics: Metrics, root_path: str = "", access_log: Callable[[str], None] | None = None
+        self, app: ASGIApp, *, metrics: Metrics, root_path: str = "", access_log: Callable[[str], None] | None = None,
+        paths: Collection[str] = (),
     ) -> None:
+        self._paths = frozenset(paths)
         self._app, self._metrics, self._access_log = app, metrics, access_log
         self._root = root_path.rstrip("/")
 
@@ -64,11 +66,18 @@ class RequestScope:
                 await _internal_error(request_id)(scope, receive, passing)
         finally:
             outcome = status if complete else CLIENT_GONE
-            self._metrics.http(_label(scope), outcome, scope["method"])
+            self._metrics.http(self._label(scope), outcome, scope["method"])
             if self._access_log is not None:
                 seconds = time.monotonic() - began
                 self._access_log(f"{_client(scope)} {scope['method']} {ascii(scope['path'])[1:-1]} {outcome} "
                                  f"{seconds:.3f}s {request_id}")
+
+    def _label(self, scope: Scope) -> str:
+        """The pattern of the route; one of `paths` also when a layer before the router answered."""
+        route, path = scope.get("route"), str(scope["path"])
+        if route is not None:
+            return str(route.path)
+        return path if path in self._paths else NO_ROUTE
 
     def _below_root(self, path: str) -> str:
         """The path that routes know, whether or not a proxy has already taken the root away."""
@@ -84,11 +93,6 @@ def _internal_error(request_id: str) -> ASGIApp:
 def _request_id(scope: Scope) -> str:
     given: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if SANE_ID.fullmatch(given) else secrets.token_hex(16)
-
-
-def _label(scope: Scope) -> str:
-    route = scope.get("route")
-    return NO_ROUTE if route is None else str(route.path)
 
 
 def _client(scope: Scope) -> str:

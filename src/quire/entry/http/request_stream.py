@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, Self
 
-from quire.contracts.errors import QuireError, RequestFailed
+from quire.contracts.errors import QueueTimeout, QuireError, RequestFailed
 from quire.contracts.output import RequestOutput
 from quire.entry.completion import Generation
 from quire.entry.front import INTERNAL
@@ -55,8 +55,9 @@ class RequestStream:
         """(prompt index, output) of everything that came since the last call and did not go into the sink; at least
         one.
 
-        Raises `RequestFailed` when a prompt failed by itself, the `QuireError` that ended the request or the engine,
-        what the sink raised, `StopAsyncIteration` after the end of all prompts.
+        Raises `RequestFailed` when a prompt failed by itself, `QueueTimeout` when its time was up before it began, the
+        `QuireError` that ended the request or the engine, what the sink raised, `StopAsyncIteration` after the end of
+        all prompts.
         """
         while not self._changed or self._fault is not None:
             if self._fault is not None:
@@ -74,7 +75,7 @@ class RequestStream:
                 self._waiter = None
         try:
             return self._batch()
-        except RequestFailed:
+        except (RequestFailed, QueueTimeout):
             self.close()
             raise
 
@@ -135,6 +136,9 @@ class RequestStream:
             raise self._failure(INTERNAL) from error
         for completion in output.outputs:
             if completion.finish_reason == "error":
+                if completion.stop_reason == "deadline" and all(g.began is None for g in self.generations):
+                    raise QueueTimeout(f"request {self.request_id} could not start before its time was up: the server "
+                                       "is busy, try again later.")
                 raise self._failure(str(completion.stop_reason))
         return output
 

@@ -11,6 +11,7 @@ Knows processes and time, nothing of requests. Exit codes: `entry/exit_codes.py`
 
 import asyncio
 import gc
+import logging
 import os
 import socket
 import sys
@@ -32,6 +33,7 @@ from quire.observe.metrics import Metrics, PrometheusMetrics, StatsLine
 from quire.observe.process import watch_event_loop
 from quire.procs.messages import Loading, Ready
 
+LOG = logging.getLogger("quire")
 DEATH_GRACE = 3.0  # seconds that a server without engine goes on answering 503
 FLUSH_GRACE = 1.0  # seconds that aborted streams get to send their error
 STATS_INTERVAL = 10.0
@@ -66,6 +68,9 @@ def run(config: ServerConfig, console: Console) -> int:
     Ends the process itself, after everything is closed, when a thread is stuck in something that cannot be interrupted
     (a download): nobody who pressed Ctrl-C waits for that.
     """
+    if config.serve.enable_log_requests:
+        logging.basicConfig(format="%(message)s")
+        LOG.setLevel(logging.INFO)
     try:
         listener = listen(config.http)
         try:
@@ -92,7 +97,7 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console)
     http = HttpListener(build_app(engine, config, metrics, board), config.http, listener, metrics)
     with StopRequests() as stop:
         serving = http.start()
-        console.note(f"Listening on {url_of(listener, config.http)}")
+        console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
         try:
             return await _Life(engine, http, config, console, stop, serving).run(board, metrics)
         finally:
@@ -137,7 +142,8 @@ class _Life:
         timeout, began = self._config.serve.shutdown_timeout, time.monotonic()
         self._engine.drain()
         if running := self._engine.num_live:
-            self._console.note(f"{self._stop.name}: no new requests; {running} running have {timeout:g} s to finish. "
+            have = "has" if running == 1 else "have"
+            self._console.note(f"{self._stop.name}: no new requests; {running} running {have} {timeout:g} s to finish. "
                                "Once more ends at once.")
         second = asyncio.create_task(self._stop.second.wait())
         finishing = asyncio.create_task(self._finish(timeout))
@@ -146,9 +152,10 @@ class _Life:
             task.cancel()
         if dead.done():
             return await self._die(dead.result())
-        if self._engine.num_live:
-            self._console.note(f"{self._engine.num_live} requests did not finish; they end with an error.")
-        self._console.note(f"Stopped after {time.monotonic() - began:.1f} s.")
+        if left := self._engine.num_live:
+            what = "1 request did not finish; it ends" if left == 1 else f"{left} requests did not finish; they end"
+            self._console.note(f"{what} with an error.")
+        self._console.note(f"Stopped, {time.monotonic() - began:.1f} s after {self._stop.name}.")
         return self._stop.code if self._stop.second.is_set() else DONE
 
     async def _finish(self, timeout: float) -> None:

@@ -6,9 +6,11 @@ Knows addresses and, on Linux, who holds a port. Nothing of HTTP.
 import contextlib
 import errno
 import os
+import re
 import resource
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from quire.config.serve import HttpConfig
@@ -19,6 +21,7 @@ RESERVED_FILES = 128  # descriptors kept for everything but connections
 MAX_CONNECTIONS = 16_384
 LISTENING = "0A"  # state of a socket in /proc/net/tcp
 NEIGHBOURS = 20  # ports after the busy one that are tried for a proposal
+SECRET_FLAG = re.compile(r"--?[\w-]*(key|token(?!s|iz)|passw|secret|credential)[\w-]*", re.IGNORECASE)
 
 
 def listen(config: HttpConfig) -> socket.socket:
@@ -76,9 +79,23 @@ def port_holder(port: int) -> str | None:
     for folder in Path("/proc").glob("[0-9]*") if inodes else ():
         with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
             if any(os.readlink(link) in inodes for link in (folder / "fd").iterdir()):
-                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"process {folder.name} ({words[:80]})"
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+                return f"process {folder.name} ({' '.join(without_secrets(words))[:80]})"
     return None
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line without what a flag for keys, tokens or passwords is given: all up to the next flag."""
+    shown: list[str] = []
+    hiding = False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if word.startswith("--") or (not hiding and SECRET_FLAG.fullmatch(flag)):
+            hiding = SECRET_FLAG.fullmatch(flag) is not None
+            shown += [flag + equals + "***" if equals else f"{flag} ***"] if hiding else [word]
+        elif not hiding:
+            shown.append(word)
+    return shown
 
 
 def _listeners(table: str, port: int) -> list[str]:

@@ -59,10 +59,19 @@ def paged_attention(
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, M, D], k and v [B, H, L, D] -> output [B, H, M, D], log-sum-exp [B, H, M] float32."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    """q [B, H, M, D], k and v [B, H, L, D] -> output [B, H, M, D], log-sum-exp [B, H, M] float32.
+
+    Where the softmax is NaN, at least one value of the row is. The kernel itself may give finite output beside an
+    infinite score, with an infinite log-sum-exp, and gives 0 and 0 for a row of which no score is finite; the first
+    key, which every row sees, is then not finite either. Nothing is read on the host for this.
+    """
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
+    first_key = k[:, :, 0].float().mul(0).sum(-1, keepdim=True)  # 0 or NaN
+    doubt = torch.where(lse == 0, first_key, lse - lse)
+    output[..., 0].add_(doubt)
+    return output, lse
 
 
 def _decode(q: Tensor, kv: KVView, plan: DecodePlan, scale: float) -> Tensor:

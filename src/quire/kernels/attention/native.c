@@ -107,11 +107,13 @@ INLINE void add_values(const void **values, const float *weights, long heads, lo
     }
 }
 
-/* Scores -> weights in place; the maximum and the sum of the weights. */
+/* Scores -> weights in place; the maximum and the sum of the weights, which is NaN when a score is NaN or infinite.
+   Where all are minus infinity, weights and sum are 0. */
 static inline void soften(float *scores, long count, float *maximum, float *total) {
     __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (long i = 0; i < count; i += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
-    const __m512 peak = _mm512_set1_ps(*maximum = _mm512_reduce_max_ps(most));
+    *maximum = _mm512_reduce_max_ps(most);
+    const __m512 peak = _mm512_set1_ps(*maximum > -INFINITY ? *maximum : 0.0f);
     for (long i = 0; i < count; i += 16) {
         const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + i), peak));
         _mm512_storeu_ps(scores + i, weight);

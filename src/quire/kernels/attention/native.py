@@ -2,7 +2,7 @@
 prompts on AMX tiles (native_chunks.c) or, in float32 and without AMX, through PyTorch's flash kernel (`cpu.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,10 +18,13 @@ from quire.kernels.select import Support
 
 __all__ = ["SUPPORT", "paged_attention", "write_kv"]
 
-SUPPORT = Support(devices=CHUNKS.devices, dtypes=CHUNKS.dtypes, missing=missing() or CHUNKS.missing)
 PART, MAX_DIM = 512, 512  # of native.c
 STEP, WIDEST = 32, 256  # of native_chunks.c
 NO_TILES = missing("amx_tile", "amx_bf16", "avx512_bf16")
+SUPPORT = Support(
+    devices=CHUNKS.devices, dtypes=CHUNKS.dtypes, missing=missing() or CHUNKS.missing, max_head_dim=MAX_DIM
+)
+SCRATCH = 256 << 20  # bytes for the keys and values of chunks in the order of tiles
 FEW = 4  # query rows of a sequence that are done one by one
 
 
@@ -37,18 +40,32 @@ class RowPlan:
     split: bool
 
 
+@dataclass(frozen=True)
+class ChunkPass:
+    """Chunks whose keys and values are in the scratch together.
+
+    items   [C, 5] int64 as native_chunks.c describes them;  heads   how many KV heads at a time
+    size    of the scratch, in elements
+    """
+
+    items: Tensor
+    heads: int
+    size: int
+
+
 @dataclass
 class StepPlan:
     """The rows of a step (None without any) and its chunks.
 
-    items, packed   of the chunks [C, 5] int64, and room for their keys and values, as native_chunks.c describes them;
-                    None until a layer needs them
+    num_rows   of the step
+    passes     over the chunks, by the number of KV heads and their dimension;  scratch   room for each pass
     """
 
     rows: RowPlan | None
     chunks: tuple[ChunkPlan, ...]
-    items: Tensor | None = None
-    packed: Tensor | None = None
+    num_rows: int
+    passes: dict[tuple[int, int], list[ChunkPass]] = field(default_factory=dict)
+    scratch: Tensor | None = None
 
 
 def paged_attention(
@@ -65,6 +82,8 @@ def paged_attention(
     plan = meta.plans.get(kv.block_size)
     if not isinstance(plan, StepPlan):
         plan = meta.plans[kv.block_size] = _plan(meta, kv.block_size)
+    if plan.num_rows > len(q):
+        raise ValueError(f"native attention: {len(q)} rows of q for {plan.num_rows} of the step")
     out = q.new_empty(q.shape)
     if plan.rows is not None:
         _attend_rows(q, kv, meta.block_tables, plan.rows, scale, out)
@@ -78,6 +97,9 @@ def paged_attention(
 
 def _plan(meta: AttentionMeta, block_size: int) -> StepPlan:
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
+    tables = meta.block_tables.shape
+    if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
+        raise ValueError(f"native attention: contexts {lengths}, block tables {tuple(tables)} of {block_size} tokens")
     rows: list[tuple[int, int, int]] = []  # row, tokens it sees, sequence
     chunks = []
     for s, length in enumerate(lengths):
@@ -86,7 +108,7 @@ def _plan(meta: AttentionMeta, block_size: int) -> StepPlan:
             chunks.append(plan_chunk(meta, s, first, last, length, block_size))
         else:
             rows += [(row, length - last + row + 1, s) for row in range(first, last)]
-    return StepPlan(_plan_rows(rows) if rows else None, tuple(chunks))
+    return StepPlan(_plan_rows(rows) if rows else None, tuple(chunks), starts[-1])
 
 
 def _plan_rows(rows: list[tuple[int, int, int]]) -> RowPlan:
@@ -102,31 +124,68 @@ def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, scale:
     k = kv.k
     num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
     _check(q, kv, tables)
-    if plan.items is None or plan.packed is None:
-        plan.items, size = _chunk_items(plan.chunks, num_kv_heads, dim)
-        plan.packed = memory.empty((size,), torch.bfloat16)
-    loaded().quire_attend_chunks(
-        q.data_ptr(), out.data_ptr(), k.data_ptr(), kv.v.data_ptr(), tables.data_ptr(), plan.items.data_ptr(),
-        plan.packed.data_ptr(), len(plan.items), num_heads, num_kv_heads, dim, q.stride(0), kv.block_size, k.stride(0),
-        k.stride(1), tables.stride(0), scale, torch.get_num_threads(),
-    )  # fmt: skip
+    passes = plan.passes.get((num_kv_heads, dim))
+    if passes is None:
+        passes = plan.passes[num_kv_heads, dim] = _chunk_passes(plan.chunks, num_kv_heads, dim)
+    size = max(one.size for one in passes)
+    if plan.scratch is None or len(plan.scratch) < size:
+        plan.scratch = memory.empty((size,), torch.bfloat16)
+    group = num_heads // num_kv_heads
+    for one in passes:
+        for head in range(0, num_kv_heads, one.heads):
+            heads = min(one.heads, num_kv_heads - head)
+            first, from_kv = head * group * dim * q.element_size(), head * k.stride(1) * k.element_size()
+            loaded().quire_attend_chunks(
+                q.data_ptr() + first, out.data_ptr() + first, k.data_ptr() + from_kv, kv.v.data_ptr() + from_kv,
+                tables.data_ptr(), one.items.data_ptr(), plan.scratch.data_ptr(), len(one.items), heads * group, heads,
+                dim, q.stride(0), out.stride(0), kv.block_size, k.stride(0), k.stride(1), tables.stride(0), scale,
+                torch.get_num_threads(),
+            )  # fmt: skip
 
 
-def _chunk_items(chunks: tuple[ChunkPlan, ...], num_kv_heads: int, dim: int) -> tuple[Tensor, int]:
-    """What native_chunks.c wants to know of each chunk, and the elements of scratch they take together."""
-    items, at = [], 0
+def _chunk_passes(chunks: tuple[ChunkPlan, ...], num_kv_heads: int, dim: int) -> list[ChunkPass]:
+    """As many chunks together as SCRATCH holds; of one that is longer, as many KV heads as it holds, at least one."""
+    groups: list[list[ChunkPlan]] = []
+    used = 0
     for chunk in chunks:
+        size = _head_elements(chunk, dim) * num_kv_heads * torch.bfloat16.itemsize
+        if not groups or used + size > SCRATCH:
+            groups.append([])
+            used = 0
+        groups[-1].append(chunk)
+        used += size
+    return [_chunk_pass(group, num_kv_heads, dim) for group in groups]
+
+
+def _chunk_pass(chunks: list[ChunkPlan], num_kv_heads: int, dim: int) -> ChunkPass:
+    sizes = [_head_elements(chunk, dim) for chunk in chunks]
+    heads = max(1, min(num_kv_heads, SCRATCH // torch.bfloat16.itemsize // sum(sizes)))
+    items, at = [], 0
+    for chunk, size in zip(chunks, sizes, strict=True):
         items.append((chunk.first, chunk.last - chunk.first, chunk.total, chunk.sequence, at))
-        at += 2 * num_kv_heads * (-(-chunk.total // STEP) * STEP) * (-(-dim // STEP) * STEP)
-    return torch.tensor(items, dtype=torch.int64), at
+        at += size * heads
+    return ChunkPass(torch.tensor(items, dtype=torch.int64), heads, at)
+
+
+def _head_elements(chunk: ChunkPlan, dim: int) -> int:
+    """The scratch that one KV head of a chunk takes."""
+    return 2 * (-(-chunk.total // STEP) * STEP) * (-(-dim // STEP) * STEP)
 
 
 def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
     """What C takes for granted."""
-    dim = q.shape[2]
-    assert q.stride()[1:] == (dim, 1) and kv.k.stride() == kv.v.stride() and kv.k.stride()[2:] == (dim, 1)
-    assert tables.dtype == torch.int32 and tables.stride(1) == 1 and q.dtype == kv.k.dtype
-    assert dim <= MAX_DIM, f"heads of {dim} are wider than {MAX_DIM}"
+    k, v = kv.k, kv.v
+    (_, heads, dim), shape, stride = q.shape, k.shape, k.stride()
+    if not (q.is_cpu and k.is_cpu and v.is_cpu and tables.is_cpu):
+        raise ValueError(f"native attention: q on {q.device}, the cache on {k.device}, block tables on {tables.device}")
+    if q.dtype not in (torch.float32, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"native attention: q is {q.dtype}, the cache {k.dtype}")
+    if dim > MAX_DIM or shape[3] != dim or v.shape != shape or heads % shape[1]:
+        raise ValueError(f"native attention: q {tuple(q.shape)}, the cache {tuple(shape)}, {tuple(v.shape)}")
+    if q.stride()[1:] != (dim, 1) or v.stride() != stride or stride[2:] != (dim, 1):
+        raise ValueError(f"native attention: strides of q {q.stride()}, of the cache {stride}, {v.stride()}")
+    if tables.dtype != torch.int32 or tables.stride(1) != 1:
+        raise ValueError("native attention: block tables are not rows of int32")
 
 
 def _attend_rows(q: Tensor, kv: KVView, tables: Tensor, plan: RowPlan, scale: float, out: Tensor) -> None:

@@ -21,7 +21,8 @@ typedef struct ChunksJob {
     bf16 *out, *packed;
     const int32_t *tables;
     const ChunkItem *items;
-    long num_items, num_heads, num_kv_heads, dim, steps, q_stride, block_size, block_stride, head_stride, table_stride;
+    long num_items, num_heads, num_kv_heads, dim, steps, q_stride, out_stride, block_size, block_stride, head_stride;
+    long table_stride;
     float scale;
 } ChunksJob;
 
@@ -127,7 +128,7 @@ static inline void soften_row(const ChunksJob *job, Block *block, long i, long s
         most = _mm512_max_ps(most, value);
     }
     const float before = block->maximum[i], now = fmaxf(before, _mm512_reduce_max_ps(most));
-    const __m512 peak = _mm512_set1_ps(now);
+    const __m512 peak = _mm512_set1_ps(now > -INFINITY ? now : 0.0f); /* as in native.c */
     for (long t = 0; t < width; t += 16) {
         const __mmask16 mask = mask_of(seen - t);
         const __m512 weight = _mm512_maskz_mov_ps(mask, exp_ps(_mm512_sub_ps(_mm512_load_ps(scores + t), peak)));
@@ -201,7 +202,7 @@ static void attend_block(const ChunksJob *job, Block *block, const ChunkItem *it
     }
     for (long i = 0; i < rows; i++) {
         const __m512 share = _mm512_set1_ps(1.0f / block->total[i]);
-        bf16 *to = job->out + ((item->first + first + i) * job->num_heads + head) * job->dim;
+        bf16 *to = job->out + (item->first + first + i) * job->out_stride + head * job->dim;
         for (long d = 0; d < job->dim; d += 16)
             store(to, d, mask_of(job->dim - d), _mm512_mul_ps(_mm512_load_ps(block->sums + i * width + d), share), 1);
     }
@@ -227,20 +228,21 @@ static void attend_chunk_tasks(void *argument) {
     _tile_release();
 }
 
-/* Chunks `items` [num_items] of q [*, num_heads, dim] with a stride between rows -> the same rows of out.
+/* Chunks `items` [num_items] of q [*, num_heads, dim] with a stride between rows -> the same rows of out, which has one
+   too: the heads may be some of a model's.
 
    packed  room for every item's keys and values: 2 * num_kv_heads * length * dim elements, with length and dim rounded
            up to 32, starting at a multiple of 64 bytes
    k, v, tables as for quire_attend_rows; dim <= WIDEST */
 void quire_attend_chunks(const bf16 *q, bf16 *out, const bf16 *k, const bf16 *v, const int32_t *tables,
                          const ChunkItem *items, bf16 *packed, long num_items, long num_heads, long num_kv_heads,
-                         long dim, long q_stride, long block_size, long block_stride, long head_stride,
-                         long table_stride, float scale, int threads) {
+                         long dim, long q_stride, long out_stride, long block_size, long block_stride,
+                         long head_stride, long table_stride, float scale, int threads) {
     ChunksJob job = {.q = q, .k = k, .v = v, .out = out, .packed = packed, .tables = tables, .items = items,
                      .num_items = num_items, .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim,
-                     .steps = (dim + STEP - 1) / STEP, .q_stride = q_stride, .block_size = block_size,
-                     .block_stride = block_stride, .head_stride = head_stride, .table_stride = table_stride,
-                     .scale = scale};
+                     .steps = (dim + STEP - 1) / STEP, .q_stride = q_stride, .out_stride = out_stride,
+                     .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
+                     .table_stride = table_stride, .scale = scale};
     for (long i = 0; i < num_items; i++) job.tasks.count += groups_of(items + i) * num_kv_heads;
     run_parallel(pack_context_tasks, &job, job.tasks.count, threads, OWN_THREADS);
     job.tasks = (Tasks){0};

@@ -18,9 +18,7 @@ def prepare(
     k, v = kv.k, kv.v
     num_kv_heads, block_size = k.shape[1], k.shape[2]
     num_heads = heads - 2 * num_kv_heads
-    assert qkv.stride()[1:] == (dim, 1) and k.stride() == v.stride() and k.stride()[2:] == (dim, 1)
-    assert cos.dtype == sin.dtype == qkv.dtype == k.dtype and cos.is_contiguous() and sin.is_contiguous()
-    assert kv_slots.dtype == torch.int64 and kv_slots.is_contiguous()
+    _check(qkv, norm, cos, sin, kv, kv_slots)
     q = qkv.new_empty(rows, num_heads, dim)
     loaded().quire_heads(
         qkv.data_ptr(), None if norm is None else norm.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(),
@@ -28,3 +26,24 @@ def prepare(
         block_size, k.stride(0), k.stride(1), eps, qkv.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     return q
+
+
+def _check(qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor) -> None:
+    """What C takes for granted."""
+    (rows, heads, dim), dtype, k, v = qkv.shape, qkv.dtype, kv.k, kv.v
+    if dtype not in (torch.float32, torch.bfloat16) or not cos.dtype == sin.dtype == k.dtype == v.dtype == dtype:
+        raise ValueError(f"native heads: qkv is {dtype}, the rotation {cos.dtype}, {sin.dtype}, the cache {k.dtype}")
+    if not (qkv.is_cpu and cos.is_cpu and sin.is_cpu and k.is_cpu and v.is_cpu and kv_slots.is_cpu):
+        raise ValueError(f"native heads: qkv on {qkv.device}, the rotation on {cos.device}, the cache on {k.device}")
+    stride = k.stride()
+    if qkv.stride()[1:] != (dim, 1) or stride[2:] != (dim, 1) or v.stride() != stride or dim % 2:
+        raise ValueError(f"native heads: strides of qkv {qkv.stride()}, of the cache {stride}, {v.stride()}")
+    shape = k.shape
+    if v.shape != shape or shape[3] != dim or cos.shape != (rows, dim) or sin.shape != (rows, dim):
+        raise ValueError(f"native heads: qkv {tuple(qkv.shape)}, cache {tuple(shape)}, rotation {tuple(cos.shape)}")
+    if norm is not None and (norm.shape != (heads - shape[1], dim) or norm.dtype != dtype or not norm.is_contiguous()):
+        raise ValueError(f"native heads: norm {norm.dtype} {tuple(norm.shape)} for qkv {tuple(qkv.shape)}")
+    if kv_slots.dtype != torch.int64 or kv_slots.shape != (rows,):
+        raise ValueError(f"native heads: slots {kv_slots.dtype} {tuple(kv_slots.shape)} for {rows} rows")
+    if not (cos.is_contiguous() and sin.is_contiguous() and kv_slots.is_contiguous()):
+        raise ValueError("native heads: the rotation and the slots must be contiguous")

@@ -57,19 +57,20 @@ def run_float(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
     """See `quire.kernels.linear`."""
-    y = torch.empty(residual.shape, dtype=residual.dtype)
-    return _run(x, packed, bias, y, OUT_BF16, residual.contiguous())
+    return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols), OUT_BF16, residual.contiguous())
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """See `quire.kernels.linear`."""
-    assert packed.gated, "packed for run"
+    if not packed.gated:
+        raise ValueError("native linear: packed for run, not for run_gated")
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols // 2), OUT_GATED)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
     """See `quire.kernels.linear`."""
-    assert not packed.gated and ids.dtype == torch.int64
+    if packed.gated or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
+        raise ValueError(f"native linear: rows {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
     ids = ids.contiguous()
     y = packed.data.new_empty(ids.shape[0], packed.inner)
     loaded().quire_rows_bf16(
@@ -81,6 +82,8 @@ def rows(packed: Packed, ids: Tensor) -> Tensor:
 
 def _pack(weight: Tensor, gated: bool) -> Packed:
     cols, inner = weight.shape
+    if weight.dtype != torch.bfloat16 or not weight.is_cpu or gated and cols % 2:
+        raise ValueError(f"native linear: weight {weight.dtype} {tuple(weight.shape)} on {weight.device}")
     weight = weight.detach().contiguous()
     groups = -(-(cols // 2) // (GROUP // 2)) if gated else -(-cols // GROUP)
     data = memory.empty((groups * GROUP * -(-inner // STEP) * STEP,), torch.bfloat16)
@@ -94,6 +97,14 @@ def _run(
     x: Tensor, packed: Packed, bias: Tensor | None, y: Tensor, out: int, residual: Tensor | None = None
 ) -> Tensor:
     num_rows, inner = x.shape
+    if x.dtype != torch.bfloat16 or inner != packed.inner or not x.is_cpu:
+        raise ValueError(f"native linear: x {x.dtype} {tuple(x.shape)} on {x.device} for {packed.inner} inputs")
+    if packed.gated != (out == OUT_GATED):
+        raise ValueError("native linear: packed for run_gated, not for run")
+    if bias is not None and not _fits(bias, (packed.cols,)):
+        raise ValueError(f"native linear: bias {bias.dtype} {tuple(bias.shape)} for {packed.cols} outputs")
+    if residual is not None and not _fits(residual, (num_rows, packed.cols)):
+        raise ValueError(f"native linear: residual {residual.dtype} {tuple(residual.shape)} for {tuple(y.shape)}")
     if inner % STEP:  # a tile reads whole steps, and what lies past the end may be NaN
         x = F.pad(x, (0, -inner % STEP))
     elif x.stride(1) != 1:
@@ -105,3 +116,7 @@ def _run(
         torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def _fits(added: Tensor, shape: tuple[int, ...]) -> bool:
+    return added.dtype == torch.bfloat16 and added.shape == shape and added.is_cpu and added.is_contiguous()

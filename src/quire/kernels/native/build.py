@@ -1,8 +1,9 @@
 """The C sources of this package -> one shared library in the kernel cache, compiled when first needed.
 
 A library is named by a hash of everything it depends on: sources, flags (which follow the CPU) and compiler version.
-It is written under a temporary name and renamed, so that processes racing for it are safe. Nothing here raises for a
-missing compiler, a compiler that fails or a folder that cannot be written: the reason is the answer.
+It is written under a temporary name and renamed, so that processes racing for it are safe, and ends with a hash of its
+bytes: to load a part of a library kills the process, so nothing else is ever loaded. Nothing here raises for a missing
+compiler, a compiler that fails or a folder that cannot be written: the reason is the answer.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ NEEDED = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx51
 USED = {  # /proc/cpuinfo -> flag
     "avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "3dnowprefetch": "-mprfchw",
 }  # fmt: skip
+TRAILER = hashlib.sha256().digest_size  # bytes after the library's own; a loader does not read them
 COMPILE_SECONDS = 120  # takes one or two; a machine may be busy
 
 
@@ -44,9 +46,18 @@ def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Pa
         raise CannotBuild("there is no C compiler (cc, gcc or clang): install one")
     flags = [*BASE_FLAGS, "-mfma", "-mf16c", *NEEDED.values(), *(USED[f] for f in USED if f in cpu_flags)]
     library = folder / f"quire-{_key(compiler, flags)}.so"
-    if fresh or not library.is_file():
+    if fresh or not intact(library):
         _compile([compiler, *flags], library)
     return library
+
+
+def intact(library: Path) -> bool:
+    """Whether `library` is there, whole and as it was written. Hashing one takes less than a millisecond."""
+    try:
+        held = library.read_bytes()
+    except OSError:
+        return False
+    return held[-TRAILER:] == hashlib.sha256(held[:-TRAILER]).digest()
 
 
 def sources() -> list[Path]:
@@ -72,6 +83,7 @@ def _compile(command: list[str], library: Path) -> None:
     os.close(handle)
     try:
         _output([*command, str(SOURCE), "-o", name, "-lm"])
+        _seal(Path(name))
         os.chmod(name, 0o755)
         os.replace(name, library)
     except OSError as error:
@@ -79,6 +91,15 @@ def _compile(command: list[str], library: Path) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+
+
+def _seal(library: Path) -> None:
+    """Add the hash that `intact` looks for, and have all of it on the disk before it gets its name."""
+    digest = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _output(command: list[str]) -> bytes:

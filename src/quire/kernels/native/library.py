@@ -1,26 +1,27 @@
 """The loaded library of native kernels: one per process, or the reason why there is none.
 
 Threads: the kernels run on the OpenMP runtime PyTorch has loaded, through its entry point. Pointers and sizes cross as
-plain integers; whoever calls has checked them.
+plain integers; whoever calls has checked them, and not with `assert`: `python -O` would leave it out.
 """
 
 import ctypes
 import functools
 from pathlib import Path
 
-import torch
+import torch  # noqa: F401  (brings the OpenMP runtime)
 
 from quire.config.env import cache_folder
 from quire.kernels.native.build import CannotBuild, build
 from quire.platforms.cpu import read_cpu_flags
 
 RUNTIMES = ("libgomp", "libiomp5", "libomp")  # file names of the OpenMP runtimes that have GOMP_parallel
+MAPS = Path("/proc/self/maps")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
 # Function -> its parameters: p pointer, l long, i int, f float. Order and meaning stand at the C function.
 FUNCTIONS = {
     "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
-    "quire_attend_chunks": "ppppppp" + "lllllllll" + "fi",
+    "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
     "quire_heads": "pppppppp" + "llllllll" + "fii",
     "quire_rms_norm": "ppp" + "llll" + "fii",
     "quire_silu_mul": "pp" + "lll" + "ii",
@@ -64,24 +65,35 @@ def _load(folder: Path) -> ctypes.CDLL:
     flags = read_cpu_flags()
     try:
         found = ctypes.CDLL(str(build(folder, flags)))
-    except OSError:  # a damaged file: once more from the sources
+    except OSError:  # compiled on another system that shares this cache: once more from the sources
         try:
             found = ctypes.CDLL(str(build(folder, flags, fresh=True)))
         except OSError as error:
             raise CannotBuild(f"the compiled kernels cannot be loaded ({error})") from None
+    region = _parallel_region()
     for name, letters in FUNCTIONS.items():
         if hasattr(found, name):  # without AMX there are no linears
             function = getattr(found, name)
             function.argtypes, function.restype = [_LETTERS[letter] for letter in letters], None
-    found.quire_set_parallel_region(_parallel_region())
+    try:
+        found.quire_set_parallel_region(region)
+    except AttributeError:
+        raise CannotBuild("the compiled kernels lack a function: the compiler left it out") from None
     return found
 
 
 def _parallel_region() -> ctypes.c_void_p:
     """The address of GOMP_parallel in the OpenMP runtime that PyTorch brought."""
-    assert torch.get_num_threads() > 0, "PyTorch is loaded, and its OpenMP runtime with it"
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.rpartition(" ")[2]
-        if path.rpartition("/")[2].startswith(RUNTIMES):
-            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _POINTER)
+    try:
+        runtimes = openmp_runtimes(MAPS.read_text(errors="surrogateescape"))
+        if runtimes:
+            return ctypes.cast(ctypes.CDLL(runtimes[0]).GOMP_parallel, _POINTER)
+    except (OSError, AttributeError) as error:
+        raise CannotBuild(f"PyTorch's OpenMP runtime cannot be shared ({error})") from None
     raise CannotBuild("PyTorch has loaded no OpenMP runtime to share")
+
+
+def openmp_runtimes(maps: str) -> list[str]:
+    """Paths of the OpenMP runtimes in the text of /proc/self/maps: address, access, offset, device, inode, path."""
+    paths = [path.removesuffix(" (deleted)") for line in maps.splitlines() for path in line.split(maxsplit=5)[5:]]
+    return [path for path in dict.fromkeys(paths) if path.rpartition("/")[2].startswith(RUNTIMES)]

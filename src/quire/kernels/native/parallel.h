@@ -181,10 +181,11 @@ INLINE __m512 store(void *base, long at, __mmask16 mask, __m512 x, int half) {
     return widen(rounded);
 }
 
-/* e^x within 2 units in the last place, 0 far below: 2^n * e^r with n = round(x / ln 2) and |r| <= ln 2 / 2, where the
-   Taylor polynomial of degree 6 is exact to 1e-8 relative. ln 2 is split in two so that r keeps its bits. */
+/* e^x within 2 units in the last place, 0 far below, infinite far above, NaN for NaN (minimum and maximum return their
+   second operand when either is NaN): 2^n * e^r with n = round(x / ln 2) and |r| <= ln 2 / 2, where the Taylor
+   polynomial of degree 6 is exact to 1e-8 relative. ln 2 is split in two so that r keeps its bits. */
 static inline __m512 exp_ps(__m512 x) {
-    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-104.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), x));
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);

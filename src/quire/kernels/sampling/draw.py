@@ -11,6 +11,7 @@ infinite has no meaning; callers look at `best` (greedy, plain) or sort such row
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def _kept(values: Tensor, filters: Filters, mass: Tensor) -> tuple[Tensor, Tenso
     order, so that they do not depend on W.
     """
     width = values.shape[1]
-    weight = (values - values[:, :1]).to(torch.float64).exp_()
+    weight = _exp_in_place((values - values[:, :1]).to(torch.float64))
     rank = torch.where(filters.top_k > 0, filters.top_k, width).clamp(max=width) - 1
     left = (values > -torch.inf) & (values >= values.gather(1, rank.unsqueeze(1)))
     left &= weight >= filters.min_p.unsqueeze(1)
@@ -111,6 +112,15 @@ def _kept(values: Tensor, filters: Filters, mass: Tensor) -> tuple[Tensor, Tenso
     complete = _lowest(values, keep) > last
     complete &= ~thresholds | (_lowest(values, left) > last)
     return keep, complete | (last == -torch.inf)
+
+
+def _exp_in_place(values: Tensor) -> Tensor:
+    """exp of a float64 tensor; returns it. On a CPU numpy's, which waits for no thread: see `noise.log_in_place`."""
+    if values.device.type == "cpu":
+        plain = values.numpy()
+        np.exp(plain, out=plain)
+        return values
+    return values.exp_()
 
 
 def _lowest(values: Tensor, prefix: Tensor) -> Tensor:

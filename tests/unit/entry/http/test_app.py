@@ -149,6 +149,8 @@ def test_unknown_paths_and_methods_are_answered_in_openais_form(engine: FakeEngi
         answer = call(app, path, "DELETE")
         assert answer.status == 405 and method in answer.headers["allow"]
         assert answer.error["code"] == "method_not_allowed"
+        assert call(app, path, "PUT", b"{}").status == 405  # also when the body is no JSON
+    assert call(app, "/nowhere", "POST", b"{}").status == 404
 
 
 def test_head_of_every_get(engine: FakeEngine) -> None:
@@ -170,6 +172,32 @@ def test_pages_of_allowed_origins_only(engine: FakeEngine) -> None:
     assert call(app, "/v1/completions", "OPTIONS", **(preflight | {"origin": "https://b.example"})).status == 400
     refused = call(app, "/version", origin="https://a.example")
     assert refused.status == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+# --- names of this machine --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "localhost.", "127.0.0.1:8000", "127.1.2.3", "[::1]:8",
+                                  "10.0.0.7", "[fe80::1]"])
+def test_a_keyless_server_answers_to_localhost_and_addresses(engine: FakeEngine, host: str) -> None:
+    assert call(make(engine), "/version", host=host).status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "[::1]evil.example",
+                                  "127.0.0.1.evil.example", "localhost:80@evil.example", "", "[]", "::1:x"])
+def test_a_keyless_server_does_not_answer_to_foreign_names(engine: FakeEngine, host: str) -> None:
+    """A page whose name leads to this machine must not read what is answered here."""
+    app = make(engine)
+    for method, path in [*every_route(app), ("OPTIONS", "/v1/models")]:
+        answer = call(app, path, method, host=host)
+        assert answer.status == 403, path
+    assert answer.error["code"] == "foreign_host" and "--api-key" in answer.error["message"]
+
+
+@pytest.mark.parametrize("changes", [{"api_key": (SECRET,)}, {"host": "0.0.0.0"}, {"uds": "/s"}, {"host": "10.0.0.7"}])
+def test_where_names_are_not_looked_at(engine: FakeEngine, changes: dict[str, Any]) -> None:
+    app = make(engine, ServerConfig(http=HttpConfig(**changes)))
+    assert call(app, "/version", host="llm.example", x_api_key=SECRET).status == 200
 
 
 # --- ids, counts, logs, faults ----------------------------------------------------------------------------------------
@@ -271,3 +299,43 @@ def test_openapi_describes_every_route(engine: FakeEngine) -> None:
 def test_metrics_are_served(engine: FakeEngine) -> None:
     answer = call(make(engine), "/metrics")
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain")
+
+
+# --- what other servers have ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [
+    "/v1/embeddings", "/v1/responses", "/v1/responses/resp_1", "/v1/messages", "/v1/messages/count_tokens", "/rerank",
+    "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/pooling", "/classify", "/v1/moderations", "/v1/files",
+    "/v1/audio/transcriptions", "/v1/images/generations", "/v1/batches", "/v1/fine_tuning/jobs",
+])
+def test_a_route_that_others_have_is_not_implemented_yet(engine: FakeEngine, path: str) -> None:
+    for method, kind in (("POST", "multipart/form-data; boundary=x"), ("POST", "application/json"), ("GET", "")):
+        answer = call(make(engine), path, method, content_type=kind)
+        assert answer.status == 404 and answer.error["code"] == "not_implemented"
+        assert answer.error["message"].startswith(f"{path} is not implemented yet: ")
+        assert "Did you mean" not in answer.error["message"]
+
+
+def test_a_name_that_begins_like_one_of_theirs_is_another(engine: FakeEngine) -> None:
+    assert call(make(engine), "/v1/responsesx").error["code"] == "unknown_path"
+
+
+class Routes(Metrics):
+    """Keeps the routes that answers are counted under."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def http(self, route: str, status: int, method: str = "POST") -> None:
+        self.seen.append((route, status))
+
+
+def test_an_answer_before_the_router_is_counted_under_its_route(engine: FakeEngine) -> None:
+    metrics, engine.state = Routes(), EngineState.STARTING
+    app = make(engine, metrics=metrics)
+    call(app, "/v1/completions", "POST", content_type="application/json")
+    call(app, "/nowhere", "POST", content_type="application/json")
+    engine.state = EngineState.READY
+    call(app, "/v1/completions", "POST", content_type="text/plain")
+    assert metrics.seen == [("/v1/completions", 503), ("other", 503), ("/v1/completions", 415)]

@@ -262,6 +262,54 @@ def test_a_full_queue_refuses_and_the_rest_goes_on() -> None:
     run(work())
 
 
+def test_ten_times_what_can_run_is_refused_by_default() -> None:
+    async def work() -> None:
+        async with serving(max_num_seqs=3, mock_step_ms=5.0) as (engine, _):
+            streams = [open_one(engine, 3, prompt=[i]) for i in range(30)]
+            ends = await asyncio.gather(*map(read, streams), return_exceptions=True)
+            refused = [end for end in ends if isinstance(end, BaseException)]
+            assert refused and all(isinstance(end, QueueFull) for end in refused)
+            assert 20 <= len(ends) - len(refused) < 30
+
+    run(work())
+
+
+def test_a_burst_that_fits_the_slots_is_taken_whatever_the_bound() -> None:
+    async def work() -> None:
+        async with serving(max_num_seqs=8, max_waiting=1) as (engine, _):
+            prompts = [Prompt(token_ids=[i]) for i in range(9)]
+            assert all(await read(engine.open(prompts, params(3), request_id="r")))
+
+    run(work())
+
+
+@pytest.mark.parametrize(("count", "n", "param"), [(10, 1, "prompt"), (1, 10, "n"), (5, 2, "n")])
+def test_what_never_fits_is_the_callers_mistake(count: int, n: int, param: str) -> None:
+    async def work() -> None:
+        async with serving(max_num_seqs=8, max_waiting=1) as (engine, _):
+            prompts = [Prompt(token_ids=[i]) for i in range(count)]
+            with pytest.raises(InvalidParameter, match="10 completions .* never fit: at most 9 do") as caught:
+                engine.open(prompts, params(3, n=n, temperature=float(n > 1)), request_id="r")
+            assert caught.value.param == param and engine.num_live == 0
+
+    run(work())
+
+
+def test_whose_time_is_up_before_it_began_has_waited_too_long() -> None:
+    async def work() -> None:
+        async with serving(max_num_seqs=1, mock_step_ms=5.0) as (engine, _):
+            first = open_one(engine, 60)
+            prompts = [Prompt(token_ids=PROMPT), Prompt(token_ids=PROMPT)]
+            with pytest.raises(QueueTimeout, match="request w could not start before its time was up"):
+                await read(engine.open(prompts, params(3), request_id="w", timeout=0.1))
+            await read(first)
+            late = engine.open(prompts, params(4000), request_id="late", timeout=0.1)
+            with pytest.raises(RequestFailed):  # one of its prompts began
+                await read(late)
+
+    run(work())
+
+
 def test_who_waits_too_long_is_told() -> None:
     async def work() -> None:
         counted = Counted()

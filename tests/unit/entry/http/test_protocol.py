@@ -96,8 +96,10 @@ def test_a_body_that_does_not_say_its_length_is_counted(serve_echo: Start) -> No
     head = b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
     chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
     assert refusal(live.ask(head, *[chunk] * 1000))[0] == 413
-    last = b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"
-    assert live.ask(head + chunk * 2 + b"0\r\n\r\n", last).count(b"200 OK") == 2
+    with live.connect() as peer:
+        for _ in range(2):
+            peer.sendall(head + chunk * 2 + b"0\r\n\r\n")
+            read_until(peer, b"POST / 8192")
     assert live.traffic.uploading == 0
 
 
@@ -194,13 +196,64 @@ def test_connections_are_bounded(serve_echo: Start) -> None:
         assert time.monotonic() < deadline, "a closed connection still counts"
 
 
-def test_pipelined_requests_are_answered_in_order_and_bounded(serve_echo: Start) -> None:
-    live = serve_echo(max_pipelined=4)
-    few = b"".join(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % i for i in range(4))
-    answer = live.ask(few + b"GET /last HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-    assert [answer.index(b"GET /%d" % i) for i in range(4)] == sorted(answer.index(b"GET /%d" % i) for i in range(4))
-    assert answer.endswith(b"GET /last 0")
-    assert live.ask(few * 10).count(b"200 OK") <= 5
+def endless(ended: list[str]) -> Any:
+    """An application that streams until its client is gone."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        body = scope["extensions"][DIRECT_BODY]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ended.append(f"{scope['path']} {body.ready}")
+
+    return app
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_client_that_pipelines_and_leaves_is_seen_to_leave(serve_echo: Start, wait: bool) -> None:
+    ended: list[str] = []
+    live = serve_echo(endless(ended))
+    with live.connect() as peer:
+        peer.sendall(post(b"abc") + (b"" if wait else post(b"d") * 3))
+        read_until(peer, b"1\r\nx\r\n")
+        if wait:
+            peer.sendall(post(b"y" * 200_000))  # more than is taken from a connection at once
+            peer.sendall(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n" + b"\0garbage")
+    until(lambda: bool(ended))
+    assert ended == ["/x False"] and live.traffic.uploading == 0
+
+
+def test_a_request_that_does_not_wait_is_not_read_and_the_connection_ends_after_the_answer(serve_echo: Start) -> None:
+    few = b"".join(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % i for i in range(40))
+    live = serve_echo()
+    answer = live.ask(few)
+    assert answer.count(b"200 OK") == 1 and answer.endswith(b"GET /0 0") and b"connection: close\r\n" in answer
+    assert not live.refused
+
+
+def test_line_ends_after_a_body_are_no_request(serve_echo: Start) -> None:
+    with serve_echo().connect() as peer:
+        for _ in range(3):
+            peer.sendall(post(b"abc") + b"\r\n")
+            answer = read_until(peer, b"POST /x 3")
+            assert b"connection: close" not in answer
+
+
+@pytest.mark.parametrize("version, body", [(b"1.0", b"one,two,"), (b"1.1", b"4\r\none,\r\n4\r\ntwo,\r\n0\r\n\r\n")])
+def test_http_1_0_gets_no_chunks(serve_echo: Start, version: bytes, body: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in (b"one,", b"two,"):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    lines = b" HTTP/" + version + b"\r\n" + HOST + b"Connection: close\r\n\r\n"
+    head, _, answer = serve_echo(app).ask(b"GET /" + lines).partition(b"\r\n\r\n")
+    assert answer == body and b"connection: close" in head and (b"chunked" in head) == (version == b"1.1")
+    known = serve_echo().ask(b"GET /" + lines)
+    assert known.endswith(b"\r\n\r\nGET / 0") and b"content-length: 7\r\n" in known
 
 
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket"])

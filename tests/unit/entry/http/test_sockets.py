@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
-from quire.entry.http.sockets import listen, max_connections, port_holder, release, url_of
+from quire.entry.http.sockets import listen, max_connections, port_holder, release, url_of, without_secrets
 
 
 def test_port_zero_gets_a_port_that_answers() -> None:
@@ -35,6 +36,38 @@ def test_a_busy_port_names_its_holder_and_a_free_one() -> None:
         assert proposed is not None and int(proposed[1]) != port
         listen(HttpConfig(port=int(proposed[1]))).close()
     assert port_holder(port) is None
+
+
+@pytest.mark.parametrize("line, shown", [
+    ("quire serve --api-key one two three --port 1", "quire serve --api-key *** --port 1"),
+    ("quire serve --hf-token one --api-key two -three", "quire serve --hf-token *** --api-key ***"),
+    ("quire serve --hf_token=one --API_KEY=two three --port=1", "quire serve --hf_token=*** --API_KEY=*** --port=1"),
+    ("server -key one", "server -key ***"),
+    ("server --db-password one --client-secret two x", "server --db-password *** --client-secret ***"),
+    ("server --api-key -passwone", "server --api-key ***"),
+    ("serve m --tokenizer t --max-num-batched-tokens 64", "serve m --tokenizer t --max-num-batched-tokens 64"),
+    ("python -m http.server", "python -m http.server"),
+])
+def test_secrets_of_a_command_line_are_hidden(line: str, shown: str) -> None:
+    assert " ".join(without_secrets(line.split())) == shown
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_holder_of_a_port_is_named_without_its_secrets(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import socket, sys; s = socket.create_server(('127.0.0.1', 0))\n"
+                                   "print(s.getsockname()[1], flush=True); sys.stdin.read()")
+    flags = ["--api-key", "one-secret", "two-secret", "--hf-token=tok-secret", "--last"]
+    with subprocess.Popen(["python", "s.py", *flags], executable=sys.executable, cwd=tmp_path, text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        port = int(holder.stdout.readline())
+        with pytest.raises(ConfigError) as caught:
+            listen(HttpConfig(port=port))
+        named = port_holder(port)
+        holder.stdin.close()
+    assert named is not None and str(holder.pid) in str(caught.value)
+    for text in (named, str(caught.value)):
+        assert "(python s.py --api-key *** --hf-token=*** --last)" in text
 
 
 @pytest.mark.parametrize("host, words", [

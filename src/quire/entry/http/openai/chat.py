@@ -10,7 +10,7 @@ from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.generate import Job, generate, shell, tail, wants_usage
 from quire.entry.http.openai.logprobs import TokenNames, chat_logprobs
-from quire.entry.http.openai.prompts import chat_prompt
+from quire.entry.http.openai.prompts import chat_prompt, spell_bad_words
 from quire.entry.http.openai.sampling import request_timeout, sampling_params
 from quire.entry.http.openai.schema import (
     AnswerMessage,
@@ -36,6 +36,7 @@ async def chat(context: ServerContext, exchange: Exchange) -> None:
     model, serve, text = context.model(request.model), context.config.serve, context.text()
     params = _params(request, text.default_params, serve.stream_interval)
     prompt = await chat_prompt(context, exchange, request)
+    await spell_bad_words(context, exchange, params)
     include_usage, running_usage = wants_usage(request, serve.enable_force_include_usage)
     job = Job(
         prompts=[prompt],

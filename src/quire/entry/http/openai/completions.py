@@ -9,7 +9,7 @@ from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.generate import Job, generate, shell, tail, wants_usage
 from quire.entry.http.openai.logprobs import LegacyColumns, TokenNames, joined, prompt_columns
-from quire.entry.http.openai.prompts import completion_prompts
+from quire.entry.http.openai.prompts import completion_prompts, spell_bad_words
 from quire.entry.http.openai.sampling import request_timeout, sampling_params
 from quire.entry.http.openai.schema import (
     CompletionChoice,
@@ -34,7 +34,8 @@ async def complete(context: ServerContext, exchange: Exchange) -> None:
     request_id = exchange.name(request.request_id)
     model, serve, text = context.model(request.model), context.config.serve, context.text()
     params = _params(request, text.default_params, serve.stream_interval)
-    prompts = await completion_prompts(context, request)
+    prompts = await completion_prompts(context, exchange, request)
+    await spell_bad_words(context, exchange, params)
     include_usage, running_usage = wants_usage(request, serve.enable_force_include_usage)
     job = Job(
         prompts=prompts,

@@ -4,6 +4,7 @@ msgspec decodes strictly (no "3" for 3, no NaN, no bare surrogates) but takes an
 """
 
 import re
+from itertools import islice
 from typing import Generic, TypeVar
 
 import msgspec
@@ -17,7 +18,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 STEP = re.compile(r"\w+|\[[^]]*\]")
 MISSING = re.compile(r"missing required field `(\w+)`")
+GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
+JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
+              "array": "a list", "object": "an object"}
 MAX_NAME = 64
+MAX_UNKNOWN = 10  # names that are told back
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -29,19 +34,18 @@ class RequestDecoder(Generic[T]):
         self._decoder = msgspec.json.Decoder(kind)
         self._type = inspect.type_info(kind)
         self._fields = frozenset(kind.__struct_encode_fields__)
-        self._ignored = IGNORED - not_here
-        self._refused = {name: rule for name, rule in REFUSED.items() if name not in not_here}
+        self._refused = {name: rule for name, rule in REFUSED.items() if name not in not_here | self._fields}
+        self._known = self._fields | (IGNORED - not_here) | self._refused.keys()
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the names of fields that nobody knows, fit for a header.
+        """The request, and the first names of fields that nobody knows, fit for a header.
 
         Errors: `HttpError` 400 for what is no JSON or asks for something that is not implemented, `InvalidParameter`
         for a field of the wrong type or out of its range.
         """
         try:
             names = NAMES.decode(body)
-            unknown = [name for name in names if name not in self._fields]
-            self._refuse(names, unknown)
+            self._refuse(names)
             request = self._decoder.decode(body)
         except msgspec.ValidationError as error:
             raise self._explain(str(error)) from error
@@ -51,13 +55,12 @@ class RequestDecoder(Generic[T]):
             raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
         except RecursionError as error:
             raise HttpError(400, "the body is nested too deeply.", code="invalid_json") from error
-        known = self._ignored | self._refused.keys()
-        return request, [_printable(name) for name in unknown if name not in known]
+        unknown = (_printable(name) for name in names if name not in self._known)
+        return request, list(islice(unknown, MAX_UNKNOWN))
 
-    def _refuse(self, names: dict[str, msgspec.Raw], unknown: list[str]) -> None:
-        for name in unknown:
-            rule = self._refused.get(name)
-            if rule is None:
+    def _refuse(self, names: dict[str, msgspec.Raw]) -> None:
+        for name, rule in self._refused.items():
+            if name not in names:
                 continue
             value = msgspec.json.decode(names[name])
             if value is not None and not any(type(value) is type(h) and value == h for h in rule.harmless):
@@ -70,20 +73,25 @@ class RequestDecoder(Generic[T]):
         if missing is not None:
             path = f"{path}.{missing[1]}".lstrip(".")
             return InvalidParameter(f"{path} is missing: it must be {self._words(path)}.", param=_field(path))
-        text = problem[: found.start() if found is not None else None].replace("`", "")
+        reason = _reason(problem[: found.start() if found is not None else None].replace("`", ""))
         if not path:
-            return InvalidParameter(f"the body must be a JSON object: {text[0].lower()}{text[1:]}.")
+            return InvalidParameter(f"the body must be a JSON object{reason}.")
         if found is not None and found[1]:
-            return InvalidParameter(f"the keys of {path} must be token ids: {text[0].lower()}{text[1:]}.", param=path)
-        return InvalidParameter(
-            f"{path} must be {self._words(path)}: {text[0].lower()}{text[1:]}.", param=_field(path)
-        )
+            return InvalidParameter(f"the keys of {path} must be token ids{reason}.", param=path)
+        return InvalidParameter(f"{path} must be {self._words(path)}{reason}.", param=_field(path))
 
     def _words(self, path: str) -> str:
         kinds = [self._type]
         for step in STEP.findall(path):
             kinds = [inner for kind in kinds for inner in _inside(kind, step)]
         return " or ".join(dict.fromkeys(map(words, kinds))) or "left out"
+
+
+def _reason(text: str) -> str:
+    """What msgspec says beyond what must be: the kind of value that came, or its own words; "" for a bound."""
+    if (got := GOT.fullmatch(text)) is not None:
+        return f", not {JSON_KINDS[got[1]]}"
+    return "" if text.startswith("Expected") else f": {text[0].lower()}{text[1:]}"
 
 
 def _field(path: str) -> str:
@@ -122,7 +130,7 @@ def words(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.ListType):
         return "a list" + _length(kind, "entries") + _each(kind.item_type)
     if isinstance(kind, inspect.DictType):
-        return "an object" + _each(kind.value_type)
+        return "an object" + _length(kind, "entries") + _each(kind.value_type)
     if isinstance(kind, inspect.LiteralType):
         return "one of " + ", ".join(map(str, kind.values))
     return "an object"
@@ -141,7 +149,7 @@ def _range(kind: inspect.IntType | inspect.FloatType) -> str:
     return "" if low is None else f" >= {low}"
 
 
-def _length(kind: inspect.StrType | inspect.ListType, unit: str) -> str:
+def _length(kind: inspect.StrType | inspect.ListType | inspect.DictType, unit: str) -> str:
     low, high = kind.min_length, kind.max_length
     if low is not None and high is not None:
         return f" of {low} to {high} {unit}"

@@ -55,6 +55,28 @@ def number(entry: Logprob) -> float:
     return max(entry.logprob, LOWEST)
 
 
+class _Characters:
+    """The characters that tokens become, one token after the other."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, data: bytes) -> tuple[int, str]:
+        """(characters before this token that only it makes certain, the text that it completes, those included): bytes
+        that it does not continue become one U+FFFD, which is not its own."""
+        held = self._decoder.getstate()[0]
+        return int(bool(held) and not _goes_on(held + data[:1])), self._decoder.decode(data)
+
+
+def _goes_on(data: bytes) -> bool:
+    """Whether the bytes begin a text."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 class LegacyColumns:
     """The logprobs columns of one choice, written as its tokens come."""
 
@@ -64,14 +86,15 @@ class LegacyColumns:
         self._tokenizer = names.tokenizer
         self._skipped = names.tokenizer.all_special_ids if skip_special and names.tokenizer is not None else frozenset()
         self._offset = offset
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = _Characters()
 
     def rows(self, tokens: Sequence[int], entries: Sequence[LogprobsByToken | None]) -> LegacyLogprobs:
         """The next tokens and what was likely there; None where nothing precedes the token."""
         columns = LegacyLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token, entry in zip(tokens, entries, strict=True):
-            columns.text_offset.append(self._offset)
-            self._offset += self._length(token)
+            before, text = self._take(token)
+            columns.text_offset.append(self._offset + before)
+            self._offset += len(text)
             self.add(columns, token, entry)
         return columns
 
@@ -91,11 +114,10 @@ class LegacyColumns:
         columns.token_logprobs.append(own)
         columns.top_logprobs.append(top)
 
-    def _length(self, token: int) -> int:
-        """Characters that the token completes."""
+    def _take(self, token: int) -> tuple[int, str]:
         if self._tokenizer is None or token in self._skipped:
-            return 0
-        return len(self._characters.decode(self._tokenizer.token_bytes(token)))
+            return 0, ""
+        return self._characters.take(self._tokenizer.token_bytes(token))
 
 
 def prompt_columns(
@@ -107,13 +129,11 @@ def prompt_columns(
     columns = LegacyLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     tokenizer = names.tokenizer
     special = frozenset[int]() if tokenizer is None else tokenizer.all_special_ids
-    characters, at = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    characters, at = _Characters(), 0
     for token, entry in zip(tokens, entries, strict=True):
-        columns.text_offset.append(min(at, len(text)))
+        before, piece = (0, "") if tokenizer is None else characters.take(tokenizer.token_bytes(token))
+        columns.text_offset.append(min(at + before, len(text)))
         writer.add(columns, token, entry)
-        if tokenizer is None:
-            continue
-        piece = characters.decode(tokenizer.token_bytes(token))
         if token in special and not text.startswith(piece, at):
             continue
         if at == 0 and piece.startswith(" ") and not text.startswith(" "):

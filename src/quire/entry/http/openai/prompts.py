@@ -8,8 +8,9 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
-from quire.entry.http.errors import not_implemented, too_long
+from quire.entry.http.errors import HttpError, not_implemented, too_long
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import ChatRequest, CompletionRequest, Message, SamplingFields, TokenizeRequest
@@ -18,8 +19,8 @@ from quire.text.chat import TEXT_PARTS, ChatTemplate
 from quire.text.load import TextSide
 from quire.text.protocol import TextTokenizer
 
-LONG_TEXT = 8_192  # characters from which encoding takes long enough (about a millisecond) to leave the event loop
-HUGE_TEXT = 2**20  # characters from which encoding takes hundreds of megabytes for a while (7.5 M: 0.7 to 2 GB)
+LONG = 8_192  # bytes of a request from which its texts take long enough (1 to 5 ms) to leave the event loop
+HUGE = 2**20  # bytes from which encoding takes hundreds of megabytes for a while (7.5 M: 0.7 to 2 GB)
 RESERVED = ("messages", "tools", "documents", "chat_template", "adapt_tool_calls")  # not for chat_template_kwargs
 OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
 T = TypeVar("T")
@@ -57,10 +58,11 @@ class Conversation:
 
 
 async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
-    """Do CPU work on `size` characters: here when they are few, else in a thread; huge texts one after the other."""
-    if size < LONG_TEXT:
+    """Do the CPU work of a request with `size` bytes: here when they are few, else in a thread; huge ones one after the
+    other. Bytes bound everything that takes time: characters, messages (about 18 us each), parts, variables."""
+    if size < LONG:
         return work()
-    if size < HUGE_TEXT:
+    if size < HUGE:
         return await asyncio.to_thread(work)
     async with context.huge_text:
         return await asyncio.to_thread(work)
@@ -75,32 +77,36 @@ def tokenizer_of(text: TextSide, param: str) -> TextTokenizer:
     return text.tokenizer
 
 
-async def encode(context: ServerContext, prompt: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-    """Token ids of one text."""
-    tokenizer = tokenizer_of(context.text(), param)
-    return await away(context, len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens))
+async def spell_bad_words(context: ServerContext, exchange: Exchange, params: SamplingParams) -> None:
+    """Have the token sequences of bad words made where it may take time: the tokenizer remembers them for the engine.
+    Errors: 400 for a word without tokens."""
+    words, tokenizer = params.bad_words, context.text().tokenizer
+    if words and tokenizer is not None:
+        await away(context, exchange.size, lambda: tokenizer.bad_word_ids(words))
 
 
-async def completion_prompts(context: ServerContext, request: CompletionRequest) -> list[Prompt]:
+async def completion_prompts(
+    context: ServerContext, exchange: Exchange, request: CompletionRequest
+) -> list[Prompt]:
     """The prompts of /v1/completions, encoded and fitted to the context."""
     given = _several(request.prompt)
-    check_choices(len(given), request.n or 1)
-    special = request.add_special_tokens is not False
-    prompts = []
-    for item in given:
-        if isinstance(item, str):
-            prompt = Prompt(text=item, token_ids=await encode(context, item, special))
-        else:
-            prompt = Prompt(token_ids=item)
-        prompts.append(_fitted(context, request, prompt, request.max_tokens, "prompt"))
-    return prompts
+    check_choices(len(given), request)
+    longest = _longest(context, request)
+    texts = [item for item in given if isinstance(item, str)]
+    if texts:
+        tokenizer, special = tokenizer_of(context.text(), "prompt"), request.add_special_tokens is not False
+        prompts = await away(context, exchange.size, lambda: [
+            _encoded(tokenizer, text, special, longest, "prompt") for text in texts])
+    else:
+        prompts = [Prompt(token_ids=item) for item in given if not isinstance(item, str)]
+    return [_fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts]
 
 
 async def chat_prompt(context: ServerContext, exchange: Exchange, request: ChatRequest) -> Prompt:
     """The prompt of a conversation, encoded and fitted to the context."""
-    prompt = await conversation_prompt(
-        context, exchange, request, request.messages, bool(request.add_special_tokens)
-    )
+    check_choices(1, request)
+    longest = _longest(context, request)
+    prompt = await conversation_prompt(context, exchange, request, request.messages, longest)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     return _fitted(context, request, prompt, asked, "messages")
 
@@ -110,9 +116,9 @@ async def conversation_prompt(
     exchange: Exchange,
     request: ChatRequest | TokenizeRequest,
     messages: list[Message],
-    add_special_tokens: bool,
+    longest: int | None,
 ) -> Prompt:
-    """Render and encode messages; the template writes its own special tokens."""
+    """Render and encode messages; the template writes its own special tokens. `longest`: see `_encoded`."""
     text = context.text()
     tokenizer = tokenizer_of(text, "messages")
     template = text.chat_template
@@ -124,18 +130,35 @@ async def conversation_prompt(
         )
     conversation = Conversation.of(request, messages)
     _add_effort(exchange, template, conversation, request.reasoning_effort)
-    size, plain = _plain_messages(messages, template)
+    special = bool(request.add_special_tokens)
 
     def render() -> Prompt:
         rendered = template.render(
-            plain,
+            _plain_messages(messages, template),
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             **conversation.variables,
         )
-        return Prompt(text=rendered, token_ids=tokenizer.encode(rendered, add_special_tokens))
+        return _encoded(tokenizer, rendered, special, longest, "messages")
 
-    return await away(context, size, render)
+    return await away(context, exchange.size, render)
+
+
+def _longest(context: ServerContext, request: SamplingFields) -> int | None:
+    """Tokens that a prompt may have at most; None when a longer one is cut."""
+    return context.ready().max_model_len if request.truncate_prompt_tokens is None else None
+
+
+def _encoded(tokenizer: TextTokenizer, text: str, special: bool, longest: int | None, param: str) -> Prompt:
+    """The prompt of a text. Errors: 400, without the work, when it surely has more than `longest` tokens."""
+    if longest is not None and (fewest := tokenizer.fewest_tokens(text)) > longest:
+        raise HttpError(
+            400,
+            f"the context holds {longest} tokens; the prompt has at least {fewest}: shorten the prompt.",
+            code="context_length_exceeded",
+            param=param,
+        )
+    return Prompt(text=text, token_ids=tokenizer.encode(text, special))
 
 
 def _several(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
@@ -182,22 +205,30 @@ def _add_effort(exchange: Exchange, template: ChatTemplate, conversation: Conver
         exchange.warn("reasoning_effort is ignored: the chat template does not read it")
 
 
-def _plain_messages(messages: list[Message], template: ChatTemplate) -> tuple[int, list[dict[str, Any]]]:
-    """(characters in all, messages as plain mappings). Errors: 400 for content that is not text."""
-    size, plain = 0, []
+def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+    """Messages as plain mappings. Errors: 400 for content that is missing or not text."""
+    plain = []
     knows_developer = "developer" in template.source()
     for at, message in enumerate(messages):
-        if isinstance(message.content, str):
-            size += len(message.content)
-        else:
+        if message.content is None and not _says_otherwise(message):
+            raise InvalidParameter(
+                f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages"
+            )
+        if not isinstance(message.content, str):
             for part in message.content or ():
                 if part.type not in TEXT_PARTS:
-                    raise not_implemented(f"messages[{at}].content: {part.type[:40]}", "the model reads text only.")
+                    what = f"messages[{at}].content: {part.type[:40]}"
+                    raise not_implemented(what, "the model reads text only.", "messages")
                 if part.text is None:
                     raise InvalidParameter(f"messages[{at}].content: a text part needs a text.", param="messages")
-                size += len(part.text)
         fields = msgspec.to_builtins(message)
         if message.role == "developer" and not knows_developer:
             fields["role"] = "system"
         plain.append(fields)
-    return size, plain
+    return plain
+
+
+def _says_otherwise(message: Message) -> bool:
+    """Whether a message needs no content: an assistant may have called a tool, or only thought."""
+    other = message.tool_calls or message.reasoning or message.reasoning_content
+    return message.role == "assistant" and bool(other)

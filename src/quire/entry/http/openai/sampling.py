@@ -29,6 +29,7 @@ SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
     "logprob_token_ids",
     "skip_reading_prefix_cache",
 )
+MAX_LISTED = 2**18  # entries of a request's lists over all its completions: each completion brings them to the engine
 SMALLEST_TOP_P = 1e-9  # OpenAI allows 0, which means: the likeliest token only
 
 
@@ -60,13 +61,22 @@ def sampling_params(
     return defaults.clone(**given, max_tokens=max_tokens, logprobs=logprobs)
 
 
-def check_choices(num_prompts: int, n: int) -> None:
-    """Bound the completions of one request."""
+def check_choices(num_prompts: int, request: SamplingFields) -> None:
+    """Bound the completions of one request, and what they bring along."""
+    n = request.n or 1
     if num_prompts * n > MAX_CHOICES:
         raise InvalidParameter(
             f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: at most {MAX_CHOICES} per request.",
             param="n" if n > 1 else "prompt",
         )
+    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words"):
+        entries = getattr(request, name) or ()
+        if len(entries) * num_prompts * n > MAX_LISTED:
+            raise InvalidParameter(
+                f"{name} with {len(entries)} entries for {num_prompts * n} completions: at most {MAX_LISTED} entries "
+                "over all completions of a request; ask for fewer at once.",
+                param=name,
+            )
 
 
 def request_timeout(limit: float | None, header: str | None) -> float | None:

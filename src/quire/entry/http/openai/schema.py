@@ -10,16 +10,26 @@ import msgspec
 from msgspec import Meta
 
 from quire.contracts.output import LogprobsByToken
+from quire.contracts.sampling import MAX_LOGPROB_IDS
 
 MAX_CHOICES = 128  # completions of one request, over all its prompts
 MAX_STOPS = 64  # OpenAI allows 4; evaluation harnesses send more
 MAX_SALT = 256
+MAX_MESSAGES = 10_000
+MAX_PARTS = 10_000  # of one message
+MAX_STOP_IDS = 1_024
+MAX_ALLOWED_IDS = 2**18  # more than any vocabulary has
+MAX_BIASES = 1_024  # OpenAI allows 300
+MAX_BAD_WORDS = 1_024
+MAX_BAD_WORD = 256  # characters
 
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+BadWord = Annotated[str, Meta(max_length=MAX_BAD_WORD)]
+Messages = Annotated[list["Message"], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Logprobs = Annotated[int, Meta(ge=-1)]
 FinishReason = str
 
@@ -57,21 +67,21 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     seed: int | None = None
-    logit_bias: dict[int, Bias] | None = None
+    logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)] | None = None
     user: str | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Logprobs | None = None
-    logprob_token_ids: list[TokenId] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
     skip_reading_prefix_cache: bool | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     add_special_tokens: bool | None = None
@@ -119,7 +129,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One message of a conversation. Reasoning of an earlier turn is read under both names in use."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -135,7 +145,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     echo   with continue_final_message: the answer begins with the message that it continues
     """
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -152,7 +162,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

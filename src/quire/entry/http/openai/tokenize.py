@@ -6,7 +6,7 @@ from quire.contracts.errors import InvalidParameter
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.prompts import away, conversation_prompt, encode, tokenizer_of
+from quire.entry.http.openai.prompts import away, conversation_prompt, tokenizer_of
 from quire.entry.http.openai.schema import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -18,7 +18,6 @@ from quire.text.protocol import TextTokenizer
 
 TOKENIZE = RequestDecoder(TokenizeRequest)
 DETOKENIZE = RequestDecoder(DetokenizeRequest)
-CHARACTERS_PER_TOKEN = 4  # about; to see which lists are long
 
 
 async def tokenize(context: ServerContext, exchange: Exchange) -> None:
@@ -29,20 +28,20 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     context.model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidParameter("give either prompt or messages.", param="prompt")
+    tokenizer, longest = tokenizer_of(context.text(), "prompt"), context.ready().max_model_len
+    given: list[int] | None = None
     if request.messages is not None:
-        special = bool(request.add_special_tokens)
-        prompt = await conversation_prompt(context, exchange, request, request.messages, special)
-        ids = prompt.token_ids or []
-    else:
-        ids = await encode(context, request.prompt or "", request.add_special_tokens is not False)
-    tokenizer = tokenizer_of(context.text(), "prompt")
-    answer = TokenizeResponse(
-        count=len(ids),
-        max_model_len=context.ready().max_model_len,
-        tokens=ids,
-        token_strs=[tokenizer.token_text(i) for i in ids] if request.return_token_strs else None,
-    )
-    await exchange.reply(msgspec.json.encode(answer))
+        given = (await conversation_prompt(context, exchange, request, request.messages, None)).token_ids
+
+    def answer() -> bytes:
+        special = request.add_special_tokens is not False
+        ids = tokenizer.encode(request.prompt or "", special) if given is None else given
+        strings = _strings(tokenizer, ids) if request.return_token_strs else None
+        return msgspec.json.encode(
+            TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=strings)
+        )
+
+    await exchange.reply(await away(context, exchange.size, answer))
 
 
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
@@ -59,9 +58,7 @@ async def detokenize(context: ServerContext, exchange: Exchange) -> None:
             param="tokens",
         )
     skip = bool(request.skip_special_tokens)
-    text = await away(
-        context, CHARACTERS_PER_TOKEN * len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=skip)
-    )
+    text = await away(context, exchange.size, lambda: tokenizer.decode(ids, skip_special_tokens=skip))
     await exchange.reply(msgspec.json.encode(DetokenizeResponse(prompt=text)))
 
 
@@ -81,6 +78,11 @@ async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
         chat_template=None if text.chat_template is None else text.chat_template.source(),
     )
     await exchange.reply(msgspec.json.encode(answer))
+
+
+def _strings(tokenizer: TextTokenizer, ids: list[int]) -> list[str]:
+    texts = {token: tokenizer.token_text(token) for token in set(ids)}
+    return [texts[token] for token in ids]
 
 
 def _content(tokenizer: TextTokenizer, token: int | None) -> str | None:

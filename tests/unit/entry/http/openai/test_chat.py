@@ -73,6 +73,7 @@ def test_the_developer_speaks_as_system(prompt: Callable[..., str]) -> None:
 def test_pictures_and_sounds_are_not_read(ask: Callable[..., Any], kind: str) -> None:
     reply = ask([{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": kind, kind: {"url": "x"}}]}])
     assert reply.status == 400 and "not implemented yet" in reply.error["message"] and kind in reply.error["message"]
+    assert reply.error["param"] == "messages"
 
 
 def test_continuing_the_last_message(prompt: Callable[..., str], ask: Callable[..., Any]) -> None:
@@ -150,3 +151,13 @@ def test_a_long_conversation_is_prepared_off_the_loop(prompt: Callable[..., str]
 def test_too_long(ask: Callable[..., Any]) -> None:
     error = ask([{"role": "user", "content": "word " * 5000}]).error
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+
+
+@pytest.mark.parametrize("message", [
+    {"role": "tool", "tool_call_id": "1"}, {"role": "user"}, {"role": "system", "content": None}, {"role": "assistant"},
+])
+def test_a_message_without_content_is_named(mock_engine: Any, make_client: Callable[..., Any], message: Any) -> None:
+    said = [{"role": "user", "content": "a"}, message]
+    error = asyncio.run(make_client(mock_engine).post(PATH, {"messages": said})).error
+    assert error["message"].startswith("messages[1].content is missing") and message["role"] in error["message"]
+    assert error["param"] == "messages"

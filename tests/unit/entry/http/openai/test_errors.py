@@ -33,7 +33,7 @@ def test_answers(error: Exception, status: int, kind: str, code: str | None) -> 
     assert body["param"] == ("n" if isinstance(error, errors.InvalidParameter) else None)
     assert "secret" not in body["message"]
     headers = dict(answer.headers)
-    assert ("retry-after" in headers) == (status in (429, 503))
+    assert ("retry-after" in headers) == (status in (408, 429, 503))
     assert (headers.get("x-should-retry") == "false") == (status == 500)
 
 
