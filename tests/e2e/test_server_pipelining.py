@@ -41,6 +41,7 @@ def aborts(server: Server) -> float:
 def test_requests_of_clients_that_pipelined_and_left_are_aborted(
     server: Server, stream: bool, second: bytes, wait: float
 ) -> None:
+    wait_until(lambda: "are made up" in server.stderr, "the last line of the banner")
     printed, before = server.stderr, aborts(server)
     peers = []
     for _ in range(NUM_CLIENTS):
