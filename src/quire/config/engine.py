@@ -65,8 +65,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = option(2048, "token budget of one step")
     max_num_seqs: int = option(256, "requests running at once")
     max_waiting: int | None = option(None, "requests that may wait beside those that fill free slots; more are "
-                                     "answered 429 (default: 8 x max_num_seqs in a server, so ten times what can run "
-                                     "is too much; no bound offline)")
+                                     "answered 429 (default: 8 x max_num_seqs, at least 512, in a server; no bound "
+                                     "offline)")
     scheduling_policy: str = option("fcfs", "order of requests", choices=("fcfs", "priority"))
     watermark: float = option(0.01, "share of the KV blocks kept free when admitting beside running requests")
 

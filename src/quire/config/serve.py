@@ -9,6 +9,7 @@ from quire.contracts.errors import ConfigError
 
 LOOPBACK = ("localhost", "::1")
 WAITING_PER_SLOT = 8  # with the slots themselves: nine times what can run is taken, ten times is not
+LEAST_WAITING = 512  # with few slots: no request within the schema's bounds is refused for its size
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -62,7 +63,9 @@ class ServerConfig:
     def max_waiting(self) -> int:
         """Requests that may wait: a server's queue always has a bound."""
         scheduler = self.engine.scheduler
-        return scheduler.max_num_seqs * WAITING_PER_SLOT if scheduler.max_waiting is None else scheduler.max_waiting
+        if scheduler.max_waiting is not None:
+            return scheduler.max_waiting
+        return max(scheduler.max_num_seqs * WAITING_PER_SLOT, LEAST_WAITING)
 
     @classmethod
     def from_flat(cls, **values: Any) -> "ServerConfig":

@@ -16,7 +16,7 @@ from quire.config.flags import (
     settings_of,
 )
 from quire.config.peer_args import add_peer_flags
-from quire.config.serve import WAITING_PER_SLOT, ServerConfig, is_loopback
+from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is_loopback
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.flags_page import flags_page
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     config = server_config(settings)
     if args.print_config:
         if settings.values.get("max_waiting") is None:
-            settings.put("max_waiting", config.max_waiting, f"default: {WAITING_PER_SLOT} x max_num_seqs")
+            origin = f"default: {WAITING_PER_SLOT} x max_num_seqs, at least {LEAST_WAITING}"
+            settings.put("max_waiting", config.max_waiting, origin)
         print(settings.describe(server_options()))
     for note in [*settings.notes, *(secret_notes(config) if args.print_config else ())]:
         print(f"quire: note: {note}", file=sys.stderr)
