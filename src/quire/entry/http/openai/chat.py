@@ -8,10 +8,10 @@ from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.generate import Job, generate, shell, tail, wants_usage
+from quire.entry.http.openai.generate import Job, generate, make_job, shell, tail
 from quire.entry.http.openai.logprobs import TokenNames, chat_logprobs
 from quire.entry.http.openai.prompts import chat_prompt, spell_bad_words
-from quire.entry.http.openai.sampling import request_timeout, sampling_params
+from quire.entry.http.openai.sampling import sampling_params
 from quire.entry.http.openai.schema import (
     AnswerMessage,
     ChatChoice,
@@ -29,27 +29,13 @@ ENCODE = msgspec.json.Encoder().encode
 
 async def chat(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request."""
-    request, unknown = DECODER.decode(await exchange.body())
-    exchange.unknown_fields(unknown)
-    context.unknown_fields.log(unknown)
+    request = await DECODER.read(context, exchange)
     request_id = exchange.name(request.request_id)
-    model, serve, text = context.model(request.model), context.config.serve, context.text()
-    params = _params(request, text.default_params, serve.stream_interval)
+    model, text = context.model(request.model), context.text()
+    params = _params(request, text.default_params, context.config.serve.stream_interval)
     prompt = await chat_prompt(context, exchange, request)
     await spell_bad_words(context, exchange, params)
-    include_usage, running_usage = wants_usage(request, serve.enable_force_include_usage)
-    job = Job(
-        prompts=[prompt],
-        params=params,
-        request_id=request_id,
-        model=model,
-        created=exchange.now(),
-        stream=bool(request.stream),
-        priority=request.priority or 0,
-        timeout=request_timeout(serve.request_timeout, exchange.header(b"x-request-timeout")),
-        include_usage=include_usage,
-        running_usage=running_usage,
-    )
+    job = make_job(context, exchange, request, request_id=request_id, model=model, prompts=[prompt], params=params)
     await generate(context, exchange, job, ChatWriter(job, request, text.tokenizer))
 
 

@@ -11,7 +11,9 @@ import msgspec
 from msgspec import inspect
 
 from quire.contracts.errors import InvalidParameter
+from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
+from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.fields import IGNORED, REFUSED
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -36,6 +38,13 @@ class RequestDecoder(Generic[T]):
         self._fields = frozenset(kind.__struct_encode_fields__)
         self._refused = {name: rule for name, rule in REFUSED.items() if name not in not_here | self._fields}
         self._known = self._fields | (IGNORED - not_here) | self._refused.keys()
+
+    async def read(self, context: ServerContext, exchange: Exchange) -> T:
+        """The request in an exchange's body; fields that nobody knows are told back and logged. Errors: `decode`'s."""
+        request, unknown = self.decode(await exchange.body())
+        exchange.unknown_fields(unknown)
+        context.unknown_fields.log(unknown)
+        return request
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """The request, and the first names of fields that nobody knows, fit for a header.

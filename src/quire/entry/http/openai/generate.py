@@ -16,6 +16,7 @@ from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext, Stream
 from quire.entry.http.exchange import Exchange, Watch
+from quire.entry.http.openai.sampling import request_timeout
 from quire.entry.http.openai.schema import CachedTokens, SamplingFields, StreamOptions, Usage
 from quire.entry.http.request_stream import Batch
 from quire.entry.http.sse import DONE, EventStream
@@ -66,10 +67,30 @@ class Writer(Protocol):
         """The answer in one piece."""
 
 
-def wants_usage(request: SamplingFields, always: bool) -> tuple[bool, bool]:
-    """(a last event with the counts, the counts in every event)."""
+def make_job(
+    context: ServerContext,
+    exchange: Exchange,
+    request: SamplingFields,
+    *,
+    request_id: str,
+    model: str,
+    prompts: list[Prompt],
+    params: SamplingParams,
+) -> Job:
+    """What both routes read off a request in the same way, beside its prompts and parameters."""
     options = request.stream_options or StreamOptions()
-    return bool(options.include_usage) or always, bool(options.continuous_usage_stats)
+    return Job(
+        prompts=prompts,
+        params=params,
+        request_id=request_id,
+        model=model,
+        created=exchange.now(),
+        stream=bool(request.stream),
+        priority=request.priority or 0,
+        timeout=request_timeout(exchange.header(b"x-request-timeout")),
+        include_usage=bool(options.include_usage) or context.config.serve.enable_force_include_usage,
+        running_usage=bool(options.continuous_usage_stats),
+    )
 
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:

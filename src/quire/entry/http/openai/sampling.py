@@ -79,10 +79,10 @@ def check_choices(num_prompts: int, request: SamplingFields) -> None:
             )
 
 
-def request_timeout(limit: float | None, header: str | None) -> float | None:
-    """Seconds a request may take: the server's limit, or less if the X-Request-Timeout header says so."""
+def request_timeout(header: str | None) -> float | None:
+    """Seconds that the X-Request-Timeout header gives a request; the server's own limit is the engine's matter."""
     if header is None:
-        return limit
+        return None
     try:
         asked = float(header)
     except ValueError:
@@ -91,7 +91,7 @@ def request_timeout(limit: float | None, header: str | None) -> float | None:
         raise InvalidParameter(
             f"X-Request-Timeout={header[:40]!r}: must be a number of seconds above 0.", param="X-Request-Timeout"
         )
-    return asked if limit is None else min(limit, asked)
+    return asked
 
 
 def _seed(seed: int) -> int:

@@ -296,33 +296,6 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new in a streamed answer."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """A streamed piece of one answer."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-
-
-class ChatChunk(msgspec.Struct, kw_only=True):
-    """One event of a streamed chat."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-
-
 class ModelCard(msgspec.Struct, kw_only=True):
     """A served model. `root`: what was loaded; `max_model_len`: tokens of context, null while it loads."""
 

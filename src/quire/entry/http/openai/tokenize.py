@@ -22,9 +22,7 @@ DETOKENIZE = RequestDecoder(DetokenizeRequest)
 
 async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     """The token ids of a text, or of a conversation as the chat template writes it."""
-    request, unknown = TOKENIZE.decode(await exchange.body())
-    exchange.unknown_fields(unknown)
-    context.unknown_fields.log(unknown)
+    request = await TOKENIZE.read(context, exchange)
     context.model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidParameter("give either prompt or messages.", param="prompt")
@@ -46,9 +44,7 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
 
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
     """The text of token ids."""
-    request, unknown = DETOKENIZE.decode(await exchange.body())
-    exchange.unknown_fields(unknown)
-    context.unknown_fields.log(unknown)
+    request = await DETOKENIZE.read(context, exchange)
     context.model(request.model)
     tokenizer, ids = tokenizer_of(context.text(), "tokens"), request.tokens
     size = max(tokenizer.vocab_size, context.ready().vocab_size)

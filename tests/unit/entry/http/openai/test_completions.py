@@ -111,7 +111,7 @@ def test_extensions_reach_the_engine(ask: Callable[..., Any], seen: Callable[[],
 
 
 def test_salt_priority_and_timeout_reach_the_engine(mock_engine: Any, make_client: Callable[..., Any]) -> None:
-    client = make_client(mock_engine, request_timeout=50.0)
+    client = make_client(mock_engine)
 
     async def call(**headers: str) -> Any:
         return await client.post(PATH, {"prompt": "a", "cache_salt": "s", "request_id": "mine"}, **headers)
@@ -121,8 +121,6 @@ def test_salt_priority_and_timeout_reach_the_engine(mock_engine: Any, make_clien
     assert prompts[0].cache_salt == "s"
     assert options == {"request_id": "mine", "priority": 0, "timeout": 7.5}
     assert reply.json["id"] == "cmpl-mine" and reply.header("x-request-id") == "mine"
-    asyncio.run(call(x_request_timeout="99"))
-    assert mock_engine.seen[-1][2]["timeout"] == 50.0
     assert asyncio.run(call(x_request_timeout="soon")).status == 400
     assert asyncio.run(call(x_request_timeout="-1")).status == 400
 
