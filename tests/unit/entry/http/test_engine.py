@@ -262,14 +262,14 @@ def test_a_full_queue_refuses_and_the_rest_goes_on() -> None:
     run(work())
 
 
-def test_ten_times_what_can_run_is_refused_by_default() -> None:
+def test_twenty_times_what_can_run_is_refused_by_default() -> None:
     async def work() -> None:
         async with serving(max_num_seqs=64, mock_step_ms=5.0) as (engine, _):
-            streams = [open_one(engine, 3, prompt=[i]) for i in range(640)]
+            streams = [open_one(engine, 3, prompt=[i]) for i in range(1280)]
             ends = await asyncio.gather(*map(read, streams), return_exceptions=True)
             refused = [end for end in ends if isinstance(end, BaseException)]
             assert refused and all(isinstance(end, QueueFull) for end in refused)
-            assert 512 <= len(ends) - len(refused) < 640
+            assert len(ends) - len(refused) >= 512
 
     run(work())
 
