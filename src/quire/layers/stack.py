@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from quire.config.checkpoint import ModelArgs
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
-from quire.layers.rope import Rotary
+from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
 NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i} stands for a layer index
@@ -37,13 +37,21 @@ class Model(Protocol):
 
 
 def run_layers(
-    model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None, tap: Tap | None = None
+    model: Model,
+    hidden: Tensor,
+    ctx: StepContext,
+    layers: Iterable[int] | None = None,
+    tap: Tap | None = None,
+    *,
+    rotation: Rotation | None = None,
 ) -> Tensor:
     """Run `layers` (all of them by default) over hidden [T, hidden] -> [T, hidden].
 
     `tap` sees the hidden state that enters, under "embed", and the one that leaves each layer, under its index.
+    `rotation` is that of ctx.positions, where someone has it already.
     """
-    rotation = model.rotary.rows(ctx.positions, hidden.dtype)
+    if rotation is None:
+        rotation = model.rotary.rows(ctx.positions, hidden.dtype)
     if tap is not None:
         tap("embed", hidden)
     for index in range(len(model.layers)) if layers is None else layers:

@@ -14,6 +14,7 @@ from quire.layers.stack import Model, Tap, run_layers
 from quire.worker.inputs import StepInputs, build_inputs
 from quire.worker.sampler import SampleOutput, Sampler
 from quire.worker.slots import SlotTables
+from quire.worker.tapes import LayerTapes
 
 SCORE_ROWS = 64  # prompt rows whose logits exist at once: 64 x 152k x 4 bytes = 39 MB
 
@@ -38,6 +39,7 @@ class Worker:
         self.on_hidden: Tap | None = None
         self._kv_views = kv_views
         self._block_size = block_size
+        self._tapes = LayerTapes(model)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -90,7 +92,10 @@ class Worker:
             kv_slots=inputs.kv_slots,
         )
         ctx = StepContext(positions=inputs.positions, attention=meta, kv=self._kv_views)
-        return run_layers(self.model, self.model.embed(inputs.token_ids), ctx, tap=self.on_hidden)
+        hidden = self.model.embed(inputs.token_ids)
+        if self.on_hidden is not None:
+            return run_layers(self.model, hidden, ctx, tap=self.on_hidden)
+        return self._tapes.run(hidden, ctx)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.head(self.model.norm(hidden))

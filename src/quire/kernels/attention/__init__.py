@@ -10,7 +10,11 @@ paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks
 
 Contract: all KV of the step is written before any row attends, so a sequence may read blocks that another sequence of
 the same step fills. Slots of a block past the sequence's length hold anything, NaN included, and are never read.
-Features an implementation may declare: window, soft_cap, sinks.
+Features an implementation may declare: window, soft_cap, sinks, and
+
+tape  It can be recorded (kernels/native/tape.py) in a step where rows_only(meta, block_size) is true: no sequence has a
+    chunk of a prompt. retarget(tape address, meta, block_size, num_heads, head_dim) gives what is recorded the rows of
+    another such step, which must live until it has been played.
 """
 
 from dataclasses import dataclass, field

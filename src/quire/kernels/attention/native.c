@@ -221,9 +221,25 @@ void quire_attend_rows(const void *q, void *out, const void *k, const void *v, c
                          .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim, .q_stride = q_stride,
                          .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
                          .table_stride = table_stride, .scale = scale, .half = half};
-    run_parallel(attend_tasks, &job, job.tasks.count, threads, half && OWN_THREADS);
-    if (partial) {
-        job.tasks = (Tasks){.count = num_items * num_heads};
-        run_parallel(merge_tasks, &job, job.tasks.count, threads, half && OWN_THREADS);
+    RUN(attend_tasks, &job, threads, half && OWN_THREADS);
+    if (!partial && !recording) return;
+    job.tasks = (Tasks){.count = partial ? num_items * num_heads : 0};
+    RUN(merge_tasks, &job, threads, half && OWN_THREADS);
+}
+
+/* Give the attentions on a tape the next step's rows; parameters as for quire_attend_rows. */
+void quire_tape_attend_rows(Tape *tape, const int32_t *tables, const RowItem *items, const int32_t *part_item,
+                            float *partial, long num_items, long num_parts, long table_stride) {
+    for (long i = 0; i < tape->count; i++) {
+        RowsAttention *job = (RowsAttention *)tape->entries[i].job;
+        if (tape->entries[i].body == attend_tasks) job->tasks.count = num_parts * job->num_kv_heads;
+        else if (tape->entries[i].body == merge_tasks) job->tasks.count = partial ? num_items * job->num_heads : 0;
+        else continue;
+        job->tables = tables;
+        job->items = items;
+        job->part_item = part_item;
+        job->partial = partial;
+        job->num_items = num_items;
+        job->table_stride = table_stride;
     }
 }

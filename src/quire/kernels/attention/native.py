@@ -22,7 +22,11 @@ PART, MAX_DIM = 512, 512  # of native.c
 STEP, WIDEST = 32, 256  # of native_chunks.c
 NO_TILES = missing("amx_tile", "amx_bf16", "avx512_bf16")
 SUPPORT = Support(
-    devices=CHUNKS.devices, dtypes=CHUNKS.dtypes, missing=missing() or CHUNKS.missing, max_head_dim=MAX_DIM
+    devices=CHUNKS.devices,
+    dtypes=CHUNKS.dtypes,
+    features=frozenset({"tape"}),
+    missing=missing() or CHUNKS.missing,
+    max_head_dim=MAX_DIM,
 )
 SCRATCH = 256 << 20  # bytes for the keys and values of chunks in the order of tiles
 FEW = 4  # query rows of a sequence that are done one by one
@@ -59,6 +63,7 @@ class StepPlan:
 
     num_rows   of the step
     passes     over the chunks, by the number of KV heads and their dimension;  scratch   room for each pass
+    partial    results of the parts of rows on a tape, where some context has several
     """
 
     rows: RowPlan | None
@@ -66,6 +71,7 @@ class StepPlan:
     num_rows: int
     passes: dict[tuple[int, int], list[ChunkPass]] = field(default_factory=dict)
     scratch: Tensor | None = None
+    partial: Tensor | None = None
 
 
 def paged_attention(
@@ -79,9 +85,7 @@ def paged_attention(
 ) -> Tensor:
     """See `quire.kernels.attention`. No window, soft cap or sinks (declared in SUPPORT)."""
     assert window is None and soft_cap is None and sinks is None, "selected for features it does not declare"
-    plan = meta.plans.get(kv.block_size)
-    if not isinstance(plan, StepPlan):
-        plan = meta.plans[kv.block_size] = _plan(meta, kv.block_size)
+    plan = _plan(meta, kv.block_size)
     if plan.num_rows > len(q):
         raise ValueError(f"native attention: {len(q)} rows of q for {plan.num_rows} of the step")
     out = q.new_empty(q.shape)
@@ -95,7 +99,36 @@ def paged_attention(
     return out
 
 
+def rows_only(meta: AttentionMeta, block_size: int) -> bool:
+    """See `quire.kernels.attention`."""
+    plan = _plan(meta, block_size)
+    return plan.rows is not None and not plan.chunks
+
+
+def retarget(tape: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
+    """See `quire.kernels.attention`."""
+    plan, tables = _plan(meta, block_size), meta.block_tables
+    rows = plan.rows
+    assert rows is not None and not plan.chunks, "asked rows_only?"
+    if plan.partial is None and rows.split:
+        plan.partial = _partial(rows, num_heads, head_dim)
+    if tables.dtype != torch.int32 or tables.stride(1) != 1:
+        raise ValueError("native attention: block tables are not rows of int32")
+    loaded().quire_tape_attend_rows(
+        tape, tables.data_ptr(), rows.items.data_ptr(), rows.part_item.data_ptr(),
+        None if plan.partial is None else plan.partial.data_ptr(), len(rows.items), len(rows.part_item),
+        tables.stride(0),
+    )  # fmt: skip
+
+
 def _plan(meta: AttentionMeta, block_size: int) -> StepPlan:
+    plan = meta.plans.get(block_size)
+    if not isinstance(plan, StepPlan):
+        plan = meta.plans[block_size] = _make_plan(meta, block_size)
+    return plan
+
+
+def _make_plan(meta: AttentionMeta, block_size: int) -> StepPlan:
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     tables = meta.block_tables.shape
     if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
@@ -193,10 +226,15 @@ def _attend_rows(q: Tensor, kv: KVView, tables: Tensor, plan: RowPlan, scale: fl
     num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
     _check(q, kv, tables)
     num_parts = len(plan.part_item)
-    partial = torch.empty(num_parts * num_heads * (dim + 2)) if plan.split else None
+    partial = _partial(plan, num_heads, dim) if plan.split else None
     loaded().quire_attend_rows(
         q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(), tables.data_ptr(), plan.items.data_ptr(),
         plan.part_item.data_ptr(), None if partial is None else partial.data_ptr(), len(plan.items), num_parts,
         num_heads, num_kv_heads, dim, q.stride(0), kv.block_size, k.stride(0), k.stride(1), tables.stride(0), scale,
         q.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
+
+
+def _partial(plan: RowPlan, num_heads: int, dim: int) -> Tensor:
+    """Room for the sums, the maximum and the total of every part and query head."""
+    return torch.empty(len(plan.part_item) * num_heads * (dim + 2))

@@ -244,10 +244,10 @@ void quire_attend_chunks(const bf16 *q, bf16 *out, const bf16 *k, const bf16 *v,
                      .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
                      .table_stride = table_stride, .scale = scale};
     for (long i = 0; i < num_items; i++) job.tasks.count += groups_of(items + i) * num_kv_heads;
-    run_parallel(pack_context_tasks, &job, job.tasks.count, threads, OWN_THREADS);
+    RUN(pack_context_tasks, &job, threads, OWN_THREADS);
     job.tasks = (Tasks){0};
     for (long i = 0; i < num_items; i++) job.tasks.count += (items[i].rows + ROWS - 1) / ROWS * num_heads;
-    run_parallel(attend_chunk_tasks, &job, job.tasks.count, threads, OWN_THREADS);
+    RUN(attend_chunk_tasks, &job, threads, OWN_THREADS);
 }
 
 #endif

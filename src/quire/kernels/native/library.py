@@ -22,6 +22,9 @@ _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
 FUNCTIONS = {
     "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
     "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
+    "quire_tape_attend_rows": "ppppp" + "lll",
+    "quire_tape_record": "p",
+    "quire_tape_play": "p",
     "quire_heads": "pppppppp" + "llllllll" + "fii",
     "quire_rms_norm": "ppp" + "llll" + "fii",
     "quire_silu_mul": "pp" + "lll" + "ii",
@@ -79,6 +82,7 @@ def _load(folder: Path) -> ctypes.CDLL:
         found.quire_set_parallel_region(region)
     except AttributeError:
         raise CannotBuild("the compiled kernels lack a function: the compiler left it out") from None
+    found.quire_tape_bytes.argtypes, found.quire_tape_bytes.restype = [_LONG], _LONG
     return found
 
 

@@ -1,0 +1,55 @@
+/* A tape: the jobs of many kernels, written down while they run, to run again in one call without Python in between.
+
+   Who records keeps every buffer that a job points to, and puts the next inputs where the last ones were. */
+
+enum { JOB_BYTES = 192 };
+
+typedef struct Entry {
+    void (*body)(void *);
+    long threads, own;
+    char job[JOB_BYTES]; /* starts with its Tasks; as it was before it ran */
+} Entry;
+
+typedef struct Tape {
+    long count, room; /* of entries; count -1: there was more than fits, and the tape cannot be played */
+    Entry entries[];
+} Tape;
+
+static __thread Tape *recording; /* where this thread's jobs are written down, or NULL */
+
+static void write_down(Tape *tape, void (*body)(void *), const void *job, long size, int threads, int own) {
+    if (tape->count < 0 || tape->count == tape->room || size > JOB_BYTES) {
+        tape->count = -1;
+        return;
+    }
+    Entry *entry = &tape->entries[tape->count++];
+    entry->body = body;
+    entry->threads = threads;
+    entry->own = own;
+    memcpy(entry->job, job, size);
+}
+
+/* Run job (a struct that starts with its Tasks) on up to `threads` threads, of which each calls body and claims tasks
+   until none is left; `own`: on our own threads. */
+#define RUN(body, job, threads, own) run_job(body, job, sizeof *(job), threads, own)
+
+static void run_job(void (*body)(void *), void *job, long size, int threads, int own) {
+    if (recording) write_down(recording, body, job, size, threads, own);
+    run_parallel(body, job, ((Tasks *)job)->count, threads, own);
+}
+
+/* Bytes of a tape with room for so many jobs. */
+long quire_tape_bytes(long room) { return (long)sizeof(Tape) + room * (long)sizeof(Entry); }
+
+/* Write this thread's jobs down from now on, in a tape with its room set; NULL: no more. */
+void quire_tape_record(Tape *tape) { recording = tape; }
+
+/* Run what was written down, in order. */
+void quire_tape_play(const Tape *tape) {
+    char job[JOB_BYTES] __attribute__((aligned(64)));
+    for (long i = 0; i < tape->count; i++) {
+        const Entry *entry = &tape->entries[i];
+        memcpy(job, entry->job, JOB_BYTES);
+        run_parallel(entry->body, job, ((Tasks *)job)->count, (int)entry->threads, (int)entry->own);
+    }
+}

@@ -1,0 +1,171 @@
+"""Layers from a tape against the same layers run one by one: the same bits, whatever the step looks like."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.native.library import missing
+from quire.kernels.native.tape import Buffers, Tape
+from quire.layers.context import StepContext
+from quire.layers.stack import Model, run_layers
+from quire.models.registry import build_model
+from quire.platforms.cpu import read_cpu_facts
+from quire.weights.dummy import load_dummy
+from quire.worker import tapes
+from quire.worker.tapes import LayerTapes
+
+BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
+AMX = missing("amx_tile", "amx_bf16", "avx512_bf16")
+needs_amx = pytest.mark.skipif(bool(AMX), reason=f"bfloat16 in native kernels: {AMX}")
+
+
+def make_model(dtype: str = "bfloat16", kind: str = "qwen3") -> Model:
+    config = {
+        "model_type": kind, "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    model = build_model(parse_checkpoint_config(config), dtype=dtype, device="cpu", platform=read_cpu_facts())
+    load_dummy(model, 0)
+    model.pack()
+    return model
+
+
+def make_step(model: Model, kv: list[KVView], starts: Sequence[int], tokens: Sequence[int]) -> StepContext:
+    """Sequences of `starts` tokens so far that go on by `tokens`; sequence i has blocks i, i + S, i + 2 S, ..."""
+    lengths = [start + count for start, count in zip(starts, tokens, strict=True)]
+    table = torch.arange(1, BLOCKS // len(starts) * len(starts) + 1, dtype=torch.int32).view(-1, len(starts)).T
+    where = [(s, p) for s, start in enumerate(starts) for p in range(start, lengths[s])]
+    meta = AttentionMeta(
+        query_start=list(itertools.accumulate(tokens, initial=0)), seq_lens=lengths,
+        block_tables=table[:, : -(-max(lengths) // BLOCK)].clone(memory_format=torch.contiguous_format),
+        kv_slots=torch.tensor([int(table[s, p // BLOCK]) * BLOCK + p % BLOCK for s, p in where]),
+    )  # fmt: skip
+    return StepContext(torch.tensor([p for _, p in where]), meta, kv)
+
+
+def make_cache(model: Model, seed: int) -> list[KVView]:
+    random = torch.Generator().manual_seed(seed)
+    size = (2, BLOCKS + 1, HEADS, BLOCK, DIM)
+    dtype = torch.bfloat16 if "native" in model.kernels.linear.__name__ else torch.float32
+    return [KVView(*torch.randn(size, generator=random).to(dtype)) for _ in model.layers]
+
+
+@pytest.fixture
+def plays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
+    """The tapes that were played, one entry each time."""
+    played: list[Tape] = []
+    play = Tape.play
+    monkeypatch.setattr(Tape, "play", lambda tape: (played.append(tape), play(tape))[1])
+    yield played
+
+
+STEPS = [
+    ([5], [1]), ([6], [1]), ([511], [1]), ([512], [1]), ([1500], [1]), ([7], [1]),  # one part, several, one
+    ([9, 700, 33], [1, 1, 1]), ([600, 3, 900], [1, 1, 1]),  # another number of rows
+    ([40], [1]), ([0], [3]), ([64], [3]),  # few rows of one sequence are three rows
+]  # fmt: skip
+
+
+@needs_amx
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@torch.inference_mode()
+def test_a_replayed_step_has_the_bits_of_one_that_was_run(kind: str, plays: list[Tape]) -> None:
+    model = make_model(kind=kind)
+    direct, taped = make_cache(model, 0), make_cache(model, 0)
+    layers = LayerTapes(model)
+    random = torch.Generator().manual_seed(1)
+    for starts, tokens in STEPS:
+        hidden = torch.randn(sum(tokens), HIDDEN, generator=random).bfloat16()
+        expected = run_layers(model, hidden, make_step(model, direct, starts, tokens))
+        found = layers.run(hidden, make_step(model, taped, starts, tokens))
+        assert torch.equal(found, expected), (starts, tokens)
+        for one, other in zip(direct, taped, strict=True):
+            assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v), (starts, tokens)
+    assert layers.obstacle == ""
+    assert len(plays) == len(STEPS) - 2  # all but the first of one row and of three
+    assert len({id(tape) for tape in plays}) == 2
+
+
+@needs_amx
+@torch.inference_mode()
+def test_prompts_and_many_rows_are_not_recorded(plays: list[Tape]) -> None:
+    model = make_model()
+    layers, kv = LayerTapes(model), make_cache(model, 0)
+    for starts, tokens in [([0], [9]), ([0] * 17, [1] * 17)]:
+        for _ in range(2):
+            layers.run(torch.zeros(sum(tokens), HIDDEN).bfloat16(), make_step(model, kv, starts, tokens))
+    assert plays == [] and layers.obstacle == ""
+
+
+@needs_amx
+@torch.inference_mode()
+def test_another_number_of_threads_is_another_recording(plays: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    layers, kv = LayerTapes(model), make_cache(model, 0)
+
+    def step() -> int:
+        layers.run(torch.zeros(1, HIDDEN).bfloat16(), make_step(model, kv, [4], [1]))
+        return len(plays)
+
+    assert [step(), step()] == [0, 1]
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert [step(), step()] == [1, 2]
+
+
+@needs_amx
+@torch.inference_mode()
+def test_more_kernels_than_there_is_room_for_are_no_tape(monkeypatch: pytest.MonkeyPatch, plays: list[Tape]) -> None:
+    monkeypatch.setattr(tapes, "KERNELS", 2)
+    model = make_model()
+    layers, direct, taped = LayerTapes(model), make_cache(model, 0), make_cache(model, 0)
+    hidden = torch.randn(1, HIDDEN).bfloat16()
+    for _ in range(2):
+        expected = run_layers(model, hidden, make_step(model, direct, [4], [1]))
+        assert torch.equal(layers.run(hidden, make_step(model, taped, [4], [1])), expected)
+    assert plays == [] and "more kernels" in layers.obstacle
+
+
+@torch.inference_mode()
+def test_a_model_with_foreign_kernels_is_run_as_ever(plays: list[Tape]) -> None:
+    model = make_model("float32")
+    layers, direct, taped = LayerTapes(model), make_cache(model, 0), make_cache(model, 0)
+    hidden = torch.randn(1, HIDDEN)
+    for _ in range(2):
+        expected = run_layers(model, hidden, make_step(model, direct, [4], [1]))
+        assert torch.equal(layers.run(hidden, make_step(model, taped, [4], [1])), expected)
+    assert plays == [] and "not native" in layers.obstacle
+
+
+@needs_amx
+@pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.T.flatten()])
+def test_what_pytorch_computes_is_noticed(change: object) -> None:
+    tape = Tape(4, Buffers())
+    with tape.record():
+        x = torch.empty(3, 5)
+        x.view(15).unsqueeze(0)
+    assert tape.obstacle == "" and len(tape) == 0
+    with tape.record():
+        assert callable(change)
+        change(x)
+    assert "not native" in tape.obstacle
+
+
+def test_buffers_are_given_out_again_and_never_twice() -> None:
+    buffers = Buffers()
+
+    def take() -> list[Tensor]:
+        return [buffers.empty([size], torch.uint8) for size in (3, 64, 5 << 20, 1)]
+
+    first = take()
+    for value, tensor in enumerate(first):
+        tensor.fill_(value)
+    assert all((tensor == value).all() for value, tensor in enumerate(first))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in first)
+    buffers.rewind()
+    assert [tensor.data_ptr() for tensor in take()] == [tensor.data_ptr() for tensor in first]
