@@ -1,11 +1,10 @@
 """Decode steps of few rows on a CPU: the layers are recorded at the first step of so many rows, and then replayed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quire.kernels.attention import AttentionMeta
 from quire.kernels.native.tape import Buffers, Tape
 from quire.layers.context import StepContext
 from quire.layers.rope import Rotation
@@ -60,7 +59,7 @@ class LayerTapes:
     def _record(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
         """Run the layers on copies of the step's inputs, which stay."""
         hidden, rotation, meta = hidden.clone(), (rotation[0].clone(), rotation[1].clone()), ctx.attention
-        own = AttentionMeta(meta.query_start, meta.seq_lens, meta.block_tables, meta.kv_slots.clone(), meta.plans)
+        own = replace(meta, kv_slots=meta.kv_slots.clone())
         tape = Tape(KERNELS * len(self._model.layers), self._buffers)
         with tape.record():
             out = run_layers(self._model, hidden, StepContext(ctx.positions, own, ctx.kv), rotation=rotation)

@@ -46,6 +46,9 @@ class AttentionMeta:
     seq_lens       [S] int32: context length, this step's tokens included (tensor or list)
     block_tables   [S, max_blocks] int32; entries past a sequence's last block are never read
     kv_slots       [T] int64: where each row's key and value are written
+    table_rows     [S] int32: the row of block_tables that belongs to each sequence; None: its own index
+    max_query_len, max_seq_len   no sequence has more rows, or a longer context (upper bounds known without waiting for
+                   the device); None: read from the tensors
     plans          scratch of the implementation: what it derives from the above, once per step, by block size
     """
 
@@ -53,6 +56,9 @@ class AttentionMeta:
     seq_lens: Tensor | list[int]
     block_tables: Tensor
     kv_slots: Tensor
+    table_rows: Tensor | None = None
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
     plans: dict[int, object] = field(default_factory=dict)
 
 
