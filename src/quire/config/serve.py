@@ -10,6 +10,7 @@ from quire.contracts.errors import ConfigError
 LOOPBACK = ("localhost", "::1")
 WAITING_PER_SLOT = 8  # with the slots themselves: nine times what can run is taken, ten times is not
 LEAST_WAITING = 512  # with few slots: no request within the schema's bounds is refused for its size
+HOST_NAME = re.compile(r"\*|[a-zA-Z0-9._-]+")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -23,6 +24,8 @@ class HttpConfig:
     root_path: str = option("", "path under which a proxy serves this server")
     api_key: tuple[str, ...] = option((), "keys of which every request must show one as a bearer token")
     allowed_origins: tuple[str, ...] = option((), "origins whose pages may call this server (CORS); * for all")
+    allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which callers may reach a server without "
+                                                "keys on this machine's own address (Host header); * for all")
     ssl_keyfile: str | None = option(None, "private key file for HTTPS")
     ssl_certfile: str | None = option(None, "certificate file for HTTPS")
     max_body_bytes: int = option(8 * 2**20, "largest request body; more is answered 413")
@@ -111,6 +114,10 @@ def check_server(config: ServerConfig) -> None:
     for origin in http.allowed_origins:
         if not ORIGIN.fullmatch(origin):
             raise ConfigError(f"allowed_origins={origin!r}: must be * or like https://example.org, without a path.")
+    for name in http.allowed_hosts:
+        if not HOST_NAME.fullmatch(name):
+            raise ConfigError(f"allowed_hosts={name!r}: must be * or a name like host.docker.internal, without a port; "
+                              "give several as several values.")
     if not all(serve.served_model_name):
         raise ConfigError("served_model_name: a name must not be empty.")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", serve.metrics_prefix):

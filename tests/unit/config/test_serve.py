@@ -22,6 +22,11 @@ from quire.contracts.errors import ConfigError
     ({"api_key": ("a\n",)}, "api_key: a key must be printable"),
     ({"allowed_origins": ("example.org",)}, "must be \\* or like https://example.org"),
     ({"allowed_origins": ("https://example.org/x",)}, "without a path"),
+    ({"allowed_hosts": ("",)}, "must be \\* or a name like host.docker.internal"),
+    ({"allowed_hosts": ("llm:8000",)}, "allowed_hosts='llm:8000': .*without a port"),
+    ({"allowed_hosts": ("http://llm",)}, "without a port"),
+    ({"allowed_hosts": ("a,b",)}, "several as several values"),
+    ({"allowed_hosts": ("*.example.org",)}, "must be \\* or a name"),
     ({"served_model_name": ("",)}, "a name must not be empty"),
     ({"metrics_prefix": "a-b"}, "letters, digits and underscores"),
     ({"stream_interval": 0}, "stream_interval=0: must be at least 1"),
@@ -46,14 +51,16 @@ def test_a_key_is_never_in_the_message() -> None:
 
 
 def test_flat_names_reach_their_part() -> None:
-    config = ServerConfig.from_flat(port=0, api_key=("k",), stream_interval=4, max_num_seqs=8)
+    config = ServerConfig.from_flat(port=0, api_key=("k",), stream_interval=4, max_num_seqs=8,
+                                    allowed_hosts=("Host.docker.internal.", "llm_1", "*"))
     assert (config.http.port, config.http.api_key) == (0, ("k",))
+    assert config.http.allowed_hosts == ("Host.docker.internal.", "llm_1", "*")
     assert (config.serve.stream_interval, config.engine.scheduler.max_num_seqs) == (4, 8)
 
 
 def test_names_are_unique_across_the_parts() -> None:
     parts = list(server_names().values())
-    assert (parts.count("http"), parts.count("serve")) == (12, 11)
+    assert (parts.count("http"), parts.count("serve")) == (13, 11)
 
 
 @pytest.mark.parametrize(("slots", "bound"), [(1, 512), (8, 512), (64, 512), (256, 2048)])

@@ -55,6 +55,7 @@ def test_each_source_wins_over_the_next(config_file: Any, monkeypatch: pytest.Mo
     (["--served-model-name=x", "--port", "0"], {"served_model_name": ("x",), "port": 0}),
     (["--allowed-origins", '["https://a", "https://b"]'], {"allowed_origins": ("https://a", "https://b")}),
     (["--allowed_origins", "*"], {"allowed_origins": ("*",)}),
+    (["--allowed-hosts", "a", "b", "--allowed-hosts", "*"], {"allowed_hosts": ("a", "b", "*")}),
     (["--request-timeout", "5"], {"request_timeout": 5.0}),
     (["--max-body-bytes", "1M"], {"max_body_bytes": 1 << 20}),
     (["--no-access-log"], {"access_log": False}),
@@ -66,8 +67,10 @@ def test_flags_of_the_server(args: list[str], expected: dict[str, Any]) -> None:
 
 def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_API_KEY", "a, b,")
-    assert settings([]).values == {"api_key": ("a", "b")}
-    assert settings(["--api-key", "c"]).values == {"api_key": ("c",)}
+    monkeypatch.setenv("QUIRE_ALLOWED_HOSTS", "llm,host.docker.internal")
+    names = {"allowed_hosts": ("llm", "host.docker.internal")}
+    assert settings([]).values == {"api_key": ("a", "b")} | names
+    assert settings(["--api-key", "c"]).values == {"api_key": ("c",)} | names
 
 
 @pytest.mark.parametrize(("text", "expected"), [

@@ -6,6 +6,8 @@ import signal
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -82,6 +84,78 @@ def test_a_library_is_compiled_once_for_each_cpu_and_compiler(monkeypatch: pytes
     assert build.build(tmp_path / "cache", FLAGS) != first
     assert (tmp_path / "log").read_text().count("compiled") == 3
     assert all(path.name.startswith("quire-") for path in (tmp_path / "cache").iterdir())
+
+
+INTERRUPTED = """\
+import pathlib, shutil, signal, sys
+from quire.kernels.native import build
+before = {"raises": signal.default_int_handler, "ends": lambda number, frame: build.os._exit(130)}[sys.argv[2]]
+signal.signal(signal.SIGINT, before)
+shutil.which = lambda name: sys.argv[1] + "/cc"
+try:
+    build.build(pathlib.Path(sys.argv[1], "cache"), frozenset(build.NEEDED))
+except KeyboardInterrupt:
+    sys.exit(131 if signal.getsignal(signal.SIGINT) is before else 1)
+"""
+SLOW = """
+[ "$1" = --version ] && exit
+sleep 60 &
+echo $! > {0}/child
+touch {0}/started
+wait
+"""
+
+
+def wait_until(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happens():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def ended(child: Path) -> bool:
+    try:
+        return "(zombie)" in Path("/proc", child.read_text().strip(), "status").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("trap", ["", "trap '' TERM"])
+def test_a_compiler_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str) -> None:
+    fake_compiler(tmp_path, monkeypatch, trap + SLOW.format(tmp_path))
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(build, "END_SECONDS", 0.2)
+    with pytest.raises(build.CannotBuild, match="cc cannot be run .TimeoutExpired"):
+        build.build(tmp_path / "cache", FLAGS)
+    assert not list((tmp_path / "cache").iterdir())
+    wait_until(lambda: ended(tmp_path / "child"))
+
+
+@pytest.mark.parametrize(("handler", "code"), [("raises", 131), ("ends", 130)])
+def test_an_interrupt_leaves_neither_a_file_nor_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, code: int
+) -> None:
+    """Whether Ctrl-C raises or, as while a command starts, ends the process at once. In a process of its own."""
+    fake_compiler(tmp_path, monkeypatch, SLOW.format(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, tmp_path, handler])
+    wait_until((tmp_path / "started").exists)
+    assert [path.name[:9] for path in (tmp_path / "cache").iterdir()] == ["building-"]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == code and not list((tmp_path / "cache").iterdir())
+    wait_until(lambda: ended(tmp_path / "child"))
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_compiler(tmp_path, monkeypatch, "true")
+    left = tmp_path / "cache" / "building-left.so"
+    left.parent.mkdir()
+    with build._own_name(left.parent) as mine:  # while another process builds
+        left.touch()
+        build.build(left.parent, FLAGS)
+        assert left.exists() and mine.exists()
+    assert left.exists() and not mine.exists()
+    build.build(left.parent, FLAGS, fresh=True)
+    assert not left.exists()
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

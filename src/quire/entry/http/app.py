@@ -1,7 +1,7 @@
 """The ASGI application: routes, and the layers that every request passes.
 
     RequestScope    id, counts, access log, last resort
-    OwnNames        only without keys, on this machine's own address: no foreign Host header
+    OwnNames        only without keys, on this machine's own address: no foreign Host header, but for probes
     CORS            only with allowed_origins
     ApiKeys         only with keys; every path but /health, /ping, /live, /ready
     Gate            503 while the engine starts, drains or is dead
@@ -51,7 +51,7 @@ def build_app(
     layers = [
         Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
                    access_log=_log_line if http.access_log else None),
-        *([Middleware(OwnNames, host=http.host)] if _is_private(http) else []),
+        *([Middleware(OwnNames, host=http.host, allowed=http.allowed_hosts)] if _is_private(http) else []),
         *cors(http.allowed_origins),
         *([Middleware(ApiKeys, keys=http.api_key)] if http.api_key else []),
         Middleware(Gate, engine=engine, board=board, always=ALWAYS),
@@ -71,8 +71,8 @@ def model_names(config: ServerConfig) -> tuple[str, ...]:
 
 
 def _is_private(http: HttpConfig) -> bool:
-    """Whether being on this machine is all that lets a caller in."""
-    return http.uds is None and not http.api_key and is_loopback(http.host)
+    """Whether being on this machine is all that lets a caller in, whatever name led there."""
+    return http.uds is None and not http.api_key and is_loopback(http.host) and "*" not in http.allowed_hosts
 
 
 def _log_line(line: str) -> None:

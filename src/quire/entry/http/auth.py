@@ -45,22 +45,22 @@ class ApiKeys:
 
 
 class OwnNames:
-    """Middleware: the Host header names this machine, or is not there; else 403.
+    """Middleware: the Host header names this machine or is one of `allowed`, or is not there; else 403.
 
     A web page can let its own name lead to 127.0.0.1, and then read what a server there answers. It cannot do that
-    with an address, nor with localhost.
+    with an address, nor with localhost or a name below it.
     """
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: ASGIApp, host: str, allowed: Iterable[str] = ()) -> None:
         self._app = app
-        self._names = ("localhost", host.lower())
+        self._names = {"localhost", *(name.lower().removesuffix(".") for name in (host, *allowed))}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
         foreign = next((host for host in given if not self._is_own(host)), None)
-        if scope["type"] == "http" and foreign is not None:
+        if scope["type"] == "http" and foreign is not None and scope["path"] not in OPEN_PATHS:
             message = (f"the Host header says {foreign[:80]!r}: without a key, this server answers only to localhost "
-                       "and to addresses. Call it by those, or start it with --api-key.")
+                       "and to addresses. Call it by those, or start it with --allowed-hosts NAME or --api-key.")
             await error_answer(403, message, "foreign_host")(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -68,7 +68,7 @@ class OwnNames:
     def _is_own(self, given: str) -> bool:
         parts = HOST.fullmatch(given.strip().lower())
         name = parts[1].strip("[]").removesuffix(".") if parts else ""
-        return name in self._names or _is_address(name)
+        return name in self._names or name.endswith(".localhost") or _is_address(name)
 
 
 def _is_address(name: str) -> bool:

@@ -25,9 +25,9 @@ from quire.contracts.errors import (
     RequestFailed,
 )
 from quire.contracts.sampling import SamplingParams
-from quire.engine.queue import check_fits
 from quire.entry.front import INTERNAL, FrontEnd, Limits, Taken
 from quire.entry.http.request_stream import RequestStream
+from quire.entry.http.room import check_room
 from quire.entry.http.tally import count_finished, count_refusal, count_step
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
@@ -164,7 +164,7 @@ class ServedEngine:
         try:
             front = self._open_front()
             assert self.ready is not None
-            check_fits(len(prompts) * params.n, self._bound, self.ready.num_slots, "n" if params.n > 1 else "prompt")
+            check_room(len(prompts), params, num_live=len(front), bound=self._bound, num_slots=self.ready.num_slots)
             for i, prompt in enumerate(prompts):
                 generation, new = front.start(
                     prompt,

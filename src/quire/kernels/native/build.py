@@ -7,12 +7,16 @@ compiler, a compiler that fails or a folder that cannot be written: the reason i
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[1]
@@ -25,6 +29,7 @@ USED = {  # /proc/cpuinfo -> flag
 }  # fmt: skip
 TRAILER = hashlib.sha256().digest_size  # bytes after the library's own; a loader does not read them
 COMPILE_SECONDS = 120  # takes one or two; a machine may be busy
+END_SECONDS = 1  # for a compiler to end that was told to
 
 
 class CannotBuild(Exception):
@@ -77,20 +82,53 @@ def _key(compiler: str, flags: list[str]) -> str:
 def _compile(command: list[str], library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=library.parent, prefix="building-", suffix=".so")
+        with _raising_interrupts(), _own_name(library.parent) as name:
+            _output([*command, str(SOURCE), "-o", str(name), "-lm"])
+            _seal(name)
+            name.chmod(0o755)
+            name.replace(library)
     except OSError as error:
         raise CannotBuild(f"the kernel cache {library.parent} cannot be written ({error.strerror})") from None
-    os.close(handle)
+
+
+@contextlib.contextmanager
+def _own_name(folder: Path) -> Iterator[Path]:
+    """A file to build in, gone in the end. Whoever builds alone first removes what killed processes left: their locks
+    ended with them. Where folders cannot be locked (NFS), it stays."""
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        _output([*command, str(SOURCE), "-o", name, "-lm"])
-        _seal(Path(name))
-        os.chmod(name, 0o755)
-        os.replace(name, library)
-    except OSError as error:
-        raise CannotBuild(f"the kernel cache {library.parent} cannot be written ({error.strerror})") from None
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in folder.glob("building-*.so"):
+                left.unlink()
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="building-", suffix=".so", delete=False) as file:
+            name = Path(file.name)
+            try:
+                yield name
+            finally:
+                name.unlink(missing_ok=True)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _raising_interrupts() -> Iterator[None]:
+    """Ctrl-C raises, so that everything is cleaned up, and then does what it did before: it may end the process."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield  # it is ignored, or comes to another thread
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, before)
+        before(signal.SIGINT, None)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _seal(library: Path) -> None:
@@ -103,12 +141,22 @@ def _seal(library: Path) -> None:
 
 
 def _output(command: list[str]) -> bytes:
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, stdin=subprocess.DEVNULL)
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, process_group=0) as running:
+            try:
+                written, errors = running.communicate(timeout=COMPILE_SECONDS)
+            except BaseException:  # it ends, and all that it has started; with SIGTERM they remove their own files
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    if running.poll() is None:
+                        os.killpg(running.pid, number)
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            running.wait(END_SECONDS)
+                raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuild(f"{command[0]} cannot be run ({type(error).__name__})") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").splitlines()
+    if running.returncode:
+        lines = errors.decode(errors="replace").splitlines()
         said = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
         raise CannotBuild(f"{command[0]} failed: {said.strip()[:200]}")
-    return done.stdout
+    return written

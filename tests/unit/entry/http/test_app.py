@@ -178,20 +178,36 @@ def test_pages_of_allowed_origins_only(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "localhost.", "127.0.0.1:8000", "127.1.2.3", "[::1]:8",
-                                  "10.0.0.7", "[fe80::1]"])
+                                  "10.0.0.7", "[fe80::1]", "llm.localhost", "a.b.LOCALHOST:8000"])
 def test_a_keyless_server_answers_to_localhost_and_addresses(engine: FakeEngine, host: str) -> None:
     assert call(make(engine), "/version", host=host).status == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "[::1]evil.example",
-                                  "127.0.0.1.evil.example", "localhost:80@evil.example", "", "[]", "::1:x"])
+                                  "127.0.0.1.evil.example", "localhost:80@evil.example", "", "[]", "::1:x",
+                                  "evillocalhost", ".evil.example"])
 def test_a_keyless_server_does_not_answer_to_foreign_names(engine: FakeEngine, host: str) -> None:
     """A page whose name leads to this machine must not read what is answered here."""
     app = make(engine)
-    for method, path in [*every_route(app), ("OPTIONS", "/v1/models")]:
+    for method, path in [*every_route(app), ("OPTIONS", "/v1/models"), ("GET", "/health/")]:
         answer = call(app, path, method, host=host)
-        assert answer.status == 403, path
-    assert answer.error["code"] == "foreign_host" and "--api-key" in answer.error["message"]
+        assert answer.status == (200 if path in OPEN_PATHS else 403), path
+    assert answer.error["code"] == "foreign_host"
+    assert "--allowed-hosts" in answer.error["message"] and "--api-key" in answer.error["message"]
+
+
+def test_a_keyless_server_answers_to_the_names_that_it_is_given(engine: FakeEngine) -> None:
+    app = make(engine, ServerConfig(http=HttpConfig(allowed_hosts=("Host.Docker.Internal.", "llm_1"))))
+    for host in ("host.docker.internal:8000", "HOST.docker.internal", "llm_1.", "localhost", "a.localhost", "[::1]:8"):
+        assert call(app, "/version", host=host).status == 200, host
+    for host in ("docker.internal", "x.host.docker.internal", "evil.example", "*", ""):
+        assert call(app, "/version", host=host).status == 403, host
+    everywhere = make(engine, ServerConfig(http=HttpConfig(allowed_hosts=("llm", "*"))))
+    assert call(everywhere, "/version", host="evil.example").status == 200
+
+
+def test_a_request_without_a_host_names_nobody(engine: FakeEngine) -> None:
+    assert call(make(engine), "/version").status == 200
 
 
 @pytest.mark.parametrize("changes", [{"api_key": (SECRET,)}, {"host": "0.0.0.0"}, {"uds": "/s"}, {"host": "10.0.0.7"}])

@@ -34,6 +34,7 @@ from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
+from quire.procs.core_client import CoreClient
 from quire.procs.core_thread import CoreThread
 
 PATIENCE = 60.0
@@ -86,6 +87,15 @@ async def serving(metrics: Metrics | None = None, **options: Any) -> AsyncIterat
     finally:
         await engine.close()
     assert made[0].ended() == ("ended with code 1" if isinstance(engine.failure, EngineDead) else "ended with code 0")
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Everything that goes to a core."""
+    messages: list[Any] = []
+    original = CoreClient.send
+    monkeypatch.setattr(CoreClient, "send", lambda self, message: (messages.append(message), original(self, message)))
+    return messages
 
 
 def params(tokens: int = 8, **fields: Any) -> SamplingParams:
@@ -247,9 +257,10 @@ def test_before_it_is_ready_and_while_it_drains() -> None:
     run(work())
 
 
-def test_a_full_queue_refuses_and_the_rest_goes_on() -> None:
+def test_what_the_core_refuses_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with serving(max_num_seqs=1, max_waiting=1, mock_step_ms=5.0) as (engine, _):
+            monkeypatch.setattr(engine, "_bound", 100)  # here everything is taken
             first = open_one(engine, 10)
             await first.__anext__()
             second = open_one(engine, 3)
@@ -262,14 +273,63 @@ def test_a_full_queue_refuses_and_the_rest_goes_on() -> None:
     run(work())
 
 
+@pytest.mark.parametrize(("count", "n"), [(3, 1), (2, 2), (1, 3)])
+def test_a_request_of_which_only_a_part_fits_is_refused_whole(count: int, n: int, sent: list[Any]) -> None:
+    """Nothing of it reaches the core, where a prompt that does fit would run for nothing."""
+    async def work() -> None:
+        counted = Counted()
+        async with serving(counted, max_num_seqs=2, max_waiting=2, mock_step_ms=5.0) as (engine, _):
+            first, second = open_one(engine, 10), open_one(engine, 3)  # two more would fit
+            prompts, before = [Prompt(token_ids=[i]) for i in range(count)], len(sent)
+            with pytest.raises(QueueFull, match=f"{count * n} more do not fit.*try again later"):
+                engine.open(prompts, params(3, n=n, temperature=float(n > 1)), request_id="t")
+            assert len(sent) == before and engine.num_live == len(engine.front or ()) == 2
+            assert [args[0] for args, _ in counted.calls["rejected"]] == ["queue_full"]
+            assert len(counted.calls["request_started"]) == 2
+            fits = engine.open(prompts[:2], params(3), request_id="f") if n == 1 else open_one(engine, 3)
+            assert all(await asyncio.gather(read(first), read(second), read(fits)))
+
+    run(work())
+
+
+def test_what_is_taken_here_is_not_refused_in_the_core() -> None:
+    """Requests of one to four prompts that end, are given up and are refused, as fast as they come."""
+    async def come(engine: ServedEngine, i: int) -> bool:
+        try:
+            stream = engine.open([Prompt(token_ids=[i])] * (i % 4 + 1), params(i % 5 + 1), request_id=f"r{i}")
+        except QueueFull:
+            return False
+        if i % 3 == 0:
+            await stream.__anext__()
+            stream.close()
+        elif i % 3 == 1:
+            await read(stream)  # no QueueFull from here
+        else:
+            stream.close()
+        return True
+
+    async def work() -> None:
+        async with serving(max_num_seqs=3, max_waiting=4) as (engine, _):
+            tasks = []
+            for i in range(300):
+                tasks.append(asyncio.create_task(come(engine, i)))
+                await asyncio.sleep(0.001 * (i % 2))
+            assert set(await asyncio.gather(*tasks)) == {True, False}
+
+    run(work())
+
+
 def test_twenty_times_what_can_run_is_refused_by_default() -> None:
     async def work() -> None:
         async with serving(max_num_seqs=64, mock_step_ms=5.0) as (engine, _):
-            streams = [open_one(engine, 3, prompt=[i]) for i in range(1280)]
-            ends = await asyncio.gather(*map(read, streams), return_exceptions=True)
-            refused = [end for end in ends if isinstance(end, BaseException)]
-            assert refused and all(isinstance(end, QueueFull) for end in refused)
-            assert len(ends) - len(refused) >= 512
+            taken, refused = [], 0
+            for i in range(1280):
+                try:
+                    taken.append(open_one(engine, 3, prompt=[i]))
+                except QueueFull:
+                    refused += 1
+            assert (len(taken), refused) == (64 + 512, 1280 - 64 - 512)
+            assert all(await asyncio.gather(*map(read, taken)))
 
     run(work())
 

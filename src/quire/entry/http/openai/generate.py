@@ -98,6 +98,7 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
     stream."""
     with context.in_flight.hold(job.request_id):
         async with exchange.watch() as watch:
+            await watch.look()  # its text may have been encoded in a thread for long
             stream = context.engine.open(
                 job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout
             )

@@ -1,6 +1,8 @@
 """Streams: framing, order, merging, usage, comments, errors on the way, clients that go."""
 
 import asyncio
+import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,8 @@ from quire.contracts.errors import (
     RequestFailed,
 )
 from quire.entry.http.sse import EventStream
+
+from .conftest import Reply, output
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {
@@ -281,6 +285,44 @@ def test_a_client_that_goes_ends_its_request(
         again, *_, pipe = await begin(client, path, asked(path, stream=stream))  # the id is free, the routes work
         pipe.put(output("a", finish="stop"))
         pipe.put(None)
+        assert (await again).status == 200
+
+    asyncio.run(main())
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_while_a_long_text_is_encoded_never_reaches_the_engine(
+    scripted: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    encoding, go_on, text = threading.Event(), threading.Event(), "word " * 4000
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        encoding.set()
+        assert go_on.wait(30)
+        return [5]
+
+    async def main() -> None:
+        monkeypatch.setattr(scripted.text.tokenizer, "encode", encode)
+        monkeypatch.setattr(scripted.text.tokenizer, "fewest_tokens", lambda text: 1)
+        gone, reply = asyncio.Event(), Reply()
+        fields = {"prompt": text} if path == PLAIN else {"messages": [{"role": "user", "content": text}]}
+        body = json.dumps(asked(path, stream=stream) | fields).encode()
+        headers = {"x-request-id": "one"}
+        client = make_client(scripted)
+        task = asyncio.create_task(client.call("POST", path, body, headers=headers, gone=gone, reply=reply))
+        assert await asyncio.to_thread(encoding.wait, 30) and not scripted.streams
+        gone.set()
+        await settle()
+        go_on.set()
+        await asyncio.wait_for(task, 5)
+        assert not scripted.streams and not reply.status and len(asyncio.all_tasks()) == 1
+        again = asyncio.create_task(client.call("POST", path, body, headers=headers))  # the id is free
+        while not scripted.streams:
+            await asyncio.sleep(0)
+            assert not again.done()
+        scripted.streams[0].put(output("a", finish="stop"))
+        scripted.streams[0].put(None)
         assert (await again).status == 200
 
     asyncio.run(main())
