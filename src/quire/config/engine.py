@@ -11,7 +11,8 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tup
     return field(default=default, metadata={"help": help, "flags": flags, "choices": choices})
 
 
-DEVICES = ("auto", "cpu", "mock")
+CPU_TOKENS = 2048  # of one step
+DEVICES = ("auto", "cpu", "cuda", "mock")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
@@ -54,6 +55,8 @@ class CacheConfig:
 
     block_size: int | None = option(None, "tokens per block (default: what the attention kernel likes best)")
     kv_cache_memory_bytes: int | None = option(None, "exact size of the KV cache in bytes")
+    gpu_memory_utilization: float = option(0.92, "share of the GPU's memory that weights, graphs and KV cache take "
+                                           "together; on a CPU it changes nothing")
     num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",))
     enable_prefix_caching: bool = option(True, "reuse the KV of shared prefixes across requests")
 
@@ -62,7 +65,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Batching."""
 
-    max_num_batched_tokens: int = option(2048, "token budget of one step")
+    max_num_batched_tokens: int | None = option(None, "token budget of one step (default: 2048 on a CPU, 8192 on a "
+                                                      "GPU)")
     max_num_seqs: int = option(256, "requests running at once")
     max_waiting: int | None = option(None, "requests that may wait beside those that fill free slots; more are "
                                      "answered 429 (default: 8 x max_num_seqs, at least 512, in a server; no bound "
@@ -70,14 +74,24 @@ class SchedulerConfig:
     scheduling_policy: str = option("fcfs", "order of requests", choices=("fcfs", "priority"))
     watermark: float = option(0.01, "share of the KV blocks kept free when admitting beside running requests")
 
+    def token_budget(self, default: int = CPU_TOKENS) -> int:
+        """Tokens of one step at most, and enough for every running request to advance."""
+        return self.max_num_batched_tokens or max(default, self.max_num_seqs)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
     """Where it runs."""
 
-    device: str = option("auto", "device; mock: no model, made-up tokens, for testing servers", choices=DEVICES)
+    device: str = option("auto", "device; auto: a GPU when there is one; mock: no model, made-up tokens, for testing "
+                                 "servers", choices=DEVICES)
     num_threads: int | None = option(None, "CPU threads (default: all cores)")
-    async_depth: int | None = option(None, "steps in flight (CPU: 1 by default, 2 plans one step ahead)")
+    async_depth: int | None = option(None, "steps in flight; 2 plans one step ahead (default: 1 on a CPU, 2 on a GPU)")
+    enforce_eager: bool = option(False, "capture no CUDA graphs: less memory and a shorter start, slower steps")
+    cudagraph_capture_sizes: tuple[int, ...] = option(
+        (), "numbers of tokens for which steps are captured as CUDA graphs (default: chosen by --max-num-seqs)",
+        flags=("--cuda-graph-sizes",))
+    max_cudagraph_capture_size: int | None = option(None, "most tokens of a step that is captured as a CUDA graph")
     mock_step_ms: float = option(0.0, "milliseconds that a step of device=mock takes")
 
 
@@ -134,16 +148,20 @@ def check_config(config: EngineConfig) -> None:
         ("num_threads", config.device.num_threads),
         ("kv_cache_memory_bytes", c.kv_cache_memory_bytes),
         ("num_gpu_blocks_override", c.num_gpu_blocks_override),
+        ("max_cudagraph_capture_size", config.device.max_cudagraph_capture_size),
+        ("cudagraph_capture_sizes", min(config.device.cudagraph_capture_sizes, default=None)),
     ):
         if number is not None and number < 1:
             raise ConfigError(f"{name}={number}: must be at least 1.")
     if not 0.0 <= s.watermark < 1.0:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
+    if not 0.0 < c.gpu_memory_utilization <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization={c.gpu_memory_utilization}: must be above 0 and at most 1.")
     if not 0.0 <= config.device.mock_step_ms <= 60_000.0:
         raise ConfigError(f"mock_step_ms={config.device.mock_step_ms}: must be in [0, 60000].")
     if config.device.async_depth not in (None, 1, 2):
         raise ConfigError(f"async_depth={config.device.async_depth}: must be 1 or 2.")
-    if s.max_num_batched_tokens < s.max_num_seqs:
+    if s.max_num_batched_tokens is not None and s.max_num_batched_tokens < s.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens={s.max_num_batched_tokens} is below max_num_seqs={s.max_num_seqs}: a step could "
             f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens."
@@ -163,8 +181,8 @@ def check_types(component: Any) -> None:
 
 def _is_a(value: object, kind: Any) -> bool:
     """Whether an option's value has its declared type; an int is a float, a bool is not an int."""
-    if kind == tuple[str, ...]:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_a(item, get_args(kind)[0]) for item in value)
     kinds = tuple(get_origin(k) or k for k in get_args(kind) or (kind,))
     if isinstance(value, bool):
         return bool in kinds
@@ -172,8 +190,8 @@ def _is_a(value: object, kind: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
-    if kind == tuple[str, ...]:
-        return "a tuple of strings"
+    if get_origin(kind) is tuple:
+        return "a tuple of strings" if get_args(kind)[0] is str else "a tuple of integers"
     names = {int: "an integer", float: "a number", bool: "True or False", str: "a string", dict: "a mapping"}
     names[type(None)] = "None"
     return " or ".join(names[get_origin(k) or k] for k in get_args(kind) or (kind,))

@@ -2,6 +2,8 @@
 
     QUIRE_<OPTION>    any option, as its flag would take it: QUIRE_MAX_MODEL_LEN=32k; lists are separated by commas
     QUIRE_CACHE_DIR   where compiled kernels are kept: ~/.cache/quire
+    CC                the C compiler that Triton uses
+    TRITON_CACHE_DIR  where those of Triton are kept, instead of a folder in it
     HF_TOKEN          token for gated repositories on the hub
     OPENAI_API_KEY    key that `quire chat --url` and `quire complete --url` show, unless QUIRE_API_KEY is set
 
@@ -82,6 +84,17 @@ def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
 def cache_folder() -> Path:
     """Where Quire keeps what it can make again; it may not exist yet."""
     return Path(os.path.expanduser(os.environ.get(CACHE_DIR) or "~/.cache/quire"))
+
+
+def c_compiler() -> str | None:
+    """The C compiler that is named; None when none is."""
+    return os.environ.get("CC") or None
+
+
+def triton_cache_folder() -> Path:
+    """Where compiled Triton kernels are kept; it may not exist yet."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    return Path(os.path.expanduser(named)) if named else cache_folder() / "triton"
 
 
 def environment_warnings(options: Iterable[str]) -> list[str]:

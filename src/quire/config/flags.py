@@ -18,7 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import environment_warnings
 from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
 from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather
-from quire.config.texts import LIST, METAVARS, option_parser, parse_item
+from quire.config.texts import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
 
 LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]
@@ -180,8 +180,9 @@ def flag_settings(option: Field[Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"dest": FLAG + option.name, "default": argparse.SUPPRESS}
     if option.type is bool:
         return settings | {"action": _Switch, "nargs": 0}
-    if option.type == LIST:
-        return settings | {"action": _Extend, "nargs": "+", "metavar": METAVARS[LIST]}
+    if option.type in (LIST, COUNTS):
+        parse = reporting(parse_item if option.type == LIST else parse_counts)
+        return settings | {"action": _Extend, "type": parse, "nargs": "+", "metavar": METAVARS[option.type]}
     if option.metadata["choices"]:
         return settings | {"action": _Keep, "type": reporting(option_parser(option)),
                            "choices": option.metadata["choices"]}
@@ -217,13 +218,10 @@ class _Switch(_Keep):
 
 
 class _Extend(_Keep):
-    """Several values after one flag, or the flag several times; each is a text or a JSON list of texts."""
+    """Several values after one flag, or the flag several times; each is one item, or a JSON list of items."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
-        try:
-            items = tuple(item for text in value for item in parse_item(text))
-        except ValueError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
+        items = tuple(item for some in value for item in some)
         super().__call__(parser, namespace, (vars(namespace).get(self.dest) or ()) + items, option)
 
 

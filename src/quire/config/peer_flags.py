@@ -89,20 +89,20 @@ LORA, DRAFTS = f"adapters (LoRA) are {LATER}", f"speculative decoding is {LATER}
 NO_LORA = f"it counts only with adapters, which are {LATER}"
 TEXT_ONLY = "only text goes in; no image, sound or video is read"
 POOLING = "only text generation is implemented"
-NO_COMPILER = "no graph is captured and nothing is compiled"
+NO_COMPILER = "nothing is compiled but kernels; --enforce-eager and --cudagraph-capture-sizes choose the graphs"
 TOOLS = f"parsing of tool calls is {LATER}"
 GRAMMAR = f"structured outputs are {LATER}"
 OWN_KERNELS = "kernels are chosen by Quire, and no other is there to be forced"
 CODE = "code that is not Quire's own is never loaded"
-CPU_MEMORY = "weights stay where they are loaded"
-OWN_LOADER = "the loader has one way: each file is read once, from its start to its end"
+CPU_MEMORY = "weights stay on their device"
+OWN_LOADER = "the loader has one way: each file is read once"
 TRANSFER = f"the KV cache is not shared with other servers or tiers; that is {LATER}"
 REMOTE = "the core process is started by the server, on this machine"
 
 MODEL = (
     *_works("--model --tokenizer --trust-remote-code --dtype --seed --revision --max-model-len --max-logprobs "
             "--skip-tokenizer-init --served-model-name --hf-token --generation-config --override-generation-config "
-            "--device"),
+            "--device --enforce-eager"),
     *_refused("--runner", VALUE, POOLING, "auto", "generate"),
     *_refused("--task", VALUE, POOLING, "auto", "generate"),
     *_refused("--convert", VALUE, POOLING, "auto"),
@@ -113,7 +113,6 @@ MODEL = (
     *_refused("--quantization/-q", VALUE, f"quantized weights are {LATER}: use the unquantized checkpoint"),
     *_refused("--quantization-config", VALUE, f"quantized weights are {LATER}: use the unquantized checkpoint", "{}"),
     *_no_op("--allow-deprecated-quantization", SWITCH, f"quantized weights are {LATER}"),
-    *_no_op("--enforce-eager", SWITCH, NO_COMPILER),
     *_refused("--logprobs-mode", VALUE, "log-probabilities are those of the model, before any change",
               "raw_logprobs"),
     *_no_op("--use-fp64-gumbel", SWITCH, "noise is drawn in one way, by counter"),
@@ -142,7 +141,8 @@ LOADING = (
             OWN_LOADER),
     *_refused("--model-loader-extra-config", VALUE, OWN_LOADER, "{}"),
     *_no_op("--ignore-patterns", LIST, "only the files that a model needs are downloaded"),
-    *_no_op("--offload-backend --cpu-offload-gb --cpu-offload-params --offload-group-size --offload-num-in-group "
+    *_refused("--cpu-offload-gb", VALUE, f"weights kept in the CPU's memory beside a GPU are {LATER}", "0"),
+    *_no_op("--offload-backend --cpu-offload-params --offload-group-size --offload-num-in-group "
             "--offload-prefetch-step", VALUE, CPU_MEMORY),
 )
 
@@ -172,7 +172,7 @@ PARALLEL = (
     *_refused("--distributed-executor-backend", VALUE, f"Ray is {LATER}", "uni", "mp"),
     *_refused("--nnodes/-n", VALUE, f"several machines are {LATER}", "1"),
     *_refused("--node-rank/-r", VALUE, f"several machines are {LATER}", "0"),
-    *_refused("--device-ids", LIST, f"CUDA is {LATER}"),
+    *_refused("--device-ids", LIST, "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU", "0"),
     *_no_op("--numa-bind", SWITCH, "start Quire under numactl to bind it"),
     *_no_op("--numa-bind-nodes --numa-bind-cpus", LIST, "start Quire under numactl to bind it"),
     *_no_op("--disable-custom-all-reduce --disable-nccl-for-dp-synchronization", SWITCH, ONE_DEVICE),
@@ -187,9 +187,8 @@ PARALLEL = (
 )
 
 CACHE = (
-    *_works("--block-size --kv-cache-memory-bytes --num-gpu-blocks-override --enable-prefix-caching"),
-    *_no_op("--gpu-memory-utilization", VALUE,
-            "there is no GPU memory to share out; --kv-cache-memory-bytes sizes the KV cache"),
+    *_works("--block-size --gpu-memory-utilization --kv-cache-memory-bytes --num-gpu-blocks-override "
+            "--enable-prefix-caching"),
     *_no_op("--swap-space", VALUE, "preempted requests are computed again, nothing is swapped"),
     *_no_op("--preemption-mode", VALUE, "preempted requests are computed again"),
     *_refused("--kv-cache-dtype", VALUE, f"a quantized KV cache is {LATER}", "auto"),
@@ -225,9 +224,9 @@ BATCHING = (
 )
 
 COMPILING = (
-    *_no_op("-O/--optimization-level --compilation-config/-cc --max-cudagraph-capture-size --performance-mode "
-            "--max-seq-len-to-capture --max-context-len-to-capture --cuda-graph-sizes", VALUE, NO_COMPILER),
-    *_no_op("--cudagraph-capture-sizes", LIST, NO_COMPILER),
+    *_works("--cudagraph-capture-sizes/--cuda-graph-sizes --max-cudagraph-capture-size"),
+    *_no_op("-O/--optimization-level --compilation-config/-cc --performance-mode --max-seq-len-to-capture "
+            "--max-context-len-to-capture", VALUE, NO_COMPILER),
 )
 
 FEATURES = (
@@ -262,7 +261,7 @@ OBSERVING = (
     *_refused("--kv-cache-metrics --enable-mfu-metrics", SWITCH, f"these metrics are {LATER}"),
     *_no_op("--kv-cache-metrics-sample", VALUE, f"these metrics are {LATER}"),
     *_no_op("--cudagraph-metrics --enable-logging-iteration-details", SWITCH, "/metrics holds what a step does"),
-    *_refused("--enable-layerwise-nvtx-tracing", SWITCH, f"CUDA is {LATER}"),
+    *_refused("--enable-layerwise-nvtx-tracing", SWITCH, f"marks for a profiler are {LATER}"),
     *_refused("--profiler-config", VALUE, f"profiling through the server is {LATER}", "{}"),
     *_no_op("--jit-monitor-mode", VALUE, NO_COMPILER),
     *_no_op("--show-hidden-metrics-for-version", VALUE, "there are no hidden metrics"),

@@ -21,8 +21,27 @@ class DTypePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceBudget:
+    """The shares of a GPU's memory in bytes, as one line for the user; `outside` is held by other processes."""
+
+    total: int
+    utilization: float
+    weights: int
+    working: int
+    outside: int
+    kv: int
+
+    def __str__(self) -> str:
+        free = self.total - self.weights - self.working - self.kv - self.outside
+        total, weights, working, kv, outside, free_gib = (
+            f"{count / GIB:.1f}" for count in (self.total, self.weights, self.working, self.kv, self.outside, free))
+        return (f"{total} GiB: weights {weights}, activations and graphs {working}, KV cache {kv}, other processes "
+                f"{outside}, free {free_gib} (gpu_memory_utilization {self.utilization:g})")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """How the KV cache is sized. `notes` are lines for the user."""
+    """How the KV cache is sized. `notes` are lines for the user; `budget` prints the shares of a GPU's memory."""
 
     geometry: KVGeometry
     num_blocks: int
@@ -30,6 +49,7 @@ class MemoryPlan:
     kv_bytes: int
     free_bytes: int
     notes: tuple[str, ...] = ()
+    budget: DeviceBudget | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -37,9 +57,12 @@ class MemoryPlan:
         return self.num_blocks * self.geometry.block_size
 
 
-def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool) -> DTypePlan:
+def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device: str = "cpu") -> DTypePlan:
     """float16 has no fast path on a CPU, and bfloat16 only with bf16 units; then "auto" means float32, and says so."""
     requested = ALIASES.get(requested, requested)
+    if device == "cuda":
+        return DTypePlan(dtype=checkpoint, reason="as in the checkpoint") if requested == "auto" else DTypePlan(
+            dtype=requested, reason="as asked")
     if requested == "float16" or (requested == "auto" and checkpoint == "float16"):
         if requested == "float16":
             raise ConfigError("dtype=float16 is not implemented on a CPU: use dtype=bfloat16 or dtype=float32.")
@@ -52,10 +75,12 @@ def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool) -> DTyp
     return DTypePlan(dtype=checkpoint, reason="as in the checkpoint")
 
 
-def resolve_geometry(components: tuple[KVComponent, ...], num_layers: int, block_size: int | None) -> KVGeometry:
-    """The page: the components of every layer, for `block_size` tokens (default: what the CPU kernel likes best)."""
+def resolve_geometry(
+    components: tuple[KVComponent, ...], num_layers: int, block_size: int | None, default: int = CPU_BLOCK_SIZE
+) -> KVGeometry:
+    """The page: the components of every layer, for `block_size` tokens (None: `default`, what the kernel likes)."""
     group = KVGroup(layers=tuple(range(num_layers)), components=components)
-    return KVGeometry(block_size=block_size or CPU_BLOCK_SIZE, groups=(group,))
+    return KVGeometry(block_size=block_size or default, groups=(group,))
 
 
 def resolve_memory(

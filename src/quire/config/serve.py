@@ -1,5 +1,6 @@
 """The configuration of a server, beside the engine's: where it listens, whom it lets in, how it answers."""
 
+import ipaddress
 import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -7,10 +8,9 @@ from typing import Any
 from quire.config.engine import EngineConfig, check_types, flat_names, option, unknown_option
 from quire.contracts.errors import ConfigError
 
-LOOPBACK = ("localhost", "::1")
 WAITING_PER_SLOT = 8  # with the slots themselves: nine times what can run is taken, ten times is not
 LEAST_WAITING = 512  # with few slots: no request within the schema's bounds is refused for its size
-HOST_NAME = re.compile(r"\*|[a-zA-Z0-9._-]+")
+HOST_NAME = re.compile(r"\*|[a-zA-Z0-9_][a-zA-Z0-9._-]*")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -93,7 +93,14 @@ def server_names() -> dict[str, str]:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address."""
-    return host in LOOPBACK or host.startswith("127.")
+    name = host.lower().removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def check_server(config: ServerConfig) -> None:

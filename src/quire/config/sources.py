@@ -15,7 +15,7 @@ from quire.config.env import hf_token, option_texts, unknown_variables, variable
 from quire.config.file import read_config_file
 from quire.config.peer_args import Given, PeerOutcome, file_peer_flag, given_peer_flags, judge, refuse
 from quire.config.peer_flags import PEER_FLAGS
-from quire.config.texts import option_parser, read_value
+from quire.config.texts import COUNTS, LIST, option_parser, read_value
 from quire.contracts.errors import ConfigError
 
 FLAG, ORIGIN = "option.", "origin."  # of our names in the namespace: values, and the spelling that brought each
@@ -101,7 +101,8 @@ def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Se
     found = Settings(values={}, origins={}, notes=outcome.notes)
     _put_aliases(found, outcome, by_name)
     for name, value in ours.items():
-        found.put(name, value, f"argument {name}")
+        several = isinstance(value, list) and name in by_name and by_name[name].type in (LIST, COUNTS)
+        found.put(name, tuple(value) if several else value, f"argument {name}")
     return found
 
 

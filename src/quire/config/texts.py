@@ -14,8 +14,8 @@ SIZE = re.compile(r"(-?\d+(?:\.\d+)?)(?:([kKmMgGtT])(i?)B?)?")
 POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 AUTO = ("auto", "-1")  # spellings of "not set" for max_model_len
-ACCELERATOR = re.compile(r"cuda|gpu|rocm|hip|xpu|tpu|mps|hpu|npu|neuron")
-LIST = tuple[str, ...]
+ACCELERATOR = re.compile(r"gpu|rocm|hip|xpu|tpu|mps|hpu|npu|neuron")
+LIST, COUNTS = tuple[str, ...], tuple[int, ...]
 OBJECT = dict[str, Any] | None
 
 
@@ -81,6 +81,11 @@ def parse_item(text: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Several whole numbers, separated by commas or spaces, or as a JSON list; raises ValueError."""
+    return tuple(parse_size(part) for part in re.split(r"[,\s]+", text.strip().strip("[]").strip()) if part)
+
+
 def parse_length(text: str) -> int | None:
     """A context length: a size, or -1 or auto for the longest that the model and the memory allow (None)."""
     return None if text in AUTO else parse_size(text)
@@ -94,9 +99,11 @@ def parse_port(text: str) -> int:
 
 
 def parse_device(text: str) -> str:
-    """The name of a device; raises ValueError for one of an accelerator."""
+    """The name of a device; raises ValueError for one of an accelerator that is not there."""
     if ACCELERATOR.match(text):
-        raise ValueError(f"{text!r}: there is no GPU support yet: give cpu, or leave it out")
+        raise ValueError(f"{text!r}: only NVIDIA GPUs are supported: give cuda or cpu, or leave it out")
+    if text.startswith("cuda:"):
+        raise ValueError(f"{text!r}: give cuda; the environment variable CUDA_VISIBLE_DEVICES chooses which GPU")
     return text
 
 
@@ -105,9 +112,9 @@ OWN_PARSERS: dict[str, Callable[[str], Any]] = {
     "max_model_len": parse_length, "port": parse_port, "device": parse_device}
 PARSERS: dict[Any, Callable[[str], Any]] = {
     bool: parse_bool, str: str, str | None: str, int: parse_size, int | None: parse_size, float: parse_number,
-    float | None: parse_number, OBJECT: parse_object, LIST: parse_list}
+    float | None: parse_number, OBJECT: parse_object, LIST: parse_list, COUNTS: parse_counts}
 METAVARS: dict[Any, str] = {str: "TEXT", str | None: "TEXT", int: "N", int | None: "N", float: "X", float | None: "X",
-                            OBJECT: "JSON", LIST: "TEXT"}
+                            OBJECT: "JSON", LIST: "TEXT", COUNTS: "N"}
 
 
 def option_parser(option: Field[Any]) -> Callable[[str], Any]:
@@ -125,6 +132,8 @@ def read_value(option: Field[Any], value: object) -> Any:
         return (value,) if kind == LIST and not value.lstrip().startswith("[") else option_parser(option)(value)
     if kind == LIST and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
+    if kind == COUNTS and isinstance(value, list) and all(type(item) is int for item in value):
+        return tuple(value)
     if kind == OBJECT and isinstance(value, dict):
         return value
     if isinstance(value, bool):
@@ -139,4 +148,4 @@ def read_value(option: Field[Any], value: object) -> Any:
 
 _NOT: dict[Any, str] = {bool: "neither true nor false", int: "no whole number", int | None: "no whole number",
                         float: "no number", float | None: "no number", OBJECT: "no mapping",
-                        LIST: "no list of texts: put each in quotes"}
+                        LIST: "no list of texts: put each in quotes", COUNTS: "no list of whole numbers"}

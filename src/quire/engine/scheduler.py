@@ -8,7 +8,7 @@ import numpy as np
 from quire.config.engine import SchedulerConfig
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import BlockReason, NewRequest, Request, RequestState
-from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, Admission, StepPlan
+from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan
 from quire.engine.budget import share_budget
 from quire.engine.queue import WaitingQueue
 from quire.engine.table import RunningTable
@@ -17,6 +17,7 @@ from quire.kv.hashing import KeyChain
 from quire.kv.prefix import PrefixMatch
 
 LOG = logging.getLogger("quire")
+SHARED_TOKENS = 1024  # reading fewer once instead of for each request saves nothing
 
 
 @dataclass(kw_only=True)
@@ -46,7 +47,7 @@ class Scheduler:
         self.queue = WaitingQueue(self.by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
         self.num_preempted = self.num_blocked = self.prefix_queries = self.prefix_hits = 0
-        self._budget = config.max_num_batched_tokens
+        self._budget = config.token_budget()
         self._lag = facts.decode_lag
         self._headroom = int(config.watermark * facts.num_blocks)
         self._root = root_key
@@ -56,6 +57,7 @@ class Scheduler:
         self._broken: list[Request] = []
         self._arrivals = 0
         self._sampling: tuple[int, I32, list[Request], I32] | None = None
+        self._shared: tuple[int, tuple[SharedPrefix, ...]] = (-1, ())
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
@@ -306,6 +308,7 @@ class Scheduler:
             admitted=tuple(admitted),
             appended=appended,
             released=np.array(self._released, np.int32),
+            shared=self._shared_prefixes(),
         )
         requests, handles = self._who(sampling)
         newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None and r.num_preemptions == 0]
@@ -321,6 +324,13 @@ class Scheduler:
             num_prefills=len(prefills),
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
         )
+
+    def _shared_prefixes(self) -> tuple[SharedPrefix, ...]:
+        """Running requests whose contexts begin with the same blocks; remembered until requests come or go."""
+        if self._shared[0] != self.table.version:
+            groups = self.allocator.shared_prefixes(self.table.order().tolist(), SHARED_TOKENS)
+            self._shared = (self.table.version, tuple(SharedPrefix(np.array(s, np.int32), n) for s, n in groups))
+        return self._shared[1]
 
     def _who(self, sampling: I32) -> tuple[list[Request], I32]:
         """The requests and handles of the sampling slots; remembered, since a decoding batch rarely changes."""

@@ -58,7 +58,7 @@ def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
     ready = _ready(
         engine.core,
         dtype=engine.dtype.dtype,
-        device="cpu",
+        device=engine.device.device,
         weight_bytes=engine.weight_bytes,
         kv_bytes=engine.memory.kv_bytes,
         plans=plans,

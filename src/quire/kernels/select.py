@@ -12,11 +12,11 @@ from quire.contracts.errors import ConfigError
 
 # Operation -> its implementations, best first. Every one ends with the reference, which supports everything.
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "norm": ("native", "cpu", "ref"),
-    "heads": ("native", "cpu", "ref"),
-    "activation": ("native", "cpu", "ref"),
-    "linear": ("native", "cpu", "ref"),
-    "attention": ("native", "cpu", "ref"),
+    "norm": ("triton", "native", "cpu", "ref"),
+    "heads": ("triton", "native", "cpu", "ref"),
+    "activation": ("triton", "native", "cpu", "ref"),
+    "linear": ("cuda", "native", "cpu", "ref"),
+    "attention": ("triton", "native", "cpu", "ref"),
 }
 
 

@@ -20,9 +20,9 @@ else:
     triton = tl = None
     INTERPRETED = False
 
-    def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
         """What stands for a kernel where there is none."""
-        return function
+        return function or jit
 
 
 @functools.cache

@@ -6,6 +6,7 @@ preempted (`engine/`), nor of bytes (`kvstore/`). Called by one thread. A reques
     match -> can_admit -> admit -> (publish | grow)* -> free | forget
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,24 @@ class KVAllocator:
         """
         self.pool.forget(self._tables[slot][self._num_shared[slot] :])
         self.free(slot)
+
+    def shared_prefixes(self, slots: Iterable[int], least: int) -> list[tuple[list[int], int]]:
+        """Slots that begin with the same blocks, and how many: groups of two or more for which reading those blocks
+        once saves at least `least` tokens. Slots that share the first block are one group, with what all of them share.
+        """
+        groups: dict[int, list[int]] = {}
+        for slot in slots:
+            if self._tables[slot] and self.pool.refs(self._tables[slot][0]) > 1:
+                groups.setdefault(self._tables[slot][0], []).append(slot)
+        found = []
+        for members in groups.values():
+            tables = [self._tables[slot] for slot in members]
+            first, last = min(tables), max(tables)  # in order of ids; what these two share, all do
+            shorter = min(len(first), len(last))
+            same = next((i for i in range(shorter) if first[i] != last[i]), shorter)
+            if same * self.block_size * (len(members) - 1) >= least:
+                found.append((members, same))
+        return found
 
     def num_blocks(self, slot: int) -> int:
         """Blocks that a slot holds."""

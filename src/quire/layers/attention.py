@@ -35,10 +35,13 @@ class Attention(nn.Module):
         q, k = self.q_norm.weight, self.k_norm.weight
         self.head_norm = torch.cat((q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1))).detach()
 
-    def forward(self, x: Tensor, residual: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """x, residual [T, hidden] -> residual + the layer; writes this step's keys and values to `kv` first."""
-        tokens = x.shape[0]
-        qkv = self.qkv(x).view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+    def forward(self, hidden: Tensor, norm: RMSNorm, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
+        """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory.
+
+        Writes this step's keys and values to `kv` before anything attends.
+        """
+        tokens = hidden.shape[0]
+        qkv = self.qkv.normed(hidden, norm).view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         q = self.kernels.heads.prepare(qkv, self.head_norm, self.eps, *rotation, kv, ctx.attention.kv_slots)
         attended = self.kernels.attention.paged_attention(q, kv, ctx.attention, self.scale)
-        return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), residual)
+        return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), hidden)

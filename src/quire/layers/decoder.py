@@ -22,6 +22,6 @@ class DecoderBlock(nn.Module):
         self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.mlp_bias, build)
 
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]."""
-        hidden = self.attention(self.attention_norm(hidden), hidden, rotation, ctx, kv)
-        return self.mlp(self.mlp_norm(hidden), hidden)
+        """hidden [T, hidden] -> [T, hidden], perhaps in its memory."""
+        hidden = self.attention(hidden, self.attention_norm, rotation, ctx, kv)
+        return self.mlp(hidden, self.mlp_norm)

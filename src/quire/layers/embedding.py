@@ -21,10 +21,12 @@ class VocabEmbedding(nn.Module):
         self.packed, self.weight = packed, None
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 ids in [0, V) -> [T, hidden]."""
+        """[T] int64 ids in [0, V) -> [T, hidden]; a kernel's rows are NaN for other ids."""
         if self.packed is not None:
             return unquantized.rows(self.kernel, self.packed, token_ids)
         assert self.weight is not None
+        if "plain" in self.kernel.SUPPORT.features:
+            return unquantized.rows(self.kernel, unquantized.PackedLinear(self.weight, None), token_ids)
         return F.embedding(token_ids, self.weight)
 
 

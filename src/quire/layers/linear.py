@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from quire.layers.context import Build
+from quire.layers.norm import RMSNorm
 from quire.quantization import unquantized
 
 
@@ -36,8 +37,15 @@ class Linear(nn.Module):
         assert self.packed is not None, "run before pack()"
         return unquantized.run(self.kernel, x, self.packed)
 
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """[T, in_features] -> the projection of norm(x), in one kernel where it has the feature "norm"."""
+        if "norm" not in self.kernel.SUPPORT.features:
+            return self(norm(x))
+        assert self.packed is not None, "run before pack()"
+        return unquantized.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)
+
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, in_features] -> residual [T, out_features] + the projection."""
+        """[T, in_features] -> residual [T, out_features] + the projection; perhaps in the residual's memory."""
         assert self.packed is not None, "run before pack()"
         return unquantized.run_add(self.kernel, x, self.packed, residual)
 
@@ -69,6 +77,13 @@ class GatedLinear(Linear):
             return gated
         assert self.packed is not None, "run before pack()"
         return unquantized.run_gated(self.kernel, x, self.packed)
+
+    def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """See `Linear`."""
+        if not self.fused or "norm" not in self.kernel.SUPPORT.features:
+            return self(norm(x))
+        assert self.packed is not None, "run before pack()"
+        return unquantized.run_norm_gated(self.kernel, x, norm.weight, norm.eps, self.packed)
 
 
 @runtime_checkable

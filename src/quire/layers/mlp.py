@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from quire.layers.context import Build
 from quire.layers.linear import GatedLinear, Linear
+from quire.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -14,6 +15,6 @@ class GatedMLP(nn.Module):
         self.gate_up = GatedLinear(hidden_size, intermediate_size, bias, build)
         self.down = Linear(intermediate_size, {"": hidden_size}, bias, build)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x [T, hidden], residual [T, hidden] -> their sum after the layer, [T, hidden]."""
-        return self.down.add(self.gate_up(x), residual)
+    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory."""
+        return self.down.add(self.gate_up.normed(hidden, norm), hidden)

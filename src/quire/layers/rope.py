@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.config.rope import RopeArgs
+from quire.kernels.rope.triton import rotation_rows
+from quire.kernels.triton_runtime import missing
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
 
@@ -19,6 +21,8 @@ class Rotary:
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """cos and sin [T, D] of positions [T]; angles in float32. The first half of sin is negated, as kernels want."""
+        if positions.is_cuda and not missing():
+            return rotation_rows(positions, self.frequencies, self.scale, dtype)
         angles = positions[:, None].float() * self.frequencies
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

@@ -47,7 +47,8 @@ def run_layers(
 ) -> Tensor:
     """Run `layers` (all of them by default) over hidden [T, hidden] -> [T, hidden].
 
-    `tap` sees the hidden state that enters, under "embed", and the one that leaves each layer, under its index.
+    `tap` sees the hidden state that enters, under "embed", and the one that leaves each layer, under its index; the
+    next layer may write over it, so who keeps it clones it.
     `rotation` is that of ctx.positions, where someone has it already.
     """
     if rotation is None:

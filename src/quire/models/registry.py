@@ -10,6 +10,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.platforms.cpu import CpuFacts
+from quire.platforms.cuda import CudaFacts
 
 if TYPE_CHECKING:
     from quire.layers.stack import Model
@@ -24,7 +25,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def build_model(
-    args: ModelArgs, *, dtype: str, device: str, platform: CpuFacts, kernels: dict[str, str] | None = None
+    args: ModelArgs, *, dtype: str, device: str, platform: CpuFacts | CudaFacts, kernels: dict[str, str] | None = None
 ) -> "Model":
     """An unloaded model: parameters are allocated, not filled. Next: load weights, then `model.pack()`.
 

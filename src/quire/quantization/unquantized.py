@@ -58,11 +58,23 @@ def run(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
 
 
 def run_add(kernel: ModuleType, x: Tensor, packed: PackedLinear, residual: Tensor) -> Tensor:
-    """x [T, K] -> residual [T, N] + the product; the residual is left as it is."""
+    """x [T, K] -> residual [T, N] + the product, perhaps in the residual's memory."""
     if "add" in kernel.SUPPORT.features:
         fused: Tensor = kernel.run_add(x, packed.weight, packed.bias, residual)
         return fused
     return residual + run(kernel, x, packed)
+
+
+def run_norm(kernel: ModuleType, x: Tensor, norm: Tensor, eps: float, packed: PackedLinear) -> Tensor:
+    """`run` of x after an RMS norm with the weight `norm` [K], of a kernel with the feature "norm"."""
+    y: Tensor = kernel.run_norm(x, norm, eps, packed.weight, packed.bias)
+    return y
+
+
+def run_norm_gated(kernel: ModuleType, x: Tensor, norm: Tensor, eps: float, packed: PackedLinear) -> Tensor:
+    """`run_gated` of x after an RMS norm with the weight `norm` [K], of a kernel with "norm" and "gated"."""
+    y: Tensor = kernel.run_norm_gated(x, norm, eps, packed.weight, packed.bias)
+    return y
 
 
 def run_float(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:

@@ -58,7 +58,7 @@ class SamplingTable:
         self.seeds[slot] = spec.seed - (1 << 64) if spec.seed >> 63 else spec.seed
         self.numbers[slot] = torch.tensor(_numbers(spec), dtype=torch.float64)
         self.specs[slot] = spec
-        self.needs[slot] = _needs(spec)
+        self.needs[slot] = needs_of(spec)
         self.edits.pop(slot, None)
         if self.needs[slot] & Needs.EDITS:
             self.edits[slot] = self._edits(spec)
@@ -122,7 +122,8 @@ def _numbers(spec: SamplerSpec) -> list[float]:
     return row
 
 
-def _needs(spec: SamplerSpec) -> Needs:
+def needs_of(spec: SamplerSpec) -> Needs:
+    """What the rows of a request have to go through."""
     needs = Needs(0)
     if spec.temperature >= GREEDY_BELOW:
         needs |= Needs.NOISE

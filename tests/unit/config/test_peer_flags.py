@@ -106,6 +106,10 @@ def test_a_note_says_why_as_a_sentence() -> None:
     (["--disable-uvicorn-access-log"], {"access_log": False}),
     (["--max_num_queued_reqs", "2k"], {"max_waiting": 2000}),
     (["--async-scheduling", "--async-depth", "1"], {"async_depth": 1}),
+    (["--cuda-graph-sizes", "1", "2", "[4, 8]", "--cudagraph_capture_sizes", "16,32"],
+     {"cudagraph_capture_sizes": (1, 2, 4, 8, 16, 32)}),
+    (["--gpu-memory-utilization", "0.5", "--enforce-eager", "--max-cudagraph-capture-size", "256"],
+     {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_cudagraph_capture_size": 256}),
     (["-O2", "-O", "3", "-cc.mode=3", "--compilation-config.mode", "0"], {}),
     (["--tensor_parallel_size=1", "-pp", "1", "-dp", "1.0", "--data-parallel-size-local", "1"], {}),
     (["--speculative-config", "{}", "--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
@@ -118,6 +122,7 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
 @pytest.mark.parametrize(("given", "options"), [
     ({"tensor_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
     ({"async_scheduling": True}, {"async_depth": 2}),
+    ({"cudagraph_capture_sizes": [1, 2, 64]}, {"cudagraph_capture_sizes": (1, 2, 64)}),
     ({"async_scheduling": True, "async_depth": 1}, {"async_depth": 1}),
     ({"max_num_queued_reqs": 5, "max_num_seqs": 4}, {"max_waiting": 5, "max_num_seqs": 4}),
 ])
@@ -126,10 +131,10 @@ def test_keyword_arguments_mean_what_flags_mean(given: dict[str, Any], options: 
 
 
 def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
-    assert keyword_config("", {"gpu_memory_utilization": 0.9, "enforce_eager": True}) == EngineConfig()
+    assert keyword_config("", {"swap_space": 4, "performance_mode": "x"}) == EngineConfig()
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("note: gpu_memory_utilization changes nothing: there is no GPU memory")
-    assert second.startswith("note: enforce_eager changes nothing: ")
+    assert first.startswith("note: swap_space changes nothing: preempted requests")
+    assert second.startswith("note: performance_mode changes nothing: nothing is compiled but kernels")
 
 
 @pytest.mark.parametrize(("given", "words"), [

@@ -23,6 +23,7 @@ from quire.contracts.errors import ConfigError
     ({"allowed_origins": ("example.org",)}, "must be \\* or like https://example.org"),
     ({"allowed_origins": ("https://example.org/x",)}, "without a path"),
     ({"allowed_hosts": ("",)}, "must be \\* or a name like host.docker.internal"),
+    ({"allowed_hosts": (".",)}, "must be \\* or a name"),
     ({"allowed_hosts": ("llm:8000",)}, "allowed_hosts='llm:8000': .*without a port"),
     ({"allowed_hosts": ("http://llm",)}, "without a port"),
     ({"allowed_hosts": ("a,b",)}, "several as several values"),
@@ -72,7 +73,10 @@ def test_a_servers_queue_has_a_bound_that_ten_times_too_much_passes(slots: int, 
     assert EngineConfig().scheduler.max_waiting is None
 
 
-@pytest.mark.parametrize(("host", "near"), [("127.0.0.1", True), ("127.1.2.3", True), ("localhost", True),
-                                            ("::1", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False)])
+@pytest.mark.parametrize(("host", "near"), [("127.0.0.1", True), ("127.1.2.3", True),
+                                            ("localhost", True), ("::1", True), ("LocalHost.", True),
+                                            ("llm.localhost", True), ("0::1", True),
+                                            ("::ffff:127.0.0.1", True), ("0.0.0.0", False), ("::", False),
+                                            ("10.0.0.1", False), ("127.evil.com", False), ("alocalhost", False)])
 def test_loopback(host: str, near: bool) -> None:
     assert is_loopback(host) is near

@@ -48,6 +48,16 @@ def test_the_banner_tells_what_is_served_and_how() -> None:
     assert found["address"] == f"{URL}/v1; this machine only, no key needed"
 
 
+def test_a_gpu_tells_what_it_is_and_how_its_memory_is_shared() -> None:
+    plans = {"device": "NVIDIA H200, sm_90", "weights": "16.00 GB in 0.50 s (32.0 GB/s)", "memory": "139.8 GiB: ...",
+             "norm": "triton (asked for)"}
+    lines = banner_lines(ready(device="cuda", plans=plans), config(), URL)
+    found = rows(lines)
+    assert len(lines) <= 12 and found["device"].startswith("NVIDIA H200, sm_90; one process")
+    assert (found["weights"], found["memory"]) == (plans["weights"], plans["memory"])
+    assert found["kernels"] == "norm: triton (asked for)"
+
+
 def test_many_kernels_are_named_without_their_reasons() -> None:
     plans = {f"operation{i}": f"cpu ({'long ' * 20}{i})" for i in range(5)}
     found = rows(banner_lines(ready(plans=plans), config(), URL))

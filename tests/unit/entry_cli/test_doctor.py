@@ -16,6 +16,7 @@ from quire.entry.cli import check_machine, check_software
 from quire.entry.cli.doctor import examine
 from quire.entry.cli.finding import BAD, OK, WARN, Finding
 from quire.entry.cli.main import main
+from quire.platforms.detect import DevicePlan
 
 GOOD_TORCH = json.dumps({"version": "2.13.0", "cuda": None, "threads": 2, "gpus": 0})
 
@@ -128,6 +129,14 @@ def test_gpus_and_who_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [finding.text for finding in check_machine.gpus()]
     assert texts[0] == "NVIDIA H200, driver 580.1, capability 9.0, 100 MiB of 143771 MiB in use"
     assert texts[1] == "process 77 (python) holds 50 MiB"
+
+
+@pytest.mark.parametrize(("device", "said"), [("cpu", ["no GPU is used: too old"]), ("cuda", [])])
+def test_a_gpu_that_is_not_used_says_why(monkeypatch: pytest.MonkeyPatch, device: str, said: list[str]) -> None:
+    monkeypatch.setattr(check_machine.shutil, "which", lambda name: "/bin/nvidia-smi")
+    monkeypatch.setattr(check_machine, "_smi", lambda smi, query: [["0"] * 6] if "query-gpu" in query else [])
+    monkeypatch.setattr(check_machine, "resolve_device", lambda asked: DevicePlan(device=device, reason="too old"))
+    assert [finding.text for finding in check_machine.gpus()][1:] == said
 
 
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

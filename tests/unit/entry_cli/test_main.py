@@ -55,7 +55,8 @@ def test_every_command_has_help(args: list[str], capsys: pytest.CaptureFixture[s
     (["completion", "powershell"], "invalid choice: 'powershell'"),
     (["version"], "there is no command 'version': it is `quire --version`"),
     (["serve", "--port", "99999"], "argument --port: '99999' is no port: give 1 to 65535"),
-    (["complete", "--device", "cuda"], "'cuda': there is no GPU support yet: give cpu"),
+    (["complete", "--device", "gpu"], "'gpu': only NVIDIA GPUs are supported: give cuda or cpu"),
+    (["complete", "--device", "cuda:1"], "give cuda; the environment variable CUDA_VISIBLE_DEVICES"),
 ])
 def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
                                               capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,10 +30,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_configuration_is_handed_on(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "a/b", "--port", "9", "--enforce-eager"]) == 0
+    assert main(["serve", "a/b", "--port", "9", "--use-fp64-gumbel"]) == 0
     assert started == [ServerConfig.from_flat(model="a/b", port=9)]
     assert capsys.readouterr().err.splitlines() == [
-        "quire: note: --enforce-eager changes nothing: no graph is captured and nothing is compiled.",
+        "quire: note: --use-fp64-gumbel changes nothing: noise is drawn in one way, by counter.",
         "quire: note: started"]
 
 
@@ -63,8 +63,8 @@ def test_print_config_refuses_what_cannot_work(started: list[Any]) -> None:
 
 def test_print_config_tells_of_flags_that_change_nothing(started: list[Any],
                                                          capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--print-config", "--enforce-eager"]) == 0
-    assert "quire: note: --enforce-eager changes nothing" in capsys.readouterr().err
+    assert main(["serve", "--print-config", "--use-fp64-gumbel"]) == 0
+    assert "quire: note: --use-fp64-gumbel changes nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("args", "code"), [([], 3), (["--api-key", "k"], 0), (["--print-config"], 0)])
@@ -83,6 +83,10 @@ def test_a_key_for_vllm_opens_no_server(args: list[str], code: int, started: lis
     ({"host": "0.0.0.0", "api_key": ("k",), "ssl_keyfile": "k", "ssl_certfile": "c"}, []),
     ({"host": "0.0.0.0", "uds": "/s"}, []),
     ({"allowed_origins": ("*",)}, ["lets any web page"]),
+    ({"allowed_hosts": ("*",)}, ["--allowed-hosts * without"]),
+    ({"allowed_hosts": ("a",)}, []),
+    ({"allowed_hosts": ("a",), "api_key": ("k",)}, ["--allowed-hosts changes nothing here"]),
+    ({"allowed_hosts": ("a",), "uds": "/s"}, ["--allowed-hosts changes nothing here"]),
     ({"allowed_origins": ("*",), "api_key": ("k",)}, []),
 ])
 def test_warnings_about_who_can_come_in(options: dict[str, Any], words: list[str]) -> None:

@@ -1,39 +1,46 @@
 """The choice of implementations is a value with reasons."""
 
+import subprocess
+import sys
+
 import pytest
 
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention import cpu, native, ref
 from quire.kernels.select import IMPLEMENTATIONS, Needs, Support, objection, select, select_kernels
 
+ELSEWHERE = ("triton", "runs on cuda, not on cpu")
+
 
 def test_best_that_fits() -> None:
     choice, module = select("attention", Needs(device="cpu", dtype="float32"))
     if native.SUPPORT.missing:
-        assert module is cpu and choice.name == "cpu" and choice.rejected == (("native", native.SUPPORT.missing),)
+        assert module is cpu and choice.name == "cpu" and choice.rejected[1:] == (("native", native.SUPPORT.missing),)
     else:
-        assert module is native and choice.name == "native" and choice.rejected == ()
+        assert module is native and choice.name == "native" and choice.rejected == (ELSEWHERE,)
 
 
 def test_reasons_for_the_rejected() -> None:
     choice, module = select("attention", Needs(device="cpu", dtype="float32", features=frozenset({"window", "sinks"})))
-    assert module is ref and choice.rejected[1:] == (("cpu", "has no sinks, window"),)
-    assert choice.rejected[0] == ("native", native.SUPPORT.missing or "has no sinks, window")
+    assert module is ref and choice.rejected[2:] == (("cpu", "has no sinks, window"),)
+    lacking = native.SUPPORT.missing or "has no sinks, window"
+    assert choice.rejected[0] == ELSEWHERE and choice.rejected[1] == ("native", lacking)
     assert "not cpu: has no sinks, window" in str(choice)
     choice, _ = select("norm", Needs(device="cpu", dtype="float16"))
-    assert choice.name == "ref" and "not in float16" in choice.rejected[1][1]
+    assert choice.name == "ref" and "not in float16" in choice.rejected[2][1]
 
 
 def test_forced() -> None:
     choice, module = select("attention", Needs(device="cpu", dtype="float32"), forced="ref")
-    assert module is ref and choice.reason == "asked for" and choice.rejected[1] == ("cpu", "ref was asked for")
+    assert module is ref and choice.reason == "asked for" and choice.rejected[2] == ("cpu", "ref was asked for")
 
 
 @pytest.mark.parametrize(
     ("op", "features", "forced", "said"),
     [
         ("attention", frozenset({"window"}), "cpu", "has no window"),
-        ("attention", frozenset(), "triton", "does not exist"),
+        ("attention", frozenset(), "triton", "runs on cuda, not on cpu"),
+        ("attention", frozenset(), "fortran", "does not exist"),
         ("attention", frozenset({"tree_mask"}), None, "has no tree_mask"),
     ],
 )
@@ -66,3 +73,18 @@ def test_kernels_of_a_model() -> None:
     assert kernels.attention is select("attention", Needs(device="cpu", dtype="float32"))[1]
     with pytest.raises(ConfigError, match="lineer"):
         select_kernels("cpu", "float32", forced={"lineer": "ref"})
+
+
+def test_every_kernel_module_can_be_imported_without_triton() -> None:
+    program = """
+import importlib, importlib.util, pkgutil
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+import quire.kernels
+from quire.kernels import triton_runtime
+assert triton_runtime.missing() == "Triton is not installed"
+for module in pkgutil.walk_packages(quire.kernels.__path__, "quire.kernels."):
+    importlib.import_module(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

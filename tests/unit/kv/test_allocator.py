@@ -209,3 +209,16 @@ def test_check_counts_references_from_elsewhere():
 def test_several_groups_are_refused():
     with pytest.raises(UnsupportedModel, match="2 KV cache groups.*not implemented"):
         KVAllocator(BlockPool(1), KVGeometry(block_size=SIZE, groups=(GROUP, GROUP)), num_slots=1)
+
+
+def test_slots_that_begin_with_the_same_blocks_are_found():
+    alloc = allocator(num_blocks=40, num_slots=8)
+    one, other = list(range(5 * SIZE)), list(range(1000, 1000 + 5 * SIZE))
+    own = (one, other, [*one[: 3 * SIZE], *[7] * SIZE], one, [9] * 3 * SIZE, other[: 2 * SIZE + 1])
+    for slot, tokens in enumerate(own):
+        serve(alloc, slot, tokens)
+    assert alloc.shared_prefixes(range(8), 1) == [([0, 2, 3], 3), ([1, 5], 2)]
+    assert alloc.shared_prefixes(range(8), 2 * SIZE + 1) == [([0, 2, 3], 3)]
+    assert alloc.shared_prefixes([0, 3], 1) == [([0, 3], 4)]
+    alloc.free(1)
+    assert alloc.shared_prefixes(range(8), 1) == [([0, 2, 3], 3)]

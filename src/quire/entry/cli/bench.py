@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
 from quire.contracts.errors import ConfigError
-from quire.entry.cli import bench_http, bench_serve
+from quire.entry.cli import bench_http, bench_kernels, bench_serve
 from quire.entry.cli.table import format_table
 from quire.entry.leaving import raise_on_interrupt
 
 if TYPE_CHECKING:
     from quire.bench.engine import CoreTimes
 
-SUMMARY = "measure: latency, throughput, startup, engine, serve, http"
+SUMMARY = "measure: latency, throughput, startup, engine, serve, http, kernels"
 KINDS = {
     "latency": "one request at a time: first token, inter-token time",
     "throughput": "batches of requests: tokens per second",
@@ -25,8 +25,9 @@ KINDS = {
     "engine": "Python per step of the engine core, without a model",
     "serve": "a load on a running server: latencies, throughput, goodput",
     "http": "what HTTP costs: processor time per streamed event, delay of a first token",
+    "kernels": "every kernel against its floor and the library it replaces",
 }
-OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "http": bench_http}
+OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "http": bench_http, "kernels": bench_kernels}
 MODEL_HELP = """\
 MODEL is the name of a bundled configuration (random weights, no tokenizer), or a folder or hub id; default: qwen3-0.6b.
 """

@@ -18,6 +18,7 @@ from quire.entry.cli.finding import BAD, OK, WARN, Finding
 from quire.entry.cli.table import format_bytes
 from quire.entry.http.sockets import port_holder
 from quire.platforms.cpu import read_cpu_facts, read_cpu_flags
+from quire.platforms.detect import resolve_device
 
 UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
 SMI_SECONDS = 20
@@ -92,8 +93,9 @@ def gpus() -> Iterator[Finding]:
     for row in holders:
         yield Finding("gpu memory", WARN, f"process {row[1]} ({row[2]}) holds {row[3]}" if len(row) == 4 else
                       ", ".join(row), "stop it if you need the memory")
-    if rows:
-        yield Finding("gpu", WARN, "CUDA is not implemented yet: GPUs are not used")
+    plan = resolve_device("auto")
+    if rows and plan.device != "cuda":
+        yield Finding("gpu", WARN, f"no GPU is used: {plan.reason}", "see --device")
 
 
 def _smi(smi: str, query: str) -> list[list[str]]:

@@ -19,7 +19,7 @@ from quire.observe.progress import Progress
 from quire.procs.messages import Loading, Ready
 
 QUIET_SECONDS = 2.0  # plain progress lines come no closer than this
-ELSEWHERE = ("dtype", "memory")  # plans that have a line of their own
+ELSEWHERE = ("dtype", "device", "weights", "memory")  # plans that have a line of their own
 MAX_KERNELS = 240  # characters of the kernels' line before reasons are left out
 ANYWHERE = ("0.0.0.0", "::")
 
@@ -109,12 +109,14 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
     phases = ", ".join(f"{name} {each:.2f} s" for name, each in ready.phases.items())
     since = f"ready {seconds:.2f} s after the start of the process, imports included" if seconds is not None else ""
     blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
+    device = ready.plans.get("device", ready.device)
     rows = {
         "model": source if served == model.model else f"{source}, served as {served}",
         "dtype": ready.plans.get("dtype", ready.dtype),
-        "device": f"{ready.device}; one process, one device; {ready.depth} step{'s'[:ready.depth != 1]} in flight",
+        "device": f"{device}; one process, one device; {ready.depth} step{'s'[:ready.depth != 1]} in flight",
         "kernels": _kernels(ready),
-        "weights": format_bytes(ready.weight_bytes) if ready.weight_bytes else "",
+        "weights": ready.plans.get("weights") or (format_bytes(ready.weight_bytes) if ready.weight_bytes else ""),
+        "memory": ready.plans.get("memory", ""),
         "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes else blocks,
         "at once": _at_once(ready),
         "loading": "; ".join(filter(None, (phases, since))),

@@ -101,6 +101,11 @@ def bind_warnings(config: ServerConfig) -> list[str]:
                      f"--host 127.0.0.1.")
     if http.uds is None and not is_loopback(http.host) and http.api_key and not http.ssl_certfile:
         lines.append("keys and texts travel unencrypted: put a proxy with TLS in front, or set --ssl-certfile.")
+    if http.allowed_hosts and (http.uds is not None or http.api_key or not is_loopback(http.host)):
+        lines.append("--allowed-hosts changes nothing here: names are looked at only without a key, on this machine's "
+                     "own address.")
+    if "*" in http.allowed_hosts and not http.api_key:
+        lines.append("--allowed-hosts * without --api-key lets any web page that you visit use this server.")
     if "*" in http.allowed_origins and not http.api_key:
         lines.append("--allowed-origins * without --api-key lets any web page that you visit use this server.")
     return lines

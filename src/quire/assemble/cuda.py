@@ -1,0 +1,154 @@
+"""The CUDA half of the composition root: weights on the GPU, the KV cache in what is left, graphs, the executor."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quire.assemble.parts import Loading, Parts
+from quire.config.checkpoint import ModelArgs
+from quire.config.engine import EngineConfig
+from quire.config.resolve import DTypePlan, resolve_geometry
+from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, CUDA_TOKENS, DeviceMemory, check_weights, resolve_cuda_memory
+from quire.contracts.blocks import KVGeometry
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import SAMPLE, Admission, StepPlan
+from quire.kernels.attention import KVView
+from quire.kernels.cache import compiling_ahead, use_cache_folder
+from quire.kvstore.arena import KVArena
+from quire.layers.stack import Model
+from quire.models.registry import build_model, kv_components
+from quire.platforms.cuda import read_cuda_facts
+from quire.procs.launching import LaunchingExecutor
+from quire.weights.dummy import load_dummy
+from quire.weights.stream import stream_weights
+from quire.worker.cuda_worker import CudaWorker, Limits, graph_sizes, graph_tokens
+
+DEPTH = 2
+LAUNCH_SECONDS = 0.025  # of the host, for a step whose kernels are launched one by one
+FLOPS = 600e12  # of a GPU, in a large product
+GRAPH_BYTES = 24 << 20  # that the driver takes for a graph, beside the memory of its tensors
+DEVICE = torch.device("cuda", 0)
+
+
+def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, *,
+                  on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
+    """Build what runs on the GPU; raises a `UserError` that names what would make it fit.
+
+    end_phase   told the name of each part of the start when it is over
+    """
+    facts = read_cuda_facts()
+    cache, note = use_cache_folder()
+    batch = replace(config.scheduler, max_num_batched_tokens=config.scheduler.token_budget(CUDA_TOKENS))
+    config = replace(config, scheduler=batch)
+    end_phase("device")
+    model = build_model(args, dtype=dtype.dtype, device="cuda", platform=facts)
+    weights = sum(p.numel() * p.element_size() for _, p in model.named_parameters())
+    check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=dtype.dtype)
+    if config.load.load_format == "dummy":
+        load_dummy(model, config.model.seed)
+        loaded = "dummy"
+    else:
+        loaded = str(stream_weights(model, folder, on_loading))
+    model.pack()
+    end_phase("weights")
+    geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size,
+                                CUDA_BLOCK_SIZE)  # fmt: skip
+    limits = Limits(
+        num_slots=batch.max_num_seqs, max_tokens=batch.token_budget(),
+        max_model_len=config.model.max_model_len or args.max_position_embeddings,
+        block_size=geometry.block_size, graph_sizes=_graph_sizes(config),
+        graph_tokens=_graph_tokens(config, weights // 2), depth=config.device.async_depth or DEPTH,
+    )  # fmt: skip
+    compiled, working = _rehearse(model, geometry, limits)
+    end_phase("kernels")
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    memory = resolve_cuda_memory(
+        geometry, config,
+        DeviceMemory(total=total, at_start=facts.free_memory, free=free, weights=weights, others=facts.others_memory,
+                     later=working + (len(limits.graph_sizes) + len(limits.graph_tokens)) * GRAPH_BYTES),
+        context=args.max_position_embeddings, dtype=dtype.dtype,
+    )  # fmt: skip
+    limits = replace(limits, max_model_len=memory.max_model_len)
+    worker = _worker(model, geometry, memory.num_blocks + 1, limits)
+    worker.warm_up()
+    end_phase("graphs")
+    plans = {"device": str(facts), "compiled kernels": f"{compiled} in {cache}",
+             "graphs": f"{len(worker.graphs)}, decode steps of up to {max(limits.graph_sizes, default=0)} sequences",
+             "weights": loaded, "memory": str(memory.budget)}
+    return Parts(
+        config=config,
+        model=model,
+        worker=worker,
+        executor=lambda facts: LaunchingExecutor(worker, facts),
+        depth=limits.depth,
+        memory=memory,
+        weight_bytes=weights,
+        plans=plans,
+        notes=(note,) if note else (),
+    )
+
+
+def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """How many sequences the decode steps have that are captured."""
+    device, most = config.device, config.scheduler.max_num_seqs
+    if device.enforce_eager:
+        return ()
+    most = min(most, device.max_cudagraph_capture_size or most)
+    asked = tuple(sorted({size for size in device.cudagraph_capture_sizes if size <= most}))
+    return asked or graph_sizes(most)
+
+
+def _graph_tokens(config: EngineConfig, num_parameters: int) -> tuple[int, ...]:
+    """Token counts of the captured steps with prompts: those that the GPU would finish before they were launched."""
+    if config.device.enforce_eager or config.device.cudagraph_capture_sizes:
+        return ()
+    most = int(LAUNCH_SECONDS * FLOPS / (2 * num_parameters))
+    return graph_tokens(min(most, config.device.max_cudagraph_capture_size or most, config.scheduler.token_budget()))
+
+
+def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> CudaWorker:
+    arena = KVArena(geometry, num_blocks, DEVICE)
+    views = [KVView(*arena.views(layer)) for layer in range(model.args.num_layers)]
+    return CudaWorker(model, views, limits, DEVICE)
+
+
+def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, int]:
+    """Compile every kernel and run the largest step once, on a cache that just holds it: (what was compiled, the bytes
+    of everything but weights and cache)."""
+    before = torch.cuda.memory_allocated(DEVICE)
+    blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
+    worker = _worker(model, geometry, blocks, limits)
+    plans = [_largest_step(limits, seqs) for seqs in (1, limits.num_slots)]
+    with compiling_ahead() as ahead:
+        for plan in plans:
+            worker.rehearse(plan)
+        worker.rehearse_graphs()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    for plan in plans:
+        worker.submit(plan)
+        worker.collect()
+    peak = torch.cuda.max_memory_allocated(DEVICE) - before - (blocks * geometry.page_bytes)
+    return str(ahead.report()), peak
+
+
+def _largest_step(limits: Limits, num_seqs: int) -> StepPlan:
+    """As many tokens as a step may have, in `num_seqs` sequences of one length, all sampled."""
+    tokens = min(limits.max_tokens // num_seqs, limits.max_model_len - 1)
+    blocks = -(-tokens // limits.block_size)
+    slots = np.arange(num_seqs, dtype=np.int32)
+    spec = SamplerSpec(temperature=0.8, top_p=0.9, seed=0, num_prompt=tokens)
+    admitted = tuple(
+        Admission(
+            slot=slot, request_id="", token_ids=np.zeros(tokens, np.int32), num_computed=0, sampler=spec,
+            block_ids=(1 + slot * blocks + np.arange(blocks, dtype=np.int32),),
+        )
+        for slot in range(num_seqs)
+    )  # fmt: skip
+    return StepPlan(
+        step=0, slots=slots, num_tokens=np.full(num_seqs, tokens, np.int32), num_rows=np.ones(num_seqs, np.int32),
+        outputs=np.full(num_seqs, SAMPLE, np.uint8), admitted=admitted, released=slots,
+    )  # fmt: skip

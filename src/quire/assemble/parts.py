@@ -1,0 +1,32 @@
+"""What a device's half of the composition root hands to the other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.config.engine import EngineConfig
+from quire.config.resolve import MemoryPlan
+from quire.contracts.protocols import Executor, ExecutorFacts
+from quire.layers.stack import Model
+
+Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A model on its device and who runs it.
+
+    config         with what the device decides filled in
+    executor       makes the executor, once the facts are known;  depth  of its queue
+    weight_bytes   of the parameters, before they are packed
+    plans          printable values;  notes  lines the user should see
+    """
+
+    config: EngineConfig
+    model: Model
+    worker: object
+    executor: Callable[[ExecutorFacts], Executor]
+    depth: int
+    memory: MemoryPlan
+    weight_bytes: int
+    plans: dict[str, object] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,173 @@
+"""How a GPU's memory is shared out: pure functions of measured bytes; what does not fit says what would make it fit."""
+
+import math
+from dataclasses import dataclass
+
+from quire.config.engine import EngineConfig
+from quire.config.resolve import GIB, DeviceBudget, MemoryPlan, check_context
+from quire.contracts.blocks import KVGeometry
+from quire.contracts.errors import ConfigError
+
+CUDA_TOKENS = 8192  # of one step
+CUDA_BLOCK_SIZE = 128  # a kernel's tile of keys; smaller tiles divide it
+SPARE = 256 << 20  # bytes left free beside everything: what libraries allocate late
+MAX_BLOCKS = 1 << 17  # a block costs the scheduler about 0.5 KB, and a tiny model's page is tiny
+MOST_UTILIZATION = 0.98  # the largest that a message proposes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What is known of a GPU when its KV cache is sized; all in bytes.
+
+    at_start   free when our context was there and nothing else of ours;  free  free now
+    weights    of the parameters as packed;  later  what will still be taken after the cache: graphs, their inputs
+    others     what other processes hold; None: not known, then all that is not ours counts as theirs
+    per_seq, per_token   what max_num_seqs and max_num_batched_tokens cost each; 0: not known
+    """
+
+    total: int
+    at_start: int
+    free: int
+    weights: int
+    later: int = 0
+    others: int | None = None
+    per_seq: int = 0
+    per_token: int = 0
+
+    @property
+    def outside(self) -> int:
+        """What other processes hold, as far as is known."""
+        return self.total - self.at_start if self.others is None else min(self.others, self.total - self.at_start)
+
+    @property
+    def working(self) -> int:
+        """Ours beside the weights: context, activations of the largest step, tables, graphs."""
+        return max(0, self.total - self.outside - self.free - self.weights) + self.later
+
+    @property
+    def ours(self) -> int:
+        """All that is ours."""
+        return self.weights + self.working
+
+
+def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, dtype: str) -> None:
+    """Refuse parameters of `weights` bytes in `dtype` that `free` bytes cannot hold; asked before any is loaded."""
+    memory = DeviceMemory(total=total, at_start=free, free=free - weights, weights=weights)
+    missing = memory.ours + SPARE - _limit(memory, config)
+    if missing > 0:
+        raise ConfigError(f"the weights need {_size(weights)} in {dtype}, and {_room(memory, config)}: "
+                          f"{_size(missing)} are missing. Try {_advice(memory, config, dtype, SPARE)}")
+
+
+def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int,
+                        dtype: str) -> MemoryPlan:
+    """Size the KV cache and the context length on a GPU.
+
+    context   the model's longest sequence in tokens;  dtype  what the weights are computed in
+    The cache takes what gpu_memory_utilization leaves. An unset max_model_len shrinks to what fits. Raises
+    `ConfigError`, with what is missing and the flags and values that would make it fit.
+    """
+    check_context(config.model, context)
+    asked, page = config.model.max_model_len, geometry.page_bytes
+    length = asked or context
+    num_blocks, source = _num_blocks(config, memory, page)
+    wanted = (geometry.num_blocks(length) + 1) * page if asked else 2 * page
+    given = max(0, (num_blocks + 1) * page)
+    forced = source != "gpu_memory_utilization"
+    if forced and given > memory.free - memory.later:
+        raise ConfigError(f"{source} asks for {_size(given)} of KV cache, and {_size(memory.free - memory.later)} of "
+                          f"the GPU's memory are free: lower it to {_most(source, memory, page)}, or leave it out.")
+    if given < wanted:
+        shorter = num_blocks * geometry.block_size if asked else 0
+        room = f"{source} gives {_size(given)}" if forced else _room(memory, config)
+        more = f"a larger {source}." if forced else _advice(memory, config, dtype, wanted)
+        cause = f"max_model_len={asked} needs {_size(wanted)} of KV cache" if asked else (
+            f"a KV cache of one block needs {_size(wanted)}")
+        missing = wanted - given if forced else memory.ours + wanted - _limit(memory, config)
+        held = "" if forced else f" beside {_size(memory.ours)} of weights, activations and graphs"
+        cut = f"--max-model-len {shorter}, or " if shorter > 0 else ""
+        raise ConfigError(f"{cause}{held}, and {room}: {_size(missing)} are missing. "
+                          f"Try {cut}{more}")
+    notes: tuple[str, ...] = ()
+    if num_blocks * geometry.block_size < length:
+        length = num_blocks * geometry.block_size
+        notes = (f"context shortened from {context} to {length} tokens: the KV cache of {_size(given)} ({source}) "
+                 "holds no more.",)
+    if not forced and _limit(memory, config) < int(config.cache.gpu_memory_utilization * memory.total):
+        notes += (f"other processes hold {_size(memory.outside)} of the GPU's memory: less than "
+                  f"gpu_memory_utilization={config.cache.gpu_memory_utilization:g} is left.",)
+    budget = DeviceBudget(
+        total=memory.total, utilization=config.cache.gpu_memory_utilization,
+        weights=memory.weights, working=memory.working, outside=memory.outside, kv=given)
+    return MemoryPlan(geometry=geometry, num_blocks=num_blocks, max_model_len=length, kv_bytes=given,
+                      free_bytes=memory.free, notes=notes, budget=budget)
+
+
+def gpu_only_options(config: EngineConfig) -> tuple[str, ...]:
+    """A line for the user for each option that was set and changes nothing on a CPU."""
+    default = EngineConfig()
+    set_ones = [name for name in ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+                if vars(config.device)[name] != vars(default.device)[name]]
+    if config.cache.gpu_memory_utilization != default.cache.gpu_memory_utilization:
+        set_ones.append("gpu_memory_utilization")
+    return tuple(f"{name} changes nothing on a CPU." for name in set_ones)
+
+
+def _limit(memory: DeviceMemory, config: EngineConfig) -> int:
+    """What may be ours in all."""
+    return min(int(config.cache.gpu_memory_utilization * memory.total), memory.total - memory.outside - SPARE)
+
+
+def _num_blocks(config: EngineConfig, memory: DeviceMemory, page: int) -> tuple[int, str]:
+    """(usable blocks, the option that set their number); block 0 is reserved and counts as cache."""
+    cache = config.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override, "num_gpu_blocks_override"
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes // page - 1, "kv_cache_memory_bytes"
+    blocks = (_limit(memory, config) - memory.ours) // page - 1
+    return min(blocks, MAX_BLOCKS), "gpu_memory_utilization"
+
+
+def _most(source: str, memory: DeviceMemory, page: int) -> int:
+    room = max(0, memory.free - memory.later - SPARE)
+    return room // page - 1 if source == "num_gpu_blocks_override" else room
+
+
+def _room(memory: DeviceMemory, config: EngineConfig) -> str:
+    """What there is, in words."""
+    share = config.cache.gpu_memory_utilization
+    if _limit(memory, config) < int(share * memory.total):
+        return (f"{_size(max(0, _limit(memory, config)))} of the GPU's {_size(memory.total)} can be had (other "
+                f"processes hold {_size(memory.outside)})")
+    return f"gpu_memory_utilization={share:g} allows {_size(int(share * memory.total))} of {_size(memory.total)}"
+
+
+def _advice(memory: DeviceMemory, config: EngineConfig, dtype: str, needed: int) -> str:
+    """Every change that would make `needed` bytes beside what is ours fit, with its value."""
+    missing = memory.ours + needed - _limit(memory, config)
+    ways = []
+    share = math.ceil(100 * (memory.ours + needed) / memory.total) / 100
+    if share <= MOST_UTILIZATION and memory.ours + needed <= memory.total - memory.outside - SPARE:
+        ways.append(f"--gpu-memory-utilization {share:g}")
+    batch = config.scheduler
+    for flag, value, each, least in (
+        ("--max-num-seqs", batch.max_num_seqs, memory.per_seq, 1),
+        ("--max-num-batched-tokens", batch.token_budget(CUDA_TOKENS), memory.per_token, batch.max_num_seqs),
+    ):
+        lower = value - math.ceil(missing / each) if each else 0
+        if lower >= least:
+            ways.append(f"{flag} {lower}")
+    if dtype == "float32" and missing <= memory.weights // 2:
+        ways.append("--dtype bfloat16")
+    if memory.outside > GIB // 2 and missing <= memory.outside:
+        ways.append("without the other processes on this GPU")
+    spread = math.ceil((memory.ours + needed) / max(1, int(MOST_UTILIZATION * memory.total)))
+    larger = f"a GPU with {(memory.ours + needed) / config.cache.gpu_memory_utilization / GIB:.0f} GiB"
+    last = "a smaller model" + (f", or {larger} ({spread} like this one: several are not implemented yet)"
+                                    if spread > 1 else "")
+    return f"{', or '.join([*ways, last])}."
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.0f} MiB"

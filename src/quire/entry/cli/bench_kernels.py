@@ -1,0 +1,85 @@
+"""`quire bench kernels`: every kernel against its floor and the library it replaces."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from quire.config.engine import DEVICES
+from quire.config.flags import FlagParser
+from quire.contracts.errors import ConfigError
+from quire.entry.cli.table import format_table
+from quire.platforms.detect import resolve_device
+
+COLUMNS = {"model": "model", "op": "operation", "kernel": "kernel", "shape": "shape", "us": "us", "floor_us": "floor",
+           "x_floor": "x floor", "library": "library", "library_us": "us", "x_library": "times faster",
+           "wrong": "not timed"}
+
+
+def configure(parser: FlagParser) -> None:
+    """Add the flags."""
+    parser.add_argument("--models", metavar="NAMES", help="bundled configurations, separated by commas (default: "
+                                                          "qwen3-0.6b,qwen3-8b)")
+    parser.add_argument("--only", metavar="NAMES", help="operations, separated by commas")
+    parser.add_argument("--rows", metavar="NUMBERS", help="only these numbers of rows, separated by commas")
+    parser.add_argument("--device", choices=[name for name in DEVICES if name != "mock"], default="auto",
+                        help="device (default: a GPU when there is one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print a table or JSON; 1 when a kernel is wrong."""
+    from quire.bench.workload import model_names
+
+    device = resolve_device(args.device).device
+    from quire.bench import kernels as bench
+
+    models = args.models.split(",") if args.models else list(bench.MODELS)
+    unknown = [name for name in models if name not in model_names()]
+    if unknown:
+        raise ConfigError(f"--models: there is no {unknown[0]!r}: use {', '.join(model_names())}.")
+    operations = bench.choose_operations(args.only.split(",") if args.only else ())
+    rows = _numbers(args.rows) if args.rows else None
+    result = _measure(bench, models, operations, rows, device)
+    if args.out is not None:
+        try:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--out {args.out}: {error.strerror}.") from None
+    print(json.dumps(result, indent=1) if args.json else _report(result))
+    return 1 if any("differs" in row["wrong"] for row in result["rows"]) else 0
+
+
+def _measure(bench: Any, models: list[str], operations: list[str], rows: tuple[int, ...] | None,
+             device: str) -> dict[str, Any]:
+    from dataclasses import replace
+
+    import torch
+
+    from quire.kernels.cache import use_cache_folder
+
+    use_cache_folder()
+    result: dict[str, Any] = {"device": device, "rows": []}
+    with torch.inference_mode():
+        rates = bench.measure_rates(torch.device(device), torch.bfloat16)
+        result |= {"memory_gb_per_s": round(rates.memory / 1e9, 1), "matrix_tflop_per_s": round(rates.matrix / 1e12, 1)}
+        for model in models:
+            setup = bench.make_setup(model, device)
+            setup = replace(setup, rows=rows) if rows else setup
+            for row in bench.measure_kernels(setup, rates, operations):
+                print(f"{model} {row['op']} {row['shape']}: {row['wrong'] or row['us']}", file=sys.stderr)
+                result["rows"].append({"model": model} | row)
+    return result
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"--rows {text}: give whole numbers above 0, separated by commas.")
+    return tuple(map(int, parts))
+
+
+def _report(result: dict[str, Any]) -> str:
+    cells = [["" if row[name] is None else row[name] for name in COLUMNS] for row in result["rows"]]
+    return (f"{result['device']}: a copy moves {result['memory_gb_per_s']} GB/s (read and written), a product computes "
+            f"{result['matrix_tflop_per_s']} TFLOP/s; times in microseconds, bfloat16\n\n"
+            + format_table(list(COLUMNS.values()), cells))

@@ -1,0 +1,82 @@
+"""Attention of sequences with few rows: each program reads one item of a plan, a part of one sequence's context, for
+one KV head and all its query heads. The last program of a sequence to finish adds up the parts, always in the same
+order, so that one launch is enough and the result does not depend on which was last.
+"""
+
+from __future__ import annotations
+
+from quire.kernels.attention.triton_tiles import LOWEST, attend, load_queries, store_outputs, store_part
+from quire.kernels.triton_runtime import jit, tl
+
+
+@jit
+def decode_kernel(
+    q, out, k, v, table, items, counters, sums_at, stats_at, sinks, stride_q, stride_out, stride_block, stride_head,
+    stride_token, stride_table, scale, cap, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Programs (items, KV heads). ROWS: query heads of a KV head times the most rows of a sequence; PARTS >= parts."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    record = items + item * ITEM_WORDS
+    row, num_rows, length = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    start, end = tl.load(record + 3), tl.load(record + 4)
+    parts, first = tl.load(record + 5), tl.load(record + 6)
+    table += tl.load(record + 7).to(tl.int64) * stride_table
+    prefix_parts, prefix_first = 0, 0
+    if SHARED:
+        prefix_parts, prefix_first = tl.load(record + 8), tl.load(record + 9)
+    if row < 0:  # after the loads, which cost one trip to memory together
+        return
+    lane = tl.arange(0, M)
+    token = lane // GROUP
+    rows, heads, live = row + token, head * GROUP + lane % GROUP, lane < num_rows * GROUP
+    queries = load_queries(q, rows, heads, live, stride_q, D, DP)
+    sums = tl.zeros([M, DP], tl.float32)
+    top = tl.zeros([M], tl.float32) + LOWEST
+    sums, top, weight = attend(
+        queries, sums, top, tl.zeros([M], tl.float32), length - num_rows + token, k + head * stride_head,
+        v + head * stride_head, table, start, end, stride_block, stride_token, scale, cap,
+        True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
+    )  # fmt: skip
+    if parts + prefix_parts == 1:
+        store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride_out, D, DP)
+    else:
+        at = (item.to(tl.int64) * HEADS + head) * ROWS + lane
+        store_part(sums_at, stats_at, sums, top, weight, at, live, D, DP)
+        counter = counters + first * HEADS + head
+        tl.debug_barrier()  # all of the part is written before it is counted
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            tl.store(counter, 0)
+            _merge(
+                out, sums_at, stats_at, sinks, row, head, num_rows, first, parts, prefix_first, prefix_parts,
+                stride_out, D, DP, GROUP, ROWS, HEADS, PARTS,
+            )  # fmt: skip
+
+
+@jit
+def _merge(
+    out, sums_at, stats_at, sinks, row, head, num_rows, first, parts, prefix_first, prefix_parts, stride_out,
+    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of one sequence and KV head, row by row."""
+    part, dims = tl.arange(0, PARTS), tl.arange(0, DP)
+    known = part < parts + prefix_parts
+    place = tl.where(part < parts, first + part, prefix_first + part - parts).to(tl.int64) * HEADS + head
+    for lane in range(0, num_rows * GROUP):
+        at = place * ROWS + lane
+        tops = tl.load(stats_at + 2 * at, mask=known, other=LOWEST, cache_modifier=".cg")
+        weights = tl.load(stats_at + 2 * at + 1, mask=known, other=0.0, cache_modifier=".cg")
+        mask = known[:, None] & (dims < D)[None, :]
+        sums = tl.load(sums_at + at[:, None] * D + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        top = tl.max(tops, 0)
+        share = tl.exp2(tops - top)
+        weight = tl.sum(weights * share, 0)
+        query_head = head * GROUP + lane % GROUP
+        if sinks is not None:
+            weight += tl.exp2(tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634 - top)
+        result = tl.sum(sums * share[:, None], 0) / weight
+        pointers = out + (row + lane // GROUP).to(tl.int64) * stride_out + query_head * D + dims
+        tl.store(pointers, result.to(out.dtype.element_ty), mask=dims < D)

@@ -1,0 +1,361 @@
+"""How one step's attention is cut into programs on a GPU: work lists that a kernel writes once per step from lengths
+that only the device knows, of sizes that the host knows. Every layer with the same heads and window uses them.
+
+Sequences with at most `limit` rows are decoded: their context is cut into items, small enough to fill the GPU and to
+balance sequences of different lengths. The others are cut into tiles of query rows, the longest contexts first. The
+plan also owns the scratch in which parts of one sequence meet. Knows nothing of keys and values.
+
+A plan is only as old as its AttentionMeta: a new step, a warm-up or a captured graph needs a new one, because what is
+found in `plans` is used without launching anything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.step import I32, SharedPrefix
+from quire.kernels.attention import AttentionMeta, as_list
+from quire.kernels.triton_runtime import INTERPRETED, jit, tl
+
+MAX_DECODE = 8  # a step whose sequences all have at most this many rows has no tiles, only items
+MAX_PARTS = 32  # items of one sequence
+ITEM_WORDS, TILE_WORDS = 16, 8
+WIDTHS = (64, 256, 1024, 4096)  # of steps, in sequences, that the plan's kernel is compiled for
+PREFIX_ROWS = 128  # rows of a tile over a shared prefix, where there are as many
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """Decodes whose contexts begin with the same blocks, in groups; int32 on the device, of static sizes.
+
+    starts    [N + 1]: members starts[g] .. starts[g + 1] belong to group g; unused groups are empty
+    members   [M]: sequences of the step, each at most once
+    place     [S]: where a sequence is in `members`; -1: nowhere
+    blocks    [S]: how many leading blocks it shares with its group
+    """
+
+    starts: Tensor
+    members: Tensor
+    place: Tensor
+    blocks: Tensor
+
+    @staticmethod
+    def words(num_groups: int, num_seqs: int) -> int:
+        """Length of the array that holds all four, each on 16 bytes: kernels are compiled for that."""
+        return _even(num_groups + 1) + 3 * _even(num_seqs)
+
+    @staticmethod
+    def view(packed: Tensor, num_groups: int, num_seqs: int) -> SharedBlocks:
+        """The four parts of what `pack_shared` gives, on the device."""
+        starts, members, place, blocks = packed.split([_even(num_groups + 1), *[_even(num_seqs)] * 3])
+        return SharedBlocks(starts[: num_groups + 1], members[:num_seqs], place[:num_seqs], blocks[:num_seqs])
+
+
+def pack_shared(
+    shared: Sequence[SharedPrefix], slots: I32, num_tokens: I32, *, num_groups: int, num_seqs: int, decode_len: int = 1
+) -> I32:
+    """A plan's shared prefixes as one array for `SharedBlocks.view`, for a step padded to `num_seqs` sequences.
+
+    Only members with at most `decode_len` rows count; groups of fewer than two of them, and groups beyond the
+    `num_groups` with the most to save, are left out.
+    """
+    index = {int(slot): s for s, slot in enumerate(slots)}
+    found = [
+        ([s for s in (index.get(int(slot), -1) for slot in group.slots) if s >= 0 and num_tokens[s] <= decode_len],
+         group.num_blocks)
+        for group in shared
+    ]  # fmt: skip
+    found = [(members, blocks) for members, blocks in found if len(members) > 1 and blocks]
+    found.sort(key=lambda entry: -len(entry[0]) * entry[1])
+    packed = np.zeros(SharedBlocks.words(num_groups, num_seqs), np.int32)
+    starts, members_of, place, blocks_of = np.split(packed, _even(num_groups + 1) + _even(num_seqs) * np.arange(3))
+    place[:] = -1
+    count = 0
+    for g in range(num_groups):
+        for s in found[g][0] if g < len(found) else []:
+            if place[s] < 0:
+                members_of[count], place[s], blocks_of[s] = s, count, found[g][1]
+                count += 1
+        starts[g + 1] = count
+    return packed
+
+
+@dataclass
+class DeviceMeta(AttentionMeta):
+    """What the kernels of a GPU use beyond AttentionMeta; every tensor is on the device.
+
+    decode_len   sequences of at most this many rows are decoded in a step that also has longer ones (1, or one more
+                 than the drafts to verify); 0: the step has no decodes
+    shared       which decodes share the beginning of their context
+    """
+
+    decode_len: int = 1
+    shared: SharedBlocks | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan depends on besides lengths.
+
+    heads   query heads, of which `group` share a KV head;  window   0: none;  fresh   no cache is read
+    tile    keys per iteration of a decode;  tile_rows   query rows (heads of a KV head times tokens) of a tile
+    programs   of a decode that run on a multiprocessor at the same time
+    """
+
+    heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    window: int
+    fresh: bool
+    tile: int
+    tile_rows: int
+    programs: int = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Work lists and scratch of one step.
+
+    limit      sequences with at most this many rows are decoded
+    items      [I, ITEM_WORDS] int32: first row (-1: nothing to do), rows, context length, first and last + 1 token,
+               parts of the sequence, the first of them, row of the block tables, prefix parts, the first of them
+    tiles      [J, TILE_WORDS] int32: first row (-1: nothing), rows, position of the first, row of the block tables,
+               row that position 0 has, or would have, in this step
+    counters   [I, Hkv] int32: parts that are done, by the first of them; zero between launches
+    sums       [P, Hkv, rows, D] float32 and stats [P, Hkv, rows, 2] float32: weighted sum, maximum (base 2) and sum of
+               weights of a part; parts 0 .. I are items, then come prefix_parts for every member of a group
+    """
+
+    limit: int
+    items: Tensor
+    tiles: Tensor
+    counters: Tensor
+    sums: Tensor
+    stats: Tensor
+    shared: SharedBlocks | None
+    prefix_parts: int
+
+
+def plan_step(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
+    """The plan of a step of `num_rows` rows, kept in `meta.plans` for the layers that have the same `shape`."""
+    plans = meta.plans.setdefault(shape.block_size, {})
+    assert isinstance(plans, dict)
+    if shape not in plans:
+        plans[shape] = _make(meta, shape, num_rows)
+    return plans[shape]
+
+
+def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
+    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
+    device, num_seqs = meta.seq_lens.device, len(meta.seq_lens)
+    extra = meta if isinstance(meta, DeviceMeta) else None
+    limit, mixed = _limit(meta, extra, shape)
+    kv_heads = shape.heads // shape.group
+    waves = -(-shape.programs * multiprocessors() // kv_heads)
+    num_items = min(MAX_PARTS * num_seqs, num_seqs + 2 * waves) if limit else 0
+    tile_tokens = shape.tile_rows // shape.group
+    num_tiles = num_rows // tile_tokens + num_seqs if mixed else 0
+    shared = extra.shared if extra is not None and limit and not shape.window else None
+    prefix_parts = _prefix_parts(shared, limit, shape) if shared is not None else 0
+    num_parts = num_items + (len(shared.members) * prefix_parts if shared is not None else 0)
+    words = num_items * ITEM_WORDS + num_tiles * TILE_WORDS
+    lists = torch.empty(words + num_items * kv_heads, dtype=torch.int32, device=device)
+    items, tiles, counters = lists.split([num_items * ITEM_WORDS, num_tiles * TILE_WORDS, num_items * kv_heads])
+    partial = (num_parts, kv_heads, limit * shape.group)
+    plan = Plan(
+        limit=limit,
+        items=items.view(num_items, ITEM_WORDS),
+        tiles=tiles.view(num_tiles, TILE_WORDS),
+        counters=counters,
+        sums=torch.empty(*partial, shape.head_dim, dtype=torch.float32, device=device),
+        stats=torch.empty(*partial, 2, dtype=torch.float32, device=device),
+        shared=shared,
+        prefix_parts=prefix_parts,
+    )
+    _fill(plan, meta, shape, tile_tokens, waves)
+    return plan
+
+
+def _limit(meta: AttentionMeta, extra: DeviceMeta | None, shape: Shape) -> tuple[int, bool]:
+    """Rows of the longest sequence that is decoded, and whether there may be longer ones."""
+    if shape.fresh:
+        return 0, True
+    longest = meta.max_query_len
+    if longest is None:
+        starts = as_list(meta.query_start)
+        longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
+    if longest <= MAX_DECODE:
+        return max(1, longest), False
+    return (1 if extra is None else extra.decode_len), True
+
+
+def _prefix_parts(shared: SharedBlocks, limit: int, shape: Shape) -> int:
+    """Cuts of a shared context that fill the GPU once."""
+    tiles = -(-len(shared.members) * limit * shape.group // PREFIX_ROWS)
+    return max(1, min(16, multiprocessors() // (tiles * (shape.heads // shape.group))))
+
+
+def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves: int) -> None:
+    num_seqs = len(meta.seq_lens)
+    width = next(w for w in WIDTHS if w >= num_seqs)
+    block = max(1, min(32, 8192 // width))  # entries per program, which each count all sequences
+    num_items, num_tiles = len(plan.items), len(plan.tiles)
+    item_programs = -(-num_items // block)
+    shared = plan.shared
+    _plan_kernel[(item_programs + -(-num_tiles // block),)](
+        meta.query_start, meta.seq_lens, meta.table_rows, None if shared is None else shared.place,
+        None if shared is None else shared.blocks, plan.items, plan.tiles, plan.counters, num_seqs, num_items,
+        num_tiles, item_programs, waves, plan.limit, tile_tokens, plan.prefix_parts, TILE=shape.tile,
+        WINDOW=shape.window, SIZE=shape.block_size, PARTS=min(MAX_PARTS, max(2, 4096 // width)),
+        SHARED=shared is not None, HEADS=shape.heads // shape.group, WIDTH=width, BLOCK=block,
+        ITEM_WORDS=ITEM_WORDS, TILE_WORDS=TILE_WORDS,
+        num_warps=4 if width <= 256 else 8,
+    )  # fmt: skip
+
+
+def _even(words: int) -> int:
+    return -(-words // 4) * 4
+
+
+@functools.cache
+def multiprocessors() -> int:
+    """Of this GPU; few in the interpreter, so that small cases are cut."""
+    if INTERPRETED:
+        return 8
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def unspecialized(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jit` for kernels that are compiled once for all values of these integers."""
+    return functools.partial(jit, do_not_specialize=names) if tl is not None else jit
+
+
+@jit
+def _span(length, rows, tokens, limit, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """First token that a decode reads itself, and whether it is a decode. `tokens` at the front are read for its whole
+    group, unless a row of its own is before their last one."""
+    decodes = (rows > 0) & (rows <= limit)
+    first = tl.where(length - rows >= tokens - 1, tokens, 0)
+    if WINDOW > 0:
+        first = tl.maximum(length - rows - WINDOW + 1, 0) // TILE * TILE
+    return first, decodes
+
+
+# Integers of a step: a value of 1 or a multiple of 16 must not make Triton compile the kernel again.
+@unspecialized("num_seqs", "num_items", "num_tiles", "item_programs", "waves", "limit", "tile_tokens", "prefix_parts")
+def _plan_kernel(
+    query_start, seq_lens, table_rows, place, blocks, items, tiles, counters, num_seqs, num_items, num_tiles,
+    item_programs, waves, limit, tile_tokens, prefix_parts, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    seqs = tl.arange(0, WIDTH)
+    real = seqs < num_seqs
+    rows = tl.load(query_start + seqs + 1, mask=real, other=0) - tl.load(query_start + seqs, mask=real, other=0)
+    if program < item_programs:
+        length = tl.load(seq_lens + seqs, mask=real, other=0)
+        tokens = tl.zeros_like(length)
+        if SHARED:
+            tokens = tl.load(blocks + seqs, mask=real, other=0) * SIZE
+        first, decodes = _span(length, rows, tokens, limit, WINDOW, TILE)
+        counts = tl.where(decodes, tl.maximum(tl.cdiv(length - first, TILE), 1), 0)
+        chunk = _choose_chunk(counts, num_items, waves, PARTS)
+        parts = tl.cdiv(counts, chunk)
+        entry = program * BLOCK + tl.arange(0, BLOCK)
+        seq, base, total = _locate(parts, entry)
+        _write_items(
+            query_start, seq_lens, table_rows, place, blocks, items, entry, seq, base, chunk, entry < total,
+            num_items, limit, prefix_parts, TILE, WINDOW, SIZE, SHARED, ITEM_WORDS,
+        )  # fmt: skip
+        for head in tl.static_range(HEADS):
+            tl.store(counters + entry * HEADS + head, 0, mask=entry < num_items)
+    else:
+        entry = (program - item_programs) * BLOCK + tl.arange(0, BLOCK)
+        parts = tl.where(rows > limit, tl.cdiv(rows, tile_tokens), 0)
+        backwards = tl.sum(parts, 0) - 1 - entry  # the last tiles of a sequence see most
+        seq, base, total = _locate(parts, backwards)
+        live = backwards >= 0
+        seq = tl.where(live, seq, 0)
+        start = tl.load(query_start + seq)
+        count = tl.load(query_start + seq + 1) - start
+        past = tl.load(seq_lens + seq) - count
+        offset = (backwards - base) * tile_tokens
+        row = seq
+        if table_rows is not None:
+            row = tl.load(table_rows + seq)
+        record = tiles + entry * TILE_WORDS
+        inside = entry < num_tiles
+        tl.store(record, tl.where(live, start + offset, -1), mask=inside)
+        tl.store(record + 1, tl.minimum(count - offset, tile_tokens), mask=inside)
+        tl.store(record + 2, past + offset, mask=inside)
+        tl.store(record + 3, row, mask=inside)
+        tl.store(record + 4, start - past, mask=inside)
+
+
+@jit
+def _choose_chunk(counts, num_items, waves, PARTS: tl.constexpr):
+    """Tiles per item. `waves` items per KV head run at once: when all do, the largest counts; else their average on a
+    program's share of the GPU, and half of one at the end while others are done. An item's start costs two tiles."""
+    longest = tl.maximum(tl.max(counts, 0), 1)
+    chunks = tl.cdiv(longest, 1 + tl.arange(0, PARTS))
+    items = tl.sum(tl.cdiv(counts[:, None], chunks[None, :]), 0)
+    total = tl.sum(counts, 0)
+    cost = tl.where(items <= waves, chunks + 2.0, (total + 2.0 * items) / waves + 0.5 * chunks)
+    cost = tl.where((items <= num_items) | (chunks == longest), cost, float("inf"))
+    return tl.max(tl.where(cost == tl.min(cost, 0), chunks, 1), 0)
+
+
+@jit
+def _locate(parts, entry):
+    """Which sequence each entry belongs to when sequence s has parts[s] of them, that sequence's first entry, and how
+    many entries there are."""
+    ends = tl.cumsum(parts, 0)
+    before = ends[None, :] <= entry[:, None]
+    seq = tl.sum(before.to(tl.int32), 1)
+    base = tl.sum(tl.where(before, parts[None, :], 0), 1)
+    return seq, base, tl.sum(parts, 0)
+
+
+@jit
+def _write_items(
+    query_start, seq_lens, table_rows, place, blocks, items, entry, seq, base, chunk, live, num_items,
+    limit, prefix_parts, TILE: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, SHARED: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+):  # fmt: skip
+    seq = tl.where(live, seq, 0)
+    start = tl.load(query_start + seq)
+    rows = tl.load(query_start + seq + 1) - start
+    length = tl.load(seq_lens + seq)
+    tokens = tl.zeros_like(length)
+    if SHARED:
+        tokens = tl.load(blocks + seq) * SIZE
+    first, _decodes = _span(length, rows, tokens, limit, WINDOW, TILE)
+    count = tl.maximum(tl.cdiv(length - first, TILE), 1)
+    parts = tl.cdiv(count, chunk)
+    part = entry - base
+    row = seq
+    if table_rows is not None:
+        row = tl.load(table_rows + seq)
+    record = items + entry * ITEM_WORDS
+    inside = entry < num_items
+    tl.store(record, tl.where(live, start, -1), mask=inside)
+    tl.store(record + 1, rows, mask=inside)
+    tl.store(record + 2, length, mask=inside)
+    tl.store(record + 3, first + part * count // parts * TILE, mask=inside)
+    tl.store(record + 4, tl.minimum(first + (part + 1) * count // parts * TILE, length), mask=inside)
+    tl.store(record + 5, parts, mask=inside)
+    tl.store(record + 6, base, mask=inside)
+    tl.store(record + 7, row, mask=inside)
+    if SHARED:
+        shares = (first > 0) & live
+        tl.store(record + 8, tl.where(shares, prefix_parts, 0), mask=inside)
+        tl.store(record + 9, num_items + tl.load(place + seq) * prefix_parts, mask=inside)

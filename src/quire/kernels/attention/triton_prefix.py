@@ -1,0 +1,54 @@
+"""Attention of many decodes over blocks that they share, read once for all: rows of a tile are query heads of several
+sequences. What comes out are parts of each row's softmax, which the decode kernel adds to the sequence's own.
+"""
+
+from __future__ import annotations
+
+from quire.kernels.attention.triton_plan import unspecialized
+from quire.kernels.attention.triton_tiles import LOWEST, attend, load_queries, store_part
+from quire.kernels.triton_runtime import tl
+
+
+@unspecialized("num_groups", "num_items", "prefix_parts")
+def prefix_kernel(
+    q, k, v, table, table_rows, query_start, seq_lens, starts, members, blocks, sums_at, stats_at, num_groups,
+    num_items, prefix_parts, stride_q, stride_block, stride_head, stride_token, stride_table, scale, cap,
+    CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Programs (tiles of M rows, KV heads, prefix_parts cuts of the shared context). WIDTH >= num_groups."""
+    program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    groups = tl.arange(0, WIDTH)
+    real = groups < num_groups
+    sizes = tl.load(starts + groups + 1, mask=real, other=0) - tl.load(starts + groups, mask=real, other=0)
+    tiles = tl.cdiv(sizes * ROWS, M)
+    before = tl.cumsum(tiles, 0) <= program
+    group = tl.sum(before.to(tl.int32), 0)
+    if group >= num_groups:
+        return
+    first = tl.load(starts + group)
+    count = tl.load(starts + group + 1) - first
+    lane = (program - tl.sum(tl.where(before, tiles, 0), 0)) * M + tl.arange(0, M)
+    member, within = first + lane // ROWS, lane % ROWS
+    seq = tl.load(members + member, mask=lane < count * ROWS, other=0)
+    row = tl.load(query_start + seq)
+    num_rows = tl.load(query_start + seq + 1) - row
+    leader = tl.load(members + first)
+    tokens = tl.load(blocks + leader) * SIZE
+    live = (lane < count * ROWS) & (within < num_rows * GROUP) & (num_rows * GROUP <= ROWS)
+    live = live & (tl.load(seq_lens + seq) - num_rows >= tokens - 1)
+    if table_rows is not None:
+        leader = tl.load(table_rows + leader)
+    queries = load_queries(q, row + within // GROUP, head * GROUP + within % GROUP, live, stride_q, D, DP)
+    sums = tl.zeros([M, DP], tl.float32)
+    top = tl.zeros([M], tl.float32) + LOWEST
+    steps = tl.cdiv(tokens, TILE)
+    end = tl.minimum((part + 1) * steps // prefix_parts * TILE, tokens)
+    sums, top, weight = attend(
+        queries, sums, top, tl.zeros([M], tl.float32), end - 1 + tl.zeros([M], tl.int32), k + head * stride_head,
+        v + head * stride_head, table + leader.to(tl.int64) * stride_table, part * steps // prefix_parts * TILE, end,
+        stride_block, stride_token, scale, cap, SIZE < TILE, 0, CAPPED, EXACT, SIZE, TILE, D, DP,
+    )  # fmt: skip
+    at = ((num_items + member * prefix_parts + part).to(tl.int64) * HEADS + head) * ROWS + within
+    store_part(sums_at, stats_at, sums, top, weight, at, live, D, DP)

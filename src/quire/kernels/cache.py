@@ -1,0 +1,184 @@
+"""Compiled Triton kernels: kept on disk, and compiled in parallel before they are needed.
+
+Triton keys what it keeps by source, signature, options, compiler and GPU, so a folder serves any number of versions and
+machines. Three things are slow the first time: the compiler (0.2 to 2 s a kernel, mostly without Python's lock), the
+small C program that passes a kernel's arguments (a C compiler, 0.3 s for each signature), and loading it onto the GPU.
+Here all three happen in threads.
+
+    with compiling_ahead() as ahead:     every launch inside compiles its kernel and runs nothing, so that a step made
+        model(...)                       here leaves garbage in its outputs, and whatever that step would launch is
+    print(ahead.report())                compiled, with the very arguments that decide about the variants of a kernel
+
+Knows Triton's runtime as of 3.6 (`JITFunction.run`, its asynchronous mode); knows no kernel.
+"""
+
+import functools
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from quire.config.env import c_compiler, triton_cache_folder
+from quire.kernels.triton_runtime import INTERPRETED, triton  # type: ignore[attr-defined,unused-ignore]
+
+MAX_THREADS = 32
+COMPILERS = ("gcc", "clang")  # what Triton looks for, unless CC names one
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileReport:
+    """How many kernels were asked for, how many of them the disk did not have, and what could not be compiled."""
+
+    num_kernels: int
+    num_compiled: int
+    seconds: float
+    failed: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.num_kernels} kernels in {self.seconds:.1f} s, {self.num_compiled} of them compiled"
+        return text + "".join(f"; {name} failed: {why}" for name, why in self.failed)
+
+
+def use_cache_folder(folder: Path | None = None) -> tuple[Path, str]:
+    """Keep compiled kernels in `folder` (None: Quire's, see `config/env.py`); once, before the first launch.
+
+    Returns the folder that is used and a line for the user, "" when it is the one that was wanted: one that cannot be
+    written gives way to a temporary one.
+    """
+    wanted = triton_cache_folder() if folder is None else folder
+    note = ""
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        usable = os.access(wanted, os.W_OK | os.X_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        instead = Path(tempfile.mkdtemp(prefix="quire-triton-"))
+        note = f"{wanted} cannot be written: kernels are compiled anew at every start; set QUIRE_CACHE_DIR."
+        wanted = instead
+    if triton is not None:
+        triton.knobs.cache.dir = str(wanted)
+    return wanted, note
+
+
+@functools.cache
+def missing_compiler() -> str:
+    """Why Triton could not launch what it compiled, or "": it needs a C compiler."""
+    names = (named,) if (named := c_compiler()) else COMPILERS
+    if triton is None or INTERPRETED or triton.knobs.build.impl is not None or any(map(shutil.which, names)):
+        return ""
+    return f"there is no C compiler ({' or '.join(names)})"
+
+
+@dataclass(kw_only=True)
+class Ahead:
+    """What is being compiled. `on_progress(done, total)` is told, by any thread, whenever a kernel is ready."""
+
+    on_progress: Callable[[int, int], None] | None = None
+    began: float = field(default_factory=perf_counter)
+    seconds: float = 0.0
+    num_ready: int = 0
+    num_compiled: int = 0
+    launching: str = ""
+    kernels: list[tuple[str, "Future[Any]"]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ready(self) -> None:
+        """One more kernel can be launched."""
+        with self.lock:
+            self.num_ready += 1
+            done = self.num_ready
+        if self.on_progress is not None:
+            self.on_progress(done, len(self.kernels))
+
+    def compiled(self, *, cache_hit: bool, **_: object) -> None:
+        """Triton is done with a kernel; whether the disk had it."""
+        with self.lock:
+            self.num_compiled += not cache_hit
+
+    def report(self) -> CompileReport:
+        """What came of it; after the `with`."""
+        failed = [(name, (str(error).strip().splitlines() or [type(error).__name__])[-1])
+                  for name, future in self.kernels if (error := future.exception())]
+        return CompileReport(num_kernels=len(self.kernels), num_compiled=self.num_compiled, seconds=self.seconds,
+                             failed=tuple(failed))
+
+
+@contextmanager
+def compiling_ahead(
+    on_progress: Callable[[int, int], None] | None = None, *, num_threads: int | None = None, load: bool = True
+) -> Iterator[Ahead]:
+    """Turn every launch of a Triton kernel inside, by the caller's thread, into its compilation in a thread.
+
+    Leaving waits for all. A kernel that cannot be compiled is in the report; launching it later raises its error.
+    `load=False` leaves out what needs a GPU.
+    """
+    ahead = Ahead(on_progress=on_progress)
+    if triton is None or INTERPRETED:
+        yield ahead
+        return
+    on_gpu = load and torch.cuda.is_available()
+    enter = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
+    count = min(MAX_THREADS, num_threads or os.cpu_count() or 1)
+    compilation, listener = triton.knobs.compilation, triton.knobs.compilation.listener
+    compilation.listener = ahead.compiled
+    try:
+        with ThreadPoolExecutor(count, thread_name_prefix="quire-compile", initializer=enter) as threads:
+            with _launching_nothing(ahead), _mode(threads, ahead, load):
+                yield ahead
+    finally:
+        compilation.listener = listener
+        ahead.seconds = perf_counter() - ahead.began
+
+
+@contextmanager
+def _launching_nothing(ahead: Ahead) -> Iterator[None]:
+    """`kernel[grid](...)` by this thread only looks its kernel up; that of other threads is as ever."""
+    owner, function = threading.get_ident(), triton.runtime.jit.JITFunction
+    launch = function.run
+
+    @functools.wraps(launch)
+    def look_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != owner:
+            return launch(self, *args, grid=grid, warmup=warmup, **options)
+        ahead.launching = self.fn.__name__
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    function.run = look_up
+    try:
+        yield
+    finally:
+        function.run = launch
+
+
+def _mode(threads: ThreadPoolExecutor, ahead: Ahead, load: bool) -> Any:
+    """Triton's own mode for compiling in threads, with loading added to each compilation."""
+    base: Any = triton.AsyncCompileMode
+
+    class Mode(base):  # type: ignore[misc]
+        """Also prepares the launch, and remembers what it submitted."""
+
+        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+            def prepare() -> Any:
+                kernel = compile_fn()
+                if load:
+                    kernel.run  # noqa: B018 - the property builds the launcher and loads the kernel
+                ahead.ready()
+                return kernel
+
+            known = len(self.raw_futures)
+            future = super().submit(key, prepare, finalize_fn)
+            if len(self.raw_futures) > known:
+                ahead.kernels.append((ahead.launching, future.future))
+            return future
+
+    return Mode(threads, ignore_errors=True)

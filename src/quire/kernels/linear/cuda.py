@@ -1,0 +1,91 @@
+"""The matrix product on CUDA: cuBLAS for many rows, for few the kernels of gemv.py, which read the weight once.
+
+A packed weight is the weight as it was. Which of the two runs is decided by the shapes alone.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.activation.triton import silu_mul
+from quire.kernels.linear import gemv
+from quire.kernels.norm.triton import rms_norm
+from quire.kernels.select import Support
+from quire.kernels.triton_runtime import missing
+
+SUPPORT = Support(
+    devices=frozenset({"cuda"}),
+    dtypes=frozenset({"float32", "bfloat16", "float16"}),
+    features=frozenset({"add", "gated", "norm", "plain", "rows"}),
+    missing=missing(),
+)
+FEW_ROWS = 2  # up to these gemv.py takes any weight
+HEAD = 65536  # outputs of a weight for which it takes as many rows as it can
+
+
+def few(rows: int, weight: Tensor) -> bool:
+    """Whether gemv.py runs a product; it takes numbers of 2 bytes in rows that start at 16."""
+    if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows:
+        return False
+    return rows <= (gemv.MOST_ROWS if weight.shape[0] >= HEAD else FEW_ROWS)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The weight as it is. From here on cuBLAS adds up in float32 also where it splits the sum."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    return weight.contiguous()
+
+
+pack_gated = pack
+
+
+def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return gemv.product(x, packed, bias) if few(x.shape[0], packed) else F.linear(x, packed, bias)
+
+
+def run_float(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    shape = x.shape[0], packed.shape[0]
+    if few(x.shape[0], packed):
+        return gemv.product(x, packed, bias, out=x.new_empty(shape, dtype=torch.float32))
+    if x.is_cuda and x.dtype != torch.float32:
+        product = torch.mm(x, packed.t(), out_dtype=torch.float32)
+        return product if bias is None else product.add_(bias)
+    return F.linear(x, packed, bias).float()
+
+
+def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """See `quire.kernels.linear`: in the residual's memory."""
+    if few(x.shape[0], packed) and residual.is_contiguous():
+        return gemv.product(x, packed, bias, residual=residual, out=residual)
+    if bias is not None:
+        residual += bias
+    return residual.addmm_(x, packed.t())
+
+
+def run_gated(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    if few(x.shape[0], packed):
+        return gemv.product(x, packed, bias, gated=True)
+    return silu_mul(F.linear(x, packed, bias))
+
+
+def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    if few(x.shape[0], packed):
+        return gemv.product(x, packed, bias, norm=weight, eps=eps)
+    return F.linear(rms_norm(x, weight, eps), packed, bias)
+
+
+def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    if few(x.shape[0], packed):
+        return gemv.product(x, packed, bias, norm=weight, eps=eps, gated=True)
+    return silu_mul(F.linear(rms_norm(x, weight, eps), packed, bias))
+
+
+def rows(packed: Tensor, ids: Tensor) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return gemv.gather(packed, ids)

@@ -1,0 +1,58 @@
+"""RMS normalization in one pass: a program per row, or per few narrow rows.
+
+Floor: x read once, y written once. 8192 x 1024 in bfloat16 is 34 MB, 7.8 us at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.select import Support
+from quire.kernels.triton_runtime import jit, missing, tl
+
+SUPPORT = Support(
+    devices=frozenset({"cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}), missing=missing()
+)
+NARROW = 1024  # a program normalizes this many numbers at least
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `quire.kernels.norm`."""
+    width = x.shape[-1]
+    if x.dim() != 2 and x.dim() != 3 or x.stride(-1) != 1:
+        x = x.reshape(-1, *weight.shape).contiguous()
+    y = x.new_empty(x.shape)
+    heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    rows = x.shape[0] * heads
+    if not rows:
+        return y
+    block = 1 << (width - 1).bit_length()
+    at_once = max(1, NARROW // block)
+    warps = min(16, max(1, at_once * block // 256))
+    in_pdl = pdl.in_use()
+    _norm_kernel[(-(-rows // at_once),)](
+        x, weight, y, rows, x.stride(0), stride_h, eps, width, heads, weight.numel() // width, block, at_once, in_pdl,
+        num_warps=warps, **pdl.options(in_pdl),
+    )  # fmt: skip
+    return y
+
+
+@jit(do_not_specialize=["rows"])
+def _norm_kernel(
+    x, weight, y, rows, stride_t, stride_h, eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (col < WIDTH)
+    scale = tl.load(weight + row % WEIGHTS * WIDTH + col, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = x + (row // HEADS).to(tl.int64) * stride_t + row % HEADS * stride_h + col
+    given = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(given * given, 1, keep_dims=True) / WIDTH + eps)
+    normed = given * inverse * scale.to(tl.float32)
+    tl.store(y + row.to(tl.int64) * WIDTH + col, normed.to(y.dtype.element_ty), mask=inside)

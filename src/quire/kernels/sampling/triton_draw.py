@@ -1,0 +1,174 @@
+"""Kernels that read a row of logits once: greedy and plain tokens, and what filtering has to know of the whole row.
+
+A row is cut into parts, one program each; what a part finds does not depend on where the cuts are, so a row's token
+does not depend on the number of rows. Plain draws look at approximate scores first and compute the float64 logarithms
+of the noise for the best id only, or for the whole part when a second one is within the error: about one part in 10^4.
+"""
+
+from __future__ import annotations
+
+from quire.kernels.sampling.triton_rows import (
+    gumbel,
+    near_gumbel,
+    needs_of,
+    packed,
+    seed_of,
+    settle,
+    temperature_of,
+    tile_of,
+    word_of,
+    words_of_quads,
+)
+from quire.kernels.triton_runtime import jit, tl
+
+GROUP = 64  # neighbouring ids of which the filters know the largest logit
+
+
+@jit
+def _exact_key(logits, edited, rewritten, table, position, start, stop, EDITED: tl.constexpr, TILE: tl.constexpr):
+    """The largest packed (score, id) of a part, all noise in float64."""
+    temperature = temperature_of(table)
+    low, high = seed_of(table)
+    lane = tl.arange(0, TILE)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    where = tl.zeros([TILE], tl.int32)
+    for at in range(start, stop, TILE):
+        ids = at + lane
+        x = tile_of(logits, edited, ids, ids < stop, rewritten, EDITED)
+        score = tl.math.div_rn(x, tl.zeros_like(x) + temperature) + gumbel(word_of(ids, position, low, high))
+        better = score > best
+        where = tl.where(better, ids, where)
+        best = tl.where(better, score, best)
+    return tl.max(packed(best, where))
+
+
+@jit
+def _winner_key(logits, edited, rewritten, table, position, winner, EDITED: tl.constexpr):
+    """The packed (score, id) of one id."""
+    low, high = seed_of(table)
+    x = tile_of(logits, edited, winner, True, rewritten, EDITED)
+    score = tl.math.div_rn(x, temperature_of(table)) + gumbel(word_of(winner, position, low, high))
+    return packed(score, winner)
+
+
+@jit
+def _part_key(
+    logits, edited, rewritten, table, position, start, stop,
+    EDITED: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """The largest packed (score, id) of ids start .. stop - 1; the largest int64 if one is NaN or +inf."""
+    quads = tl.arange(0, TILE // 4)
+    lane = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    best = tl.full([TILE // 4, 4], float("-inf"), tl.float32)
+    second = best
+    where = tl.zeros([TILE // 4, 4], tl.int32)
+    peak = best
+    noisy = False
+    inverse = 1.0
+    low = 0
+    high = 0
+    if NOISE:
+        low, high = seed_of(table)
+        noisy = (needs_of(table) & 1) != 0
+        inverse = 1.0 / temperature_of(table)
+    for at in range(start, stop, TILE):
+        ids = at + lane
+        score = tile_of(logits, edited, ids, ids < stop, rewritten, EDITED)
+        peak = tl.maximum(peak, score, propagate_nan=tl.PropagateNan.ALL)
+        if NOISE:
+            if noisy:
+                score = score * inverse + near_gumbel(words_of_quads(at // 4 + quads, position, low, high), NATIVE)
+                second = tl.maximum(second, tl.minimum(score, best))
+        better = score > best
+        where = tl.where(better, at, where)
+        best = tl.where(better, score, best)
+    where += lane
+    key = tl.max(packed(best, where))
+    if NOISE:
+        top = tl.max(best)
+        if noisy & (top > float("-inf")):
+            # Scores are off by 3e-5 of noise and a few roundings of logits up to |top| + 23; twice that tells two ids.
+            margin = 6e-5 + (2.0 * tl.abs(top) + 25.0) * 1e-6
+            near = tl.sum((best >= top - margin).to(tl.int32) + (second >= top - margin).to(tl.int32))
+            if near == 1:
+                winner = tl.max(tl.where(best == top, where, 0))
+                key = _winner_key(logits, edited, rewritten, table, position, winner, EDITED)
+            else:
+                key = _exact_key(logits, edited, rewritten, table, position, start, stop, EDITED, TILE // 4)
+    sound = tl.min((peak < float("inf")).to(tl.int32)) > 0
+    return tl.where(sound, key, 0x7FFFFFFFFFFFFFFF)
+
+
+@jit
+def pick_kernel(
+    logits, slots, positions, table, partial, counters, tokens, codes, vocab, stride, part_size,
+    NOISE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Greedy (NOISE off: slots, positions and table are not read) or plain tokens. Grid (parts, rows).
+
+    The last part of a row to finish merges all of them; `counters` [R] are 0 before and after.
+    """
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    line = logits + row * stride
+    entry = table
+    position = 0
+    if NOISE:
+        entry = table + tl.load(slots + row).to(tl.int64) * 16
+        position = tl.load(positions + row)
+    start = part * part_size
+    stop = tl.minimum(start + part_size, vocab)
+    key = _part_key(line, line, False, entry, position, start, stop, False, NOISE, TILE, NATIVE)
+    if tl.num_programs(0) == 1:
+        settle(key, row, tokens, codes)
+    else:
+        tl.store(partial + row * PARTS + part, key)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + row, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            lane = tl.arange(0, PARTS)
+            mine = lane < tl.num_programs(0)
+            keys = tl.load(partial + row * PARTS + lane, mask=mine, other=-0x8000000000000000, cache_modifier=".cg")
+            settle(tl.max(keys), row, tokens, codes)
+            tl.store(counters + row, 0)
+
+
+@jit
+def stream_kernel(
+    logits, edited, slots, positions, table, partial, group_max, tile_mass, vocab, stride, part_size, num_groups,
+    num_tiles, EDITED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One read of each row for `select_kernel`. Grid (parts, rows); part_size is a multiple of WIDE.
+
+    Rows with filters: the largest logit of each GROUP ids (+inf for NaN), and, when top-p stands alone, each WIDE
+    ids' sum of exp((x - largest) / temperature). Other rows: each part's packed key.
+    """
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    entry = table + tl.load(slots + row).to(tl.int64) * 16
+    needs = needs_of(entry)
+    rewritten = (needs & 12) != 0
+    line = logits + row * stride
+    copy = edited + row * vocab
+    start = part * part_size
+    stop = tl.minimum(start + part_size, vocab)
+    if needs & 2:
+        inverse = 1.0 / temperature_of(entry)
+        weighed = (tl.load(entry + 2) == 0) & (tl.load((entry + 8).to(tl.pointer_type(tl.float64))) <= 0.0)
+        groups = tl.arange(0, WIDE // GROUP)
+        lane = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        for at in range(start, stop, WIDE):
+            ids = at + lane
+            x = tile_of(line, copy, ids, ids < stop, rewritten, EDITED)
+            x = tl.where(x < float("inf"), x, float("inf"))
+            largest = tl.max(x, axis=1)
+            group = at // GROUP + groups
+            tl.store(group_max + row * num_groups + group, largest, mask=group < num_groups)
+            if weighed:
+                peak = tl.max(largest)
+                base = tl.where(peak > float("-inf"), peak, 0.0)
+                tl.store(tile_mass + row * num_tiles + at // WIDE, tl.sum(tl.exp((x - base) * inverse)))
+    else:
+        position = tl.load(positions + row)
+        key = _part_key(line, copy, rewritten, entry, position, start, stop, EDITED, True, TILE, NATIVE)
+        tl.store(partial + row * PARTS + part, key)

@@ -1,0 +1,141 @@
+"""Kernels that give rows with masks, bias or penalties a rewritten copy; raw logits stay as they are.
+
+    prepare    copies the row (nothing but -inf where only some ids are allowed) and counts the history into `tally`
+    edit       allowed ids, bad words, stop ids, bias: edits.py, from the slot's words as `encode_edits` lays them out
+    penalize   each id of the history once: who takes its tally sets the logit, and leaves the tally 0 again
+
+A slot's edits are int32 words at the address in its row:
+
+    number of allowed ids (-1: all) | of stop ids | of biases | of bad words | length of the longest bad word | 0 0 0
+    allowed ids | stop ids | biased ids | their biases, float32 | where each bad word begins, and where the last one
+    ends, counted from the first | tokens of the bad words
+
+Counts of the output fill the low 30 bits of a tally, bit 30 says that the id is in the prompt.
+"""
+
+from __future__ import annotations
+
+from quire.kernels.sampling.triton_rows import needs_of
+from quire.kernels.triton_runtime import jit, tl
+
+EDITS_HEADER = 8
+
+
+@jit
+def prepare_kernel(
+    logits, edited, tally, broken, history, slots, positions, table, vocab, stride, history_stride, part_size,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (parts, rows). `broken` of a row is set where its raw logits hold NaN or +inf."""
+    part = tl.program_id(0)
+    number = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + number).to(tl.int64)
+    row = table + slot * 16
+    needs = needs_of(row)
+    lane = tl.arange(0, TILE)
+    if needs & 12:
+        some = False
+        if needs & 4:
+            some = tl.load(tl.load((row + 14).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))) >= 0
+        start = part * part_size
+        stop = tl.minimum(start + part_size, vocab)
+        bad = tl.zeros([TILE], tl.int32)
+        for at in range(start, stop, TILE):
+            ids = at + lane
+            x = tl.load(logits + number * stride + ids, mask=ids < stop, other=0.0).to(tl.float32)
+            bad |= ((x < float("inf")) == 0).to(tl.int32)
+            tl.store(edited + number * vocab + ids, tl.where(some, float("-inf"), x), mask=ids < stop)
+        if tl.max(bad) > 0:
+            tl.store(broken + number, 1)
+    if needs & 8:
+        position = tl.load(positions + number).to(tl.int32)
+        num_prompt = tl.load(row + 3)
+        for at in range(part * TILE, position, tl.num_programs(0) * TILE):
+            place = at + lane
+            token = tl.load(history + slot * history_stride + place, mask=place < position, other=-1)
+            known = (token >= 0) & (token < vocab)
+            target = tally + number * vocab + token
+            tl.atomic_or(target, 0x40000000, mask=known & (place < num_prompt), sem="relaxed")
+            tl.atomic_add(target, 1, mask=known & (place >= num_prompt), sem="relaxed")
+
+
+@jit
+def edit_kernel(logits, edited, history, slots, positions, table, vocab, stride, history_stride, TILE: tl.constexpr):
+    """Masks and bias of one row in its copy. Grid (rows,)."""
+    number = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + number).to(tl.int64)
+    row = table + slot * 16
+    lane = tl.arange(0, TILE)
+    if needs_of(row) & 4:
+        words = tl.load((row + 14).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
+        num_allowed = tl.maximum(tl.load(words), 0)
+        num_stops = tl.load(words + 1)
+        num_biases = tl.load(words + 2)
+        num_words = tl.load(words + 3)
+        longest = tl.load(words + 4)
+        position = tl.load(positions + number).to(tl.int32)
+        copy = edited + number * vocab
+        at_stops = 8 + num_allowed
+        at_bias = at_stops + num_stops
+        at_words = at_bias + 2 * num_biases
+        for at in range(0, num_allowed, TILE):
+            inside = at + lane < num_allowed
+            token = tl.load(words + 8 + at + lane, mask=inside, other=0)
+            x = tl.load(logits + number * stride + token, mask=inside, other=0.0).to(tl.float32)
+            tl.store(copy + token, x, mask=inside)
+        tl.debug_barrier()
+        if position < tl.load(row + 13):
+            for at in range(0, num_stops, TILE):
+                inside = at + lane < num_stops
+                token = tl.load(words + at_stops + at + lane, mask=inside, other=0)
+                tl.store(copy + token, float("-inf"), mask=inside)
+        tokens = words + at_words + num_words + 1
+        known = history + slot * history_stride + position
+        for at in range(0, num_words, TILE):
+            inside = at + lane < num_words
+            begin = tl.load(words + at_words + at + lane, mask=inside, other=0)
+            length = tl.load(words + at_words + at + lane + 1, mask=inside, other=0) - begin - 1
+            ends = inside & (length <= position)
+            for place in range(0, longest - 1):
+                here = ends & (place < length)
+                wanted = tl.load(tokens + begin + place, mask=here, other=0)
+                ends = ends & ((wanted == tl.load(known - length + place, mask=here, other=0)) | (place >= length))
+            token = tl.load(tokens + begin + length, mask=ends, other=0)
+            tl.store(copy + token, float("-inf"), mask=ends)
+        tl.debug_barrier()
+        for at in range(0, num_biases, TILE):
+            inside = at + lane < num_biases
+            token = tl.load(words + at_bias + at + lane, mask=inside, other=0)
+            bias = tl.load(words + at_bias + num_biases + at + lane, mask=inside, other=0).to(tl.float32, bitcast=True)
+            x = tl.load(copy + token, mask=inside, other=0.0)
+            tl.store(copy + token, x + bias, mask=inside)
+
+
+@jit
+def penalize_kernel(edited, tally, history, slots, positions, table, vocab, history_stride, TILE: tl.constexpr):
+    """Repetition, frequency and presence penalties in the copies, as edits.py rounds them. Grid (parts, rows).
+
+    Has to be compiled without fused multiply-adds.
+    """
+    number = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + number).to(tl.int64)
+    row = table + slot * 16
+    lane = tl.arange(0, TILE)
+    if needs_of(row) & 8:
+        position = tl.load(positions + number).to(tl.int32)
+        numbers = row.to(tl.pointer_type(tl.float32))
+        repetition = tl.load(numbers + 10)
+        frequency = tl.load(numbers + 11)
+        presence = tl.load(numbers + 12)
+        for at in range(tl.program_id(0) * TILE, position, tl.num_programs(0) * TILE):
+            place = at + lane
+            token = tl.load(history + slot * history_stride + place, mask=place < position, other=-1)
+            known = (token >= 0) & (token < vocab)
+            taken = tl.atomic_xchg(tally + number * vocab + token, 0, mask=known, sem="relaxed")
+            first = known & (taken != 0)
+            count = (taken & 0x3FFFFFFF).to(tl.float32)
+            x = tl.load(edited + number * vocab + token, mask=first, other=0.0)
+            x = tl.where(x > 0.0, tl.math.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
+            x = x - count * frequency
+            x = x - tl.where(count > 0.0, presence, 0.0)
+            tl.store(edited + number * vocab + token, x, mask=first)

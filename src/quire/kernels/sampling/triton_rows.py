@@ -1,0 +1,136 @@
+"""What the sampling kernels on a GPU share: a slot's row of parameters, exact and approximate noise, packed orders.
+
+A slot's parameters are one row of ROW_WORDS int32 words, so that a host can send it inside any int32 buffer:
+
+    word  0   needs: 1 noise, 2 filters, 4 edits, 8 penalties        8-9    min_p, float64
+          1   temperature, float32                                   10-12  repetition, frequency, presence, float32
+          2   top_k (0: off)        3   length of the prompt         13     min_length
+          4-5 seed, low word first  6-7 top_p, float64               14-15  address of the slot's edits, int64
+
+A row of zeros is greedy on raw logits. Tables are aligned to 64 bytes, so every field is aligned to its size.
+Knows nothing of how tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from quire.kernels.triton_runtime import jit, tl
+
+ROW_WORDS = 16
+
+
+@jit
+def needs_of(row):
+    """Bits of what a slot asks for; `row` is the pointer to its first word."""
+    return tl.load(row)
+
+
+@jit
+def temperature_of(row):
+    """float32 > 0."""
+    return tl.load((row + 1).to(tl.pointer_type(tl.float32)))
+
+
+@jit
+def seed_of(row):
+    """The two halves of the seed, low first, uint32."""
+    return tl.load(row + 4).to(tl.uint32, bitcast=True), tl.load(row + 5).to(tl.uint32, bitcast=True)
+
+
+@jit
+def philox(block, position, k0, k1):
+    """The four words of counter blocks, uint32 each: noise.py's Philox4x32-10 for the stream SAMPLE."""
+    c0 = block.to(tl.uint32)
+    c1 = tl.zeros_like(c0) + position.to(tl.uint32)
+    c2 = tl.zeros_like(c0)
+    c3 = tl.zeros_like(c0)
+    for _ in tl.static_range(10):
+        product_0 = c0.to(tl.uint64) * 0xD2511F53
+        product_1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = product_1.to(tl.uint32)
+        c3 = product_0.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@jit
+def word_of(ids, position, low, high):
+    """The word of each id."""
+    c0, c1, c2, c3 = philox(ids // 4, position, low, high)
+    at = ids % 4
+    return tl.where(at < 2, tl.where(at == 0, c0, c1), tl.where(at == 2, c2, c3))
+
+
+@jit
+def words_of_quads(blocks, position, low, high):
+    """blocks [Q] -> the words of their four ids, [Q, 4]."""
+    c0, c1, c2, c3 = philox(blocks, position, low, high)
+    return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(blocks.shape[0], 4)
+
+
+@jit
+def gumbel(word):
+    """Words to Gumbel noise, float32: the arithmetic of noise.py, but for the last unit of a float64 logarithm."""
+    uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return -(tl.log(-tl.log(uniform)).to(tl.float32))
+
+
+@jit
+def _log2(value, NATIVE: tl.constexpr):
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(value)
+
+
+@jit
+def near_gumbel(word, NATIVE: tl.constexpr):
+    """Gumbel noise off by at most 2e-5, in two single-precision logarithms.
+
+    lg2.approx is off by 2^-22.6 between 1/2 and 2 and by 2^-22 of its value elsewhere (PTX ISA). Above 15/16, where
+    the logarithm of u is near 0, it is taken as the series of log(1 - f) with f = 1 - u, cut after f^5: off by f^5 / 6.
+    """
+    upper = word >= 0xF0000000
+    f = tl.where(upper, word ^ 0xFFFFFFFF, word).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    series = f * (1.0 + f * (0.5 + f * (0.3333333333333333 + f * (0.25 + f * 0.2))))
+    exponential = tl.where(upper, series, -0.6931471805599453 * _log2(f, NATIVE))
+    return -0.6931471805599453 * _log2(exponential, NATIVE)
+
+
+@jit
+def ordered(value):
+    """float32 -> int32 in the same order; -0.0 becomes 0.0."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def packed(value, ids):
+    """int64 whose largest is the largest value and among equals the lowest id."""
+    return (ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@jit
+def settle(key, row, tokens, codes):
+    """Write a row's token and code from its largest packed key; the largest int64 marks NaN or +inf in the row."""
+    empty = (key >> 32) == -2139095041  # ordered(-inf)
+    code = tl.where(key == 0x7FFFFFFFFFFFFFFF, 1, tl.where(empty, 2, 0))
+    tl.store(tokens + row, tl.where(code == 0, 0x7FFFFFFF - (key & 0x7FFFFFFF), 0))
+    tl.store(codes + row, code.to(tl.uint8))
+
+
+@jit
+def tile_of(logits, edited, ids, mask, rewritten, EDITED: tl.constexpr):
+    """Logits of one row at `ids` as float32, from its edited copy where it has one; -inf outside `mask`."""
+    if EDITED:
+        if rewritten:
+            x = tl.load(edited + ids, mask, other=float("-inf"))
+        else:
+            x = tl.load(logits + ids, mask, other=float("-inf")).to(tl.float32)
+    else:
+        x = tl.load(logits + ids, mask, other=float("-inf")).to(tl.float32)
+    return x

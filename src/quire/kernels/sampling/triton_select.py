@@ -1,0 +1,369 @@
+"""From what `stream_kernel` found in each row to its token, for rows that min-p, top-k and top-p narrow, unsorted.
+
+A value that at least k groups of ids reach in their largest logit is at most the k-th largest of the row: so the
+groups' largest logits alone give a bound under which nothing is kept, and only the few groups that reach it are read
+again. What they hold above the bound are the candidates, a list in order of ids:
+
+    at most FEW     each candidate is compared with every other: how many and how much probability come before it.
+                    Weights are exp in float64, as on the CPU; sums over equal sets differ from it in the last places.
+    at most LIST    the k-th value and the last value that top-p keeps are found by bisection of the float's bits
+    more, or no     the same over the whole row. In both of these the weights are exp in float32, summed in float64;
+    bound           both are left to a second kernel, whose programs end at once where there is nothing to do.
+
+Ties and the total that top-p refers to follow draw.py: with min-p or top-k the sum of what they leave; else that of
+the row, rounded as the reciprocal of a float32 softmax. Results are functions of the row alone.
+"""
+
+from __future__ import annotations
+
+from quire.kernels.sampling.triton_rows import (
+    gumbel,
+    needs_of,
+    ordered,
+    packed,
+    seed_of,
+    settle,
+    temperature_of,
+    tile_of,
+    word_of,
+)
+from quire.kernels.triton_runtime import jit, tl
+
+
+@jit
+def _scaled(x, temperature):
+    return tl.math.div_rn(x, tl.zeros_like(x) + temperature)
+
+
+@jit
+def _reached(scaled, weight, value):
+    return tl.sum(tl.where(scaled >= value, weight, 0.0))
+
+
+@jit
+def _group_bound(scaled, peak, by_count, target):
+    """A value that groups worth `target` reach: groups count 1 each, or exp(largest - peak); -inf: all together do not.
+
+    Not the largest such value: within 1/16 or a 64th of its distance from the peak, which brings few more candidates.
+    """
+    weight = tl.where(by_count, 1.0, tl.exp(scaled - peak))
+    weight = tl.where(scaled > float("-inf"), weight, 0.0)
+    bound = float("-inf")
+    if tl.sum(weight) >= target:
+        distance = 16.0
+        while (_reached(scaled, weight, peak - distance) < target) & (distance < 1e30):
+            distance *= 8.0
+        low = peak - distance
+        high = peak
+        steps = 0
+        while (high - low > 0.0625 + (peak - low) * 0.015625) & (steps < 24):
+            middle = low + (high - low) * 0.5
+            if _reached(scaled, weight, middle) >= target:
+                low = middle
+            else:
+                high = middle
+            steps += 1
+        bound = low
+    return bound
+
+
+@jit
+def _bound(scaled, peak, top_k, top_p, min_p, mass, vocab):
+    """A scaled logit under which nothing is kept, as far as the groups' largest can tell."""
+    bound = float("-inf")
+    if top_k > 0:
+        bound = _group_bound(scaled, peak, True, top_k.to(tl.float32))
+    elif min_p <= 0.0:
+        # Ids that weigh less than (1 - p) * mass / vocab are together less than what top-p may leave out.
+        distance = -tl.log(((1.0 - top_p) * mass / vocab).to(tl.float32))
+        bound = _group_bound(scaled, peak, False, (top_p * mass).to(tl.float32) * 1.00001)
+        bound = tl.maximum(bound, peak - distance - 0.01 - tl.abs(peak) * 1e-6)
+    if min_p > 0.0:
+        below = peak + tl.log(min_p.to(tl.float32)) - 0.01 - tl.abs(peak) * 1e-6
+        bound = tl.maximum(bound, below)
+    return bound
+
+
+@jit
+def _gather(
+    logits, edited, rewritten, temperature, scaled, bound, peak, group_list, values, ids, vocab, num_groups,
+    EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the candidates of a row, ids ascending -> (how many, their weight). Stops once there are more than LIST."""
+    group = tl.arange(0, GROUPS)
+    chosen = ((scaled >= bound) & (scaled > float("-inf")) & (group < num_groups)).to(tl.int32)
+    tl.store(group_list + tl.cumsum(chosen, axis=0) - 1, group, mask=chosen > 0)
+    count = tl.sum(chosen) * GROUP
+    tl.debug_barrier()
+    lane = tl.arange(0, TILE)
+    found = 0
+    weight = tl.zeros([TILE], tl.float64)
+    at = 0
+    while (at < count) & (found <= LIST):
+        place = at + lane
+        token = tl.load(group_list + place // GROUP, mask=place < count, other=0) * GROUP + place % GROUP
+        inside = (place < count) & (token < vocab)
+        value = _scaled(tile_of(logits, edited, token, inside, rewritten, EDITED), temperature)
+        taken = inside & (value >= bound) & (value > float("-inf"))
+        seat = found + tl.cumsum(taken.to(tl.int32), axis=0) - 1
+        tl.store(values + seat, value, mask=taken & (seat < LIST))
+        tl.store(ids + seat, token, mask=taken & (seat < LIST))
+        weight += tl.where(taken, tl.exp((value - peak).to(tl.float64)), 0.0)
+        found += tl.sum(taken.to(tl.int32))
+        at += TILE
+    tl.debug_barrier()
+    return found, tl.sum(weight)
+
+
+@jit
+def _key_of_few(
+    values, ids, before, count, peak, top_k, top_p, min_p, mass, position, low, high, LANES: tl.constexpr
+):  # fmt: skip
+    """The packed (score, id) of a short list of candidates."""
+    lane = tl.arange(0, LANES)
+    column = tl.arange(0, 16)
+    total = tl.zeros([LANES], tl.float64)
+    for at in range(0, count, LANES):
+        own = at + lane
+        value = tl.load(values + own, mask=own < count, other=float("-inf"))
+        larger = tl.zeros([LANES, 16], tl.int32)
+        ahead = tl.zeros([LANES, 16], tl.float64)
+        for start in range(0, count, 16):
+            other = start + column
+            rival = tl.load(values + other, mask=other < count, other=float("-inf"))
+            weight = tl.exp((rival - peak).to(tl.float64))
+            above = rival[None, :] > value[:, None]
+            tied = (rival[None, :] == value[:, None]) & (other[None, :] < own[:, None])
+            larger += above.to(tl.int32)
+            ahead += tl.where(above | tied, weight[None, :], 0.0)
+        weight = tl.exp((value - peak).to(tl.float64))
+        left = (own < count) & ((top_k == 0) | (tl.sum(larger, axis=1) < top_k)) & (weight >= min_p)
+        total += tl.where(left, weight, 0.0)
+        tl.store(before + own, tl.where(left, tl.sum(ahead, axis=1), float("inf")), mask=own < count)
+    tl.debug_barrier()
+    total = tl.where((top_k > 0) | (min_p > 0.0), tl.sum(total), mass)
+    limit = tl.where(top_p >= 1.0, float("inf"), top_p * total)
+    best = tl.full([LANES], -0x8000000000000000, tl.int64)
+    for at in range(0, count, LANES):
+        own = at + lane
+        kept = tl.load(before + own, mask=own < count, other=float("inf")) < limit
+        value = tl.load(values + own, mask=kept, other=float("-inf"))
+        token = tl.load(ids + own, mask=kept, other=0)
+        score = packed(value + gumbel(word_of(token, position, low, high)), token)
+        best = tl.maximum(best, tl.where(kept, score, -0x8000000000000000))
+    return tl.max(best)
+
+
+@jit
+def _value_at(logits, edited, rewritten, temperature, values, listed, at, mask, EDITED: tl.constexpr):
+    """Scaled logits by place in the list, or by id in the row."""
+    if listed:
+        value = tl.load(values + at, mask=mask, other=float("-inf"))
+    else:
+        value = _scaled(tile_of(logits, edited, at, mask, rewritten, EDITED), temperature)
+    return value
+
+
+@jit
+def _above(
+    logits, edited, rewritten, temperature, values, listed, count, peak, key, floor, least,
+    EDITED: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """How many (MASS off) or how heavy the values are that order above `key`, not below `floor`, and weigh `least`."""
+    lane = tl.arange(0, TILE)
+    result = tl.zeros([TILE], tl.float64)
+    for at in range(0, count, TILE):
+        place = at + lane
+        value = _value_at(logits, edited, rewritten, temperature, values, listed, place, place < count, EDITED)
+        counted = (ordered(value) > key) & (ordered(value) >= floor) & (value > float("-inf"))
+        if MASS:
+            weight = tl.exp(value - peak).to(tl.float64)
+            result += tl.where(counted & (weight >= least), weight, 0.0)
+        else:
+            result += tl.where(counted, 1.0, 0.0).to(tl.float64)
+    return tl.sum(result)
+
+
+@jit
+def _smallest(
+    logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit,
+    EDITED: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """The smallest key (`ordered` value) above which there is less than `limit` > 0."""
+    low = ordered(tl.zeros_like(peak) + float("-inf")).to(tl.int64)
+    high = ordered(peak).to(tl.int64)
+    middle = ordered(peak - 32.0).to(tl.int64)
+    while low < high:
+        found = _above(
+            logits, edited, rewritten, temperature, values, listed, count, peak, middle, floor, least,
+            EDITED, TILE, MASS,
+        )  # fmt: skip
+        if found < limit:
+            high = middle
+        else:
+            low = middle + 1
+        middle = low + ((high - low) >> 1)
+    return high
+
+
+@jit
+def _filtered_key(
+    logits, edited, rewritten, group_max, tile_mass, group_list, values, ids, before, pending, masses, peaks, row,
+    position, vocab, num_groups, num_tiles, EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    WIDE: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, LIST: tl.constexpr, LANES: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """A row's packed (score, id); or the length of its list in `pending` (-1: none), and what `many_kernel` needs."""
+    temperature = temperature_of(row)
+    low, high = seed_of(row)
+    top_k = tl.load(row + 2)
+    top_p = tl.load((row + 6).to(tl.pointer_type(tl.float64)))
+    min_p = tl.load((row + 8).to(tl.pointer_type(tl.float64)))
+    group = tl.arange(0, GROUPS)
+    largest = tl.load(group_max + group, mask=group < num_groups, other=float("-inf"))
+    top = tl.max(largest)
+    key = tl.where(top == float("inf"), 0x7FFFFFFFFFFFFFFF, packed(top, top_k * 0))
+    if (top < float("inf")) & (top > float("-inf")):
+        scaled = _scaled(largest, temperature)
+        peak = tl.max(scaled)
+        alone = (top_k == 0) & (min_p <= 0.0)
+        mass = (peak * 0.0).to(tl.float64)
+        if alone:
+            tiles = tl.arange(0, TILES)
+            part = tl.load(tile_mass + tiles, mask=tiles < num_tiles, other=0.0)
+            tile_top = tl.max(tl.reshape(largest, TILES, WIDE // GROUP), axis=1)
+            part = tl.where(tile_top > float("-inf"), part, 0.0)
+            sums = part.to(tl.float64) * tl.exp((_scaled(tile_top, temperature) - peak).to(tl.float64))
+            share = tl.math.div_rn(1.0, tl.sum(sums).to(tl.float32))  # what a float32 softmax says of the largest
+            mass = 1.0 / share.to(tl.float64)
+        bound = _bound(scaled, peak, top_k, top_p, min_p, mass, vocab)
+        count, weight = _gather(
+            logits, edited, rewritten, temperature, scaled, bound, peak, group_list, values, ids, vocab, num_groups,
+            EDITED, GROUP, GROUPS, LIST, TILE,
+        )  # fmt: skip
+        complete = (alone == 0) | (weight >= top_p * mass) | (bound == float("-inf"))
+        if complete & (count <= FEW):
+            key = _key_of_few(values, ids, before, count, peak, top_k, top_p, min_p, mass, position, low, high, LANES)
+        else:
+            tl.store(pending, tl.where(complete & (count <= LIST), count, -1))
+            tl.store(masses, mass)
+            tl.store(peaks, peak)
+    return key
+
+
+@jit
+def select_kernel(
+    logits, edited, broken, slots, positions, table, partial, group_max, tile_mass, group_list, values, ids, before,
+    pending, masses, peaks, tokens, codes, vocab, stride, num_groups, num_tiles, part_size,
+    EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
+    FEW: tl.constexpr, LIST: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Tokens and codes of all rows but those that `pending` leaves to `many_kernel`. Grid (rows,).
+
+    `broken` [R] marks raw rows with NaN or +inf; it is 0 after.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    row = table + tl.load(slots + number).to(tl.int64) * 16
+    needs = needs_of(row)
+    tl.store(pending + number, 0)
+    if needs & 2:
+        key = _filtered_key(
+            logits + number * stride, edited + number * vocab, (needs & 12) != 0, group_max + number * num_groups,
+            tile_mass + number * num_tiles, group_list + number * GROUPS, values + number * LIST, ids + number * LIST,
+            before + number * FEW, pending + number, masses + number, peaks + number, row,
+            tl.load(positions + number), vocab, num_groups, num_tiles, EDITED, GROUP, GROUPS, WIDE, TILES, FEW, LIST,
+            LANES, TILE,
+        )  # fmt: skip
+    else:
+        lane = tl.arange(0, PARTS)
+        mine = lane * part_size < vocab
+        key = tl.max(tl.load(partial + number * PARTS + lane, mask=mine, other=-0x8000000000000000))
+    if EDITED:
+        if tl.load(broken + number) != 0:
+            key = tl.zeros_like(key) + 0x7FFFFFFFFFFFFFFF
+            tl.store(broken + number, 0)
+            tl.store(pending + number, 0)
+    settle(key, number, tokens, codes)
+
+
+@jit
+def _last_kept(
+    logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit,
+    EDITED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The lowest key that top-p keeps, and how many of its equals."""
+    last = _smallest(
+        logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit, EDITED, TILE, True
+    )
+    ahead = _above(
+        logits, edited, rewritten, temperature, values, listed, count, peak, last, floor, least, EDITED, TILE, True
+    )
+    bits = last.to(tl.int32)
+    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    weight = tl.exp(value - peak).to(tl.float64)
+    ties = tl.minimum((limit - ahead) / weight, 2e9).to(tl.int32)  # how many j >= 0 have ahead + j * weight < limit
+    ties = tl.where(ahead + ties.to(tl.float64) * weight < limit, ties + 1, ties)
+    return last, tl.where(ahead + (ties - 1).to(tl.float64) * weight < limit, ties, ties - 1)
+
+
+@jit
+def many_kernel(
+    logits, edited, slots, positions, table, pending, masses, peaks, values, ids, tokens, codes, vocab, stride,
+    EDITED: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr, NOISE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Tokens of the rows that `select_kernel` has left, by bisection over the list or the whole row. Grid (rows,)."""
+    number = tl.program_id(0).to(tl.int64)
+    count = tl.load(pending + number)
+    if count != 0:
+        row = table + tl.load(slots + number).to(tl.int64) * 16
+        rewritten = (needs_of(row) & 12) != 0
+        logits += number * stride
+        edited += number * vocab
+        values += number * LIST
+        ids += number * LIST
+        listed = count > 0
+        count = tl.where(listed, count, vocab)
+        peak = tl.load(peaks + number)
+        temperature = temperature_of(row)
+        top_k = tl.load(row + 2)
+        top_p = tl.load((row + 6).to(tl.pointer_type(tl.float64)))
+        least = tl.load((row + 8).to(tl.pointer_type(tl.float64)))
+        floor = ordered(tl.zeros_like(peak) + float("-inf")).to(tl.int64)
+        if top_k > 0:
+            floor = _smallest(
+                logits, edited, rewritten, temperature, values, listed, count, peak, floor, least,
+                top_k.to(tl.float64), EDITED, TILE, False,
+            )  # fmt: skip
+        last = floor
+        ties = top_k * 0 + 0x7FFFFFFF
+        if top_p < 1.0:
+            total = tl.load(masses + number)
+            if (top_k > 0) | (least > 0.0):
+                total = _above(
+                    logits, edited, rewritten, temperature, values, listed, count, peak, floor - 1, floor, least,
+                    EDITED, TILE, True,
+                )  # fmt: skip
+            last, ties = _last_kept(
+                logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, top_p * total,
+                EDITED, TILE,
+            )  # fmt: skip
+        position = tl.load(positions + number)
+        low, high = seed_of(row)
+        lane = tl.arange(0, NOISE_TILE)
+        seen = 0
+        best = tl.full([NOISE_TILE], -0x8000000000000000, tl.int64)
+        for at in range(0, count, NOISE_TILE):
+            place = at + lane
+            value = _value_at(logits, edited, rewritten, temperature, values, listed, place, place < count, EDITED)
+            key = ordered(value)
+            kept = (value > float("-inf")) & (key >= floor) & (tl.exp(value - peak).to(tl.float64) >= least)
+            tied = (kept & (key == last)).to(tl.int32)
+            kept = kept & ((key > last) | ((tied > 0) & (seen + tl.cumsum(tied, axis=0) <= ties)))
+            seen += tl.sum(tied)
+            if tl.max(kept.to(tl.int32)) > 0:
+                token = place
+                if listed:
+                    token = tl.load(ids + place, mask=kept, other=0)
+                score = packed(value + gumbel(word_of(token, position, low, high)), token)
+                best = tl.maximum(best, tl.where(kept, score, -0x8000000000000000))
+        settle(tl.max(best), number, tokens, codes)

@@ -1,0 +1,139 @@
+"""The kernels around a forward pass; contract and layout of the packed buffer: see `quire.kernels.step`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.kernels.step import (
+    HEADER,
+    NUM_RUNS,
+    NUM_SAMPLES,
+    NUM_SEQS,
+    NUM_TOKENS,
+    RUN_WORDS,
+    RUNS_AT,
+    StepBuffers,
+    Tables,
+)
+from quire.kernels.triton_runtime import jit, tl
+
+PROGRAMS = 128  # that share the runs
+BLOCK = 128
+
+
+def apply_runs(packed: Tensor) -> None:
+    """Copy the words of every run to its address."""
+    _apply_kernel[(PROGRAMS,)](packed, PROGRAMS, RUN_WORDS, NUM_RUNS, RUNS_AT, num_warps=4)
+
+
+def build_inputs(
+    packed: Tensor, tables: Tables, buffers: StepBuffers, *, tokens: int, seqs: int, max_seqs: int
+) -> None:
+    """Fill the first `tokens` and `seqs` entries of the buffers; max_seqs: of the packed buffer's layout."""
+    token_programs, seq_programs = -(-tokens // BLOCK), -(-seqs // BLOCK)
+    _inputs_kernel[(token_programs + seq_programs,)](
+        packed, tables.computed, tables.history, tables.block_table, buffers.token_ids, buffers.positions,
+        buffers.kv_slots, buffers.seq_lens, buffers.sample_rows, buffers.sample_slots, buffers.sample_positions,
+        tables.history.stride(0), tables.block_table.stride(0), tables.computed.shape[0] - 1, token_programs, tokens,
+        seqs, max_seqs, tables.block_size, max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS, NUM_SAMPLES,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def finish_step(
+    packed: Tensor, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor, *, max_seqs: int
+) -> None:
+    """Remember sampled `tokens` [R] int64 in the history, advance the sequences, and write (token, code) of every
+    sample to out [2, max_seqs] int32; codes [R] uint8."""
+    _finish_kernel[(-(-max_seqs // BLOCK),)](
+        packed, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,
+        tokens, codes, out, tables.history.stride(0), tables.history.shape[1], max_seqs, BLOCK, HEADER, NUM_SEQS,
+        NUM_SAMPLES, num_warps=4,
+    )  # fmt: skip
+
+
+@jit
+def _apply_kernel(packed, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, NUM_RUNS: tl.constexpr, RUNS_AT: tl.constexpr):
+    count = tl.load(packed + NUM_RUNS)
+    runs = packed + tl.load(packed + RUNS_AT)
+    lanes = tl.arange(0, WORDS)
+    run = tl.program_id(0)
+    while run < count:
+        low = tl.load(runs + 4 * run).to(tl.int64) & 0xFFFFFFFF
+        high = tl.load(runs + 4 * run + 1).to(tl.int64)
+        length = tl.load(runs + 4 * run + 2)
+        source = packed + tl.load(runs + 4 * run + 3)
+        target = ((high << 32) | low).to(tl.pointer_type(tl.int32))
+        words = tl.load(source + lanes, mask=lanes < length)
+        tl.store(target + lanes, words, mask=lanes < length)
+        run += PROGRAMS
+
+
+@jit
+def _inputs_kernel(
+    packed, computed, history, block_table, token_ids, positions, kv_slots, seq_lens, sample_rows, sample_slots,
+    sample_positions, history_stride, table_stride, dummy, token_programs, tokens, seqs,
+    MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
+    NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SAMPLES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    num_seqs = tl.load(packed + NUM_SEQS)
+    slots = packed + HEADER
+    starts = slots + MAX_SEQS
+    if program < token_programs:
+        token = program * BLOCK + lanes
+        live = token < tl.load(packed + NUM_TOKENS)
+        low = tl.zeros([BLOCK], tl.int32)  # the last sequence that starts at or before the token
+        high = low + num_seqs
+        for _ in range(STEPS):
+            middle = (low + high) // 2
+            after = tl.load(starts + middle, mask=live, other=0) <= token
+            low = tl.where(after, middle, low)
+            high = tl.where(after, high, middle)
+        slot = tl.load(slots + low, mask=live, other=0).to(tl.int64)
+        position = tl.load(computed + slot, mask=live, other=0) + token - tl.load(starts + low, mask=live, other=0)
+        position = tl.where(live, position, 0)
+        word = tl.load(history + slot * history_stride + position, mask=live, other=0)
+        block = tl.load(block_table + slot * table_stride + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        inside = token < tokens
+        tl.store(token_ids + token, word.to(tl.int64), mask=inside)
+        tl.store(positions + token, position, mask=inside)
+        where = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+        tl.store(kv_slots + token, where, mask=inside)
+    else:
+        seq = (program - token_programs) * BLOCK + lanes
+        live = seq < num_seqs
+        slot = tl.load(slots + seq, mask=live, other=0).to(tl.int64)
+        first = tl.load(starts + seq, mask=live, other=0)
+        length = tl.load(computed + slot, mask=live, other=0) + tl.load(starts + seq + 1, mask=live, other=0) - first
+        tl.store(seq_lens + seq, tl.where(live, length, 0).to(tl.int32), mask=seq < seqs)
+        sampled = seq < tl.load(packed + NUM_SAMPLES)
+        chosen = tl.load(starts + MAX_SEQS + 1 + seq, mask=sampled, other=0)
+        slot = tl.load(slots + chosen, mask=sampled, other=0).to(tl.int64)
+        first = tl.load(starts + chosen, mask=sampled, other=0)
+        end = tl.load(starts + chosen + 1, mask=sampled, other=0)
+        position = tl.load(computed + slot, mask=sampled, other=0) + end - first
+        tl.store(sample_rows + seq, tl.where(sampled, end - 1, 0).to(tl.int64), mask=seq < seqs)
+        tl.store(sample_slots + seq, tl.where(sampled, slot, dummy), mask=seq < seqs)
+        tl.store(sample_positions + seq, tl.where(sampled, position, 0), mask=seq < seqs)
+
+
+@jit
+def _finish_kernel(
+    packed, computed, history, seq_lens, sample_slots, sample_positions, tokens, codes, out, history_stride,
+    history_length, MAX_SEQS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_SEQS: tl.constexpr,
+    NUM_SAMPLES: tl.constexpr,
+):  # fmt: skip
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = lane < tl.load(packed + NUM_SEQS)
+    slot = tl.load(packed + HEADER + lane, mask=live, other=0)
+    tl.store(computed + slot, tl.load(seq_lens + lane, mask=live, other=0).to(tl.int64), mask=live)
+    sampled = lane < tl.load(packed + NUM_SAMPLES)
+    token = tl.load(tokens + lane, mask=sampled, other=0)
+    slot = tl.load(sample_slots + lane, mask=sampled, other=0)
+    position = tl.load(sample_positions + lane, mask=sampled, other=0)
+    room = sampled & (position < history_length)
+    tl.store(history + slot * history_stride + position, token.to(tl.int32), mask=room)
+    tl.store(out + lane, token.to(tl.int32), mask=sampled)
+    tl.store(out + MAX_SEQS + lane, tl.load(codes + lane, mask=sampled, other=0).to(tl.int32), mask=sampled)

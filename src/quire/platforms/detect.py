@@ -1,0 +1,95 @@
+"""Which device `auto` means: asks the NVIDIA driver itself, so that no torch is imported where there is no GPU.
+
+Knows the driver's C interface (cuInit, cuDeviceGetCount, cuDeviceGetAttribute) and where an installed PyTorch says what
+it was built for. Asking creates no context and takes no memory of the device, but a process that asked cannot fork and
+use CUDA in the child: only the process that computes asks.
+"""
+
+import ctypes
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.contracts.errors import ConfigError
+
+LIBRARY = "libcuda.so.1"
+MIN_CAPABILITY = (8, 0)  # what the Triton kernels need
+MAJOR, MINOR = 75, 76  # CUdevice_attribute: the compute capability
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+_TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"](\d+\.\d+)['\"]", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverProbe:
+    """What the driver says: the GPUs this process may use and the capability of the first, or what is missing."""
+
+    num_devices: int = 0
+    capability: tuple[int, int] = (0, 0)
+    missing: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """The device that is used, "cpu" or "cuda", and why. `notes` are lines for the user."""
+
+    device: str
+    reason: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.device} ({self.reason})"
+
+
+def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProbe:
+    """Ask the driver, which takes about 0.1 s where there is one and nothing where there is none."""
+    try:
+        driver = load(LIBRARY)
+    except OSError:
+        return DriverProbe(missing="there is no NVIDIA driver")
+    code = driver.cuInit(0)
+    if code:
+        named = "the driver sees no GPU" if code == _NO_DEVICE else f"the driver fails to start (CUDA error {code})"
+        return DriverProbe(missing=named)
+    count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return DriverProbe(missing="the driver sees no GPU")
+    driver.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, 0)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), MINOR, 0)
+    return DriverProbe(num_devices=count.value, capability=(major.value, minor.value))
+
+
+def torch_cuda_version() -> str:
+    """The CUDA version that the installed PyTorch was built with, "" for a build without; read, not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        found = _TORCH_CUDA.search((Path(spec.origin).parent / "version.py").read_text())
+    except OSError:
+        return ""
+    return found.group(1) if found else ""
+
+
+def resolve_device(asked: str, probe: Callable[[], DriverProbe] = probe_driver,
+                   built_for: Callable[[], str] = torch_cuda_version) -> DevicePlan:
+    """From --device to a device. "auto" is a GPU that Quire's kernels run on, else the CPU, and says why.
+
+    "cuda" without a usable GPU raises `ConfigError`; one too old for the Triton kernels is used with others, as a note
+    says.
+    """
+    if asked == "cpu":
+        return DevicePlan(device="cpu", reason="as asked")
+    found = probe()
+    missing = found.missing or ("" if built_for() else "the installed PyTorch is a build without CUDA")
+    capability = ".".join(map(str, found.capability))
+    if not missing and found.capability < MIN_CAPABILITY and asked == "auto":
+        missing = f"the GPU's compute capability {capability} is below {'.'.join(map(str, MIN_CAPABILITY))}"
+    if asked == "auto":
+        return DevicePlan(device="cpu" if missing else "cuda", reason=missing or "there is a GPU")
+    if missing:
+        raise ConfigError(f"no CUDA device: {missing}; use --device cpu.")
+    notes = () if found.capability >= MIN_CAPABILITY else (
+        f"the GPU's compute capability is {capability}: no Triton kernel runs on it, slower ones are used.",)
+    return DevicePlan(device="cuda", reason="as asked", notes=notes)

@@ -1,0 +1,144 @@
+"""What a checkpoint's tensors become, decided from the headers before any byte is read: which goes where, and the proof
+that each part of each parameter comes exactly once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quire.contracts.errors import WeightsError
+from quire.layers.linear import parameter_rows
+from quire.layers.stack import Model
+from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint
+from quire.weights.names import NameIndex, Target
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+SHOWN = 3  # names in a message before "and N more"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one part goes: rows of a parameter (None: all of it), and the shape the checkpoint must have."""
+
+    parameter: nn.Parameter
+    rows: tuple[int, int] | None
+    shape: tuple[int, ...]
+
+    @property
+    def target(self) -> Tensor:
+        """The rows themselves: a contiguous view into the parameter's storage."""
+        data = self.parameter.data
+        return data if self.rows is None else data.narrow(0, *self.rows)
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Every tensor that is read, in the order in which it lies in the files, with its place; harmless ones that are
+    passed over."""
+
+    tensors: tuple[tuple[StoredTensor, Place], ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to read."""
+        return sum(stored.num_bytes for stored, _ in self.tensors)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded: tensors, bytes, seconds, and the harmless tensors that were passed over."""
+
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rate = self.num_bytes / max(self.seconds, 1e-9) / 1e9
+        return f"{self.num_bytes / 1e9:.2f} GB in {self.seconds:.2f} s ({rate:.1f} GB/s)"
+
+
+def plan_load(model: Model, folder: Path) -> LoadPlan:
+    """Pair the tensors of the safetensors files in `folder` with the parameters of `model` (not packed yet).
+
+    Raises WeightsError in one line naming file, tensor and fix.
+    """
+    checkpoint = read_checkpoint(Path(folder))
+    places = _places(model)
+    wanted, skipped = _match(checkpoint, NameIndex(model.name_map), places, model)
+    order = {path: number for number, path in enumerate(checkpoint.files)}
+    wanted.sort(key=lambda pair: (order[pair[0].file], pair[0].offset))
+    return LoadPlan(tuple((stored, places[target]) for stored, target in wanted), skipped)
+
+
+def _places(model: Model) -> dict[Target, Place]:
+    places = {}
+    for name, parameter, rows in parameter_rows(model.named_modules()):
+        for part, (first, num_rows) in rows.items():
+            whole = num_rows == parameter.shape[0]
+            shape = (num_rows, *parameter.shape[1:])
+            places[Target(name, part)] = Place(parameter, None if whole else (first, num_rows), shape)
+    return places
+
+
+def _match(
+    checkpoint: Checkpoint, index: NameIndex, places: dict[Target, Place], model: Model
+) -> tuple[list[tuple[StoredTensor, Target]], tuple[str, ...]]:
+    """Pair tensors with places before any byte is read. Both sides must come out even."""
+    wanted: list[tuple[StoredTensor, Target]] = []
+    skipped, unknown = [], []
+    for stored in checkpoint.tensors.values():
+        target = index.target(stored.name)
+        if target is not None and target in places:
+            _check(stored, places[target])
+            wanted.append((stored, target))
+        elif _harmless(stored.name, model):
+            skipped.append(stored.name)
+        else:
+            unknown.append(stored)
+    missing = set(places) - {target for _, target in wanted}
+    if missing:
+        names = sorted(index.stored(target) for target in missing)
+        raise WeightsError(
+            f"{checkpoint.folder} lacks {_some(names)}: the checkpoint is incomplete, or not of this config.json; "
+            "download it again." + _tied_hint(names)
+        )
+    if unknown:
+        names = [f"{stored.name} (in {stored.file.name})" for stored in unknown]
+        raise WeightsError(
+            f"{_some(names)} has no place in a {model.args.model_type} model with this config.json: "
+            "use the config.json that belongs to these weights."
+        )
+    assert len({target for _, target in wanted}) == len(wanted) == len(places), "a part was loaded twice"
+    return wanted, tuple(skipped)
+
+
+def _check(stored: StoredTensor, place: Place) -> None:
+    if stored.dtype not in DTYPES:
+        raise WeightsError(
+            f"{stored.file.name}: {stored.name} is stored as {stored.dtype}; quantized weights are not implemented "
+            "yet: use the unquantized checkpoint."
+        )
+    if stored.shape != place.shape:
+        raise WeightsError(
+            f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
+            f"{list(place.shape)}: use the config.json that belongs to these weights."
+        )
+
+
+def _harmless(name: str, model: Model) -> bool:
+    """Tensors that older checkpoints store and nobody needs: rotary tables, and the head when it is the embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.args.tie_word_embeddings)
+
+
+def _tied_hint(names: list[str]) -> str:
+    if names != ["lm_head.weight"]:
+        return ""
+    return " If the model shares its head with the embedding, set tie_word_embeddings to true in config.json."
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,280 @@
+"""The worker of a CUDA device: a plan becomes one copy to the device and a few launches; nothing waits but `collect`.
+
+Knows the order of a step on the device: tables, inputs, layers, logits, sampling, results. Everything that is launched
+depends on numbers the host has anyway (which slots, how many tokens), never on what the device computed.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.step import I32, SAMPLE, RowLogprobs, StepPlan, StepResult, StepTimings
+from quire.kernels.attention import KVView
+from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
+from quire.kernels.step import StepBuffers, Tables
+from quire.kernels.step import triton as step
+from quire.layers.context import StepContext
+from quire.layers.stack import Model, run_layers
+from quire.worker.gpu_sampler import GpuSampler
+from quire.worker.graphs import Graphs
+from quire.worker.packed import Change, PackedSteps
+
+CODES = {1: "nan_logits", 2: "no_token"}
+SHARED_GROUPS = 8  # of decodes with a common prefix, in one step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Sizes that buffers are made for.
+
+    graph_sizes    sequences of the decode steps that are captured, ascending
+    graph_tokens   tokens of the other steps whose layers are captured, ascending
+    """
+
+    num_slots: int
+    max_tokens: int
+    max_model_len: int
+    block_size: int
+    graph_sizes: tuple[int, ...]
+    graph_tokens: tuple[int, ...]
+    depth: int
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A step the device has not finished, and where its results will be."""
+
+    plan: StepPlan
+    slots: I32
+    out: Tensor
+    began: torch.cuda.Event
+    sampling: torch.cuda.Event
+    done: torch.cuda.Event
+    logprobs: Callable[[], dict[int, RowLogprobs]] | None
+
+
+class CudaWorker:
+    """Runs plans in order; at most `depth` may be submitted and not collected."""
+
+    def __init__(self, model: Model, kv: list[KVView], limits: Limits, device: torch.device) -> None:
+        self.model, self.limits = model, limits
+        self.graphs = Graphs()
+        self._kv = kv
+        slots = limits.num_slots + 1  # the last is for padding
+        max_blocks = -(-limits.max_model_len // limits.block_size) + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.tables = Tables(
+            block_table=zeros(slots, max_blocks, dtype=torch.int32),
+            computed=zeros(slots),
+            history=zeros(slots, limits.max_model_len, dtype=torch.int32),
+            block_size=limits.block_size,
+        )
+        seqs, tokens = limits.num_slots, limits.max_tokens
+        self._buffers = StepBuffers(
+            token_ids=zeros(tokens), positions=zeros(tokens), kv_slots=zeros(tokens),
+            seq_lens=zeros(seqs, dtype=torch.int32), sample_rows=zeros(seqs), sample_slots=zeros(seqs),
+            sample_positions=zeros(seqs),
+        )  # fmt: skip
+        self._packed = PackedSteps(seqs, limits.num_slots, device, limits.depth,
+                                   shared_words=SharedBlocks.words(SHARED_GROUPS, seqs))  # fmt: skip
+        self._logits = zeros(seqs, model.args.vocab_size, dtype=torch.float32)
+        self._out = zeros(2, seqs, dtype=torch.int32)
+        self._hidden: dict[tuple[int, bool], Tensor] = {}  # what the layers of a captured step leave
+        pinned = [torch.zeros((2, seqs), dtype=torch.int32, pin_memory=True) for _ in range(limits.depth + 1)]
+        self._results = deque(pinned)
+        self._running: deque[_Running] = deque()
+        self._num_blocks = np.zeros(slots, np.int64)
+        self._lengths = np.zeros(slots, np.int64)  # tokens computed once everything submitted is: an upper bound
+        self.sampler = GpuSampler(self._buffers.sample_slots, self._buffers.sample_positions, self.tables.history,
+                                  vocab_size=model.args.vocab_size)  # fmt: skip
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Launch one step."""
+        began, sampling, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        began.record()
+        changes = self._changes(plan)
+        shared = self._shared(plan)
+        while left := self._packed.upload(plan, changes, shared):
+            left = changes = self._packed.upload(None, left)
+            step.apply_runs(self._packed.device)
+        self._lengths[plan.slots] += plan.num_tokens
+        slots = plan.slots[(plan.outputs & SAMPLE) != 0]
+        num_rows = self._forward(plan, len(slots), shared is not None)
+        sampling.record()
+        scored = None
+        if len(slots):
+            mode = self.sampler.mode(slots)
+            self.graphs.run(("sample", num_rows, mode), lambda: self.sampler.sample(self._logits[:num_rows], mode))
+            scored = self.sampler.logprobs(self._logits[: len(slots)], slots)
+        step.finish_step(self._packed.device, self.tables, self._buffers, self.sampler.tokens, self.sampler.codes,
+                         self._out, max_seqs=self.limits.num_slots)  # fmt: skip
+        out = self._results[0]
+        self._results.rotate(-1)
+        out.copy_(self._out, non_blocking=True)
+        done.record()
+        self._running.append(_Running(plan, slots, out, began, sampling, done, scored))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that was submitted."""
+        run = self._running.popleft()
+        run.done.synchronize()
+        count = len(run.slots)
+        tokens, codes = run.out[0, :count].numpy().copy(), run.out[1, :count].numpy()
+        return StepResult(
+            step=run.plan.step,
+            slots=run.slots,
+            tokens=tokens[:, None],
+            num_accepted=np.ones(count, np.int32),
+            failed={int(run.slots[row]): CODES[int(codes[row])] for row in np.flatnonzero(codes)},
+            logprobs=run.logprobs() if run.logprobs else {},
+            num_computed=int(run.plan.num_tokens.sum()),
+            timings=StepTimings(
+                forward=run.began.elapsed_time(run.sampling) / 1e3, sample=run.sampling.elapsed_time(run.done) / 1e3
+            ),
+        )
+
+    def rehearse(self, plan: StepPlan) -> None:
+        """Submit a step whose kernels may have been compiled and not run: nobody looks at its results."""
+        self.submit(plan)
+        self._running.pop()
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def rehearse_graphs(self) -> None:
+        """Do once what `warm_up` captures."""
+        for tokens in reversed(self.limits.graph_tokens):
+            for shared in (False, True):
+                self._capture_mixed(tokens, shared)
+        for size in reversed(self.limits.graph_sizes):
+            for shared in (False, True):
+                self._decode(size, shared)
+            for mode in self.sampler.modes:
+                self.sampler.sample(self._logits[:size], mode)
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Capture decode steps and sampling, largest first. The tables say that all sequences are empty."""
+        for tokens in reversed(self.limits.graph_tokens):
+            for shared in (False, True):
+                self.graphs.capture(("mixed", tokens, shared), partial(self._capture_mixed, tokens, shared))
+        buckets = self.limits.graph_sizes
+        for done, size in enumerate(reversed(buckets)):
+            for shared in (False, True):
+                self.graphs.capture(("decode", size, shared), partial(self._decode, size, shared))
+            for mode in self.sampler.modes:
+                self.graphs.capture(("sample", size, mode), partial(self.sampler.sample, self._logits[:size], mode))
+            on_progress(done + 1, len(buckets))
+        torch.cuda.synchronize()
+
+    def _shared(self, plan: StepPlan) -> I32 | None:
+        """What the kernels need of the prefixes that decodes share, for the size this step is padded to."""
+        if not plan.shared:
+            return None
+        decodes = plan.num_tokens == 1
+        members = np.zeros(self.limits.num_slots, bool)
+        members[plan.slots[decodes]] = True
+        if not any(members[group.slots].sum() > 1 for group in plan.shared):
+            return None
+        return pack_shared(plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS,
+                           num_seqs=self._bucket(plan) or len(plan.slots))  # fmt: skip
+
+    def _bucket(self, plan: StepPlan) -> int:
+        """The size of the graph that a step runs in; 0: it is launched one by one."""
+        if (plan.num_tokens == 1).all() and (plan.outputs & SAMPLE).all():
+            return self._round_up(len(plan.slots))
+        return 0
+
+    def _forward(self, plan: StepPlan, num_samples: int, shared: bool) -> int:
+        """Launch everything up to the logits; how many rows of logits there are, padding included."""
+        num_seqs = len(plan.slots)
+        bucket = self._bucket(plan)
+        if bucket:
+            self.graphs.run(("decode", bucket, shared), lambda: self._decode(bucket, shared))
+            return bucket
+        rows, tokens = self._round_up(num_samples) or num_samples, int(plan.num_tokens.sum())
+        padded = next((size for size in self.limits.graph_tokens if size >= tokens), 0)
+        if padded:
+            self.graphs.run(("mixed", padded, shared), lambda: self._capture_mixed(padded, shared))
+            hidden = self._hidden[padded, shared]
+        else:
+            longest = int(self._lengths[plan.slots].max())
+            hidden = self._layers(tokens, max(num_seqs, rows), int(plan.num_tokens.max()), longest, shared)
+        if rows:
+            self._head(hidden[self._buffers.sample_rows[:rows]])
+        return rows
+
+    def _capture_mixed(self, tokens: int, shared: bool) -> None:
+        most = self.limits.num_slots
+        self._hidden[tokens, shared] = self._layers(tokens, most, tokens, self.limits.max_model_len, shared)
+
+    def _decode(self, size: int, shared: bool) -> None:
+        self._head(self._layers(size, size, 1, self.limits.max_model_len, shared))
+
+    def _head(self, sampled: Tensor) -> None:
+        self._logits[: len(sampled)].copy_(self.model.head(self.model.norm(sampled)))
+
+    def _round_up(self, count: int) -> int:
+        """The captured size that `count` sequences run in; 0 beyond the largest."""
+        return next((size for size in self.limits.graph_sizes if size >= count), 0)
+
+    def _layers(self, tokens: int, seqs: int, max_query_len: int, max_seq_len: int, shared: bool) -> Tensor:
+        """Launch everything before the head: hidden [tokens, hidden]. Sizes are upper bounds of the step's own."""
+        packed, buffers = self._packed, self._buffers
+        step.apply_runs(packed.device)
+        step.build_inputs(packed.device, self.tables, buffers, tokens=tokens, seqs=seqs,
+                          max_seqs=self.limits.num_slots)  # fmt: skip
+        words = SharedBlocks.words(SHARED_GROUPS, seqs)
+        meta = DeviceMeta(
+            query_start=packed.starts[: seqs + 1],
+            seq_lens=buffers.seq_lens[:seqs],
+            block_tables=self.tables.block_table,
+            kv_slots=buffers.kv_slots[:tokens],
+            table_rows=packed.slots[:seqs],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            shared=SharedBlocks.view(packed.shared[:words], SHARED_GROUPS, seqs) if shared else None,
+        )
+        ctx = StepContext(positions=buffers.positions[:tokens], attention=meta, kv=self._kv)
+        return run_layers(self.model, self.model.embed(buffers.token_ids[:tokens]), ctx)
+
+    def _changes(self, plan: StepPlan) -> list[Change]:
+        """What the plan changes in the device's tables, as words and where they go."""
+        changes: list[Change] = []
+        for slot in plan.released.tolist():
+            self.sampler.release(slot)
+        for a in plan.admitted:
+            blocks, tokens = a.block_ids[0], np.ascontiguousarray(a.token_ids, np.int32)
+            self._num_blocks[a.slot] = len(blocks)
+            self._lengths[a.slot] = a.num_computed
+            changes.append((self.tables.block_table[a.slot].data_ptr(), np.ascontiguousarray(blocks, np.int32)))
+            changes.append((self.tables.history[a.slot].data_ptr(), tokens))
+            computed = np.array([a.num_computed], np.int64).view(np.int32)
+            changes.append((self.tables.computed[a.slot :].data_ptr(), computed))
+            changes += self.sampler.admit(a.slot, a.sampler)
+        base, stride = self.tables.block_table.data_ptr(), 4 * self.tables.block_table.stride(0)
+        for slot, _group, block in plan.appended.tolist():
+            at = base + slot * stride + 4 * int(self._num_blocks[slot])
+            changes.append((at, np.array([block], np.int32)))
+            self._num_blocks[slot] += 1
+        return changes
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Sizes of the decode steps that are captured: fine where a step is short, 40 up to 1,024 sequences."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, 1025, 64)]
+    return (*(size for size in sizes if size < most), *((most,) if most else ()))
+
+
+def graph_tokens(most: int) -> tuple[int, ...]:
+    """Sizes of the steps with prompts that are captured, up to `most` tokens."""
+    return tuple(size for size in (*range(256, 2049, 256), *range(3072, 16385, 1024)) if size <= most)

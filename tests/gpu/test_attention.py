@@ -1,0 +1,233 @@
+"""Paged attention on a GPU against a reference in float32, over poisoned arenas wider than 2^31 elements."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.contracts.step import SharedPrefix
+from quire.kernels.attention import KVView, triton
+from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+DEVICE = torch.device("cuda")
+LAYERS, LAYER = 28, 27
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows and context length of every sequence; the first `prefix` blocks are the same for all when not 0."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    prefix: int = 0
+
+
+STEPS = {
+    "one": Step((1,), (640,)),
+    "one-long": Step((1,), (32_000,)),
+    "eight-long": Step((1,) * 8, tuple(range(20_001, 32_002, 1714))),
+    "decode-64": Step((1,) * 64, tuple(range(577, 641))),
+    "decode-256": Step((1,) * 256, tuple(range(1, 769, 3))),
+    "verify": Step((4,) * 32, tuple(range(100, 2020, 60))),
+    "prefill": Step((4096, 4096), (4096, 4096)),
+    "chunk": Step((2048,), (16_384,)),
+    "prompts": Step((512,) * 8, (512,) * 8),
+    "mixed": Step((1,) * 100 + (1500, 7), tuple(range(500, 600)) + (3000, 900)),
+    "shared": Step((1,) * 64, tuple(range(4096, 4224, 2)), prefix=4096),
+    "shared-mixed": Step((1,) * 20 + (128, 128), tuple(range(1100, 1120)) + (1152, 1153), prefix=1024),
+}
+
+
+def build(
+    step: Step, heads: tuple[int, int], dim: int, size: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, KVView, DeviceMeta]:
+    """Random queries and a cache at the far end of an arena, NaN wherever nothing may be read; a padded step."""
+    random = torch.Generator(DEVICE).manual_seed(7)
+    counts = [-(-length // size) for length in step.seq_lens]
+    page = LAYERS * 2 * heads[1] * size * dim
+    num_blocks = max(2 * sum(counts) + 2, 2**31 // page + sum(counts) + 2)
+    if num_blocks * page * dtype.itemsize > 100 * 2**30:  # fewer layers for the longest
+        num_blocks = sum(counts) + 2
+    arena = torch.full((num_blocks, LAYERS, 2, heads[1], size, dim), float("nan"), dtype=dtype, device=DEVICE)
+    kv = KVView(arena[:, LAYER, 0], arena[:, LAYER, 1])
+    ids = num_blocks - 1 - torch.randperm(sum(counts), generator=random, device=DEVICE).int()
+    num_seqs = len(counts)
+    tables = torch.full((num_seqs + 3, max(counts) + 1), 2**30, dtype=torch.int32, device=DEVICE)
+    rows = torch.arange(num_seqs, 0, -1, device=DEVICE, dtype=torch.int32)
+    taken = 0
+    for row, count in zip(rows.tolist(), counts, strict=True):
+        tables[row, :count] = ids[taken : taken + count]
+        taken += count
+    shared = None
+    if step.prefix:
+        blocks = step.prefix // size
+        tables[1:, :blocks] = tables[num_seqs, :blocks]
+        tables[-2:] = 2**30
+        group = SharedPrefix(np.arange(num_seqs, dtype=np.int32), blocks)
+        packed = pack_shared(
+            (group,),
+            np.arange(num_seqs, dtype=np.int32),
+            np.array(step.query_lens, np.int32),
+            num_groups=4,
+            num_seqs=num_seqs + 2,
+        )
+        shared = SharedBlocks.view(torch.from_numpy(packed).to(DEVICE), 4, num_seqs + 2)
+    for s, length in enumerate(step.seq_lens):
+        for side in (kv.k, kv.v):
+            data = torch.randn(counts[s], heads[1], size, dim, generator=random, device=DEVICE).to(dtype)
+            past = torch.arange(counts[s] * size, device=DEVICE).view(counts[s], 1, size, 1) >= length
+            where = tables[rows[s], : counts[s]].long()
+            fresh = side[where].isnan() & ~past
+            side[where] = torch.where(fresh, data, side[where])
+    q = torch.randn(sum(step.query_lens) + 5, heads[0] + 2 * heads[1], dim, generator=random, device=DEVICE).to(dtype)
+    starts = torch.tensor([0, *step.query_lens, 0, 0], device=DEVICE).cumsum(0).int()
+    meta = DeviceMeta(
+        query_start=starts,
+        seq_lens=torch.tensor([*step.seq_lens, 0, 0], dtype=torch.int32, device=DEVICE),
+        block_tables=tables,
+        kv_slots=torch.zeros(len(q), dtype=torch.int64, device=DEVICE),
+        table_rows=torch.cat((rows, torch.zeros(2, dtype=torch.int32, device=DEVICE))),
+        max_query_len=max(step.query_lens),
+        max_seq_len=40_000,
+        shared=shared,
+    )
+    return q[:, : heads[0]], kv, meta
+
+
+def reference(
+    q: Tensor, kv: KVView, meta: DeviceMeta, scale: float,
+    window: int | None = None, soft_cap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The contract in float32, a thousand rows at a time."""
+    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor) and meta.table_rows is not None
+    group = q.shape[1] // kv.k.shape[1]
+    out = torch.zeros_like(q, dtype=torch.float32)
+    starts, lengths = meta.query_start.tolist(), meta.seq_lens.tolist()
+    for s, length in enumerate(lengths):
+        blocks = meta.block_tables[meta.table_rows[s], : -(-length // kv.block_size)].long()
+        k, v = (
+            x[blocks].transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, 1) for x in (kv.k, kv.v)
+        )
+        for first in range(starts[s], starts[s + 1], 256):
+            last = min(first + 256, starts[s + 1])
+            position = torch.arange(first, last, device=DEVICE) + length - starts[s + 1]
+            columns = torch.arange(length, device=DEVICE)
+            scores = torch.einsum("mhd,lhd->hml", q[first:last].float(), k) * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            hidden = columns[None] > position[:, None]
+            if window is not None:
+                hidden |= columns[None] <= position[:, None] - window
+            scores.masked_fill_(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, last - first, 1)), -1)
+            weights = scores.softmax(-1)[..., :length]
+            out[first:last] = torch.einsum("hml,lhd->mhd", weights, v)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    empty = torch.empty
+
+    def filled(*size: object, **options: object) -> Tensor:
+        made = empty(*size, **options)  # type: ignore[call-overload]
+        return made.fill_(float("nan") if made.is_floating_point() else -1)
+
+    monkeypatch.setattr(torch, "empty", filled)
+    yield
+    torch.cuda.empty_cache()
+
+
+def check(actual: Tensor, expected: Tensor, rows: int, bound: float = 1e-2) -> None:
+    actual, expected = actual[:rows].float(), expected[:rows]
+    error = (actual - expected).norm() / expected.norm()
+    assert error < bound, f"relative error {error}"
+    assert (actual - expected).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("heads, dim, size", [((16, 8), 128, 64), ((32, 8), 128, 128), ((32, 8), 64, 16)], ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_matches_reference(name: str, heads: tuple[int, int], dim: int, size: int) -> None:
+    q, kv, meta = build(STEPS[name], heads, dim, size)
+    expected = reference(q, kv, meta, dim**-0.5)
+    actual = triton.paged_attention(q, kv, meta, dim**-0.5)
+    check(actual, expected, sum(STEPS[name].query_lens))
+    again = triton.paged_attention(q, kv, replace(meta, plans={}), dim**-0.5)
+    rows = sum(STEPS[name].query_lens)
+    assert torch.equal(actual[:rows], again[:rows]), "the same step twice gives other bits"
+
+
+@pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared"])
+@pytest.mark.parametrize("window, soft_cap, sunk", [(128, None, True), (None, 20.0, False), (1000, 5.0, True)])
+def test_variants(name: str, window: int | None, soft_cap: float | None, sunk: bool) -> None:
+    q, kv, meta = build(STEPS[name], (16, 8), 128, 64)
+    sinks = torch.linspace(-3, 4, 16, device=DEVICE) if sunk else None
+    expected = reference(q, kv, meta, 0.3, window, soft_cap, sinks)
+    check(triton.paged_attention(q, kv, meta, 0.3, window, soft_cap, sinks), expected, sum(STEPS[name].query_lens))
+
+
+@pytest.mark.parametrize("name", ["verify", "mixed", "shared-mixed"])
+@pytest.mark.parametrize(
+    "dtype, dim", [(torch.float16, 128), (torch.float32, 64), (torch.bfloat16, 80), (torch.bfloat16, 256)]
+)
+def test_other_types_and_widths(name: str, dtype: torch.dtype, dim: int) -> None:
+    q, kv, meta = build(STEPS[name], (12, 4), dim, 32, dtype)
+    check(triton.paged_attention(q, kv, meta, 0.1), reference(q, kv, meta, 0.1), sum(STEPS[name].query_lens))
+
+
+@pytest.mark.parametrize("name", ["prefill", "mixed"])
+@pytest.mark.parametrize("keys, stages", [(128, 2), (64, 3)])
+def test_copy_engine(name: str, keys: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs Hopper")
+    monkeypatch.setattr(triton, "PREFILL", {128: triton.Config(128, keys, 8, stages, True)})
+    q, kv, meta = build(STEPS[name], (16, 8), 128, 128)
+    check(triton.paged_attention(q, kv, meta, 0.1), reference(q, kv, meta, 0.1), sum(STEPS[name].query_lens))
+
+
+@pytest.mark.parametrize("heads, dim", [((16, 8), 128), ((32, 8), 64)], ids=str)
+@pytest.mark.parametrize("name", ["prefill", "prompts"])
+def test_fresh(name: str, heads: tuple[int, int], dim: int) -> None:
+    q, kv, meta = build(STEPS[name], heads, dim, 64)
+    k, v = torch.randn(2, len(q), heads[1], dim, device=DEVICE).bfloat16()
+    rows = sum(STEPS[name].query_lens)
+    assert meta.table_rows is not None
+    meta.kv_slots[:rows] = torch.cat(
+        [
+            meta.block_tables[row].long()[torch.arange(length, device=DEVICE) // 64] * 64
+            + torch.arange(length, device=DEVICE) % 64
+            for row, length in zip(meta.table_rows.tolist(), STEPS[name].seq_lens, strict=False)
+        ]
+    )
+    triton.write_kv(k, v, kv, meta.kv_slots)
+    expected = reference(q, kv, meta, dim**-0.5)
+    check(triton.fresh_attention(q, k, v, meta, dim**-0.5), expected, rows)
+    check(triton.paged_attention(q, kv, meta, dim**-0.5), expected, rows)
+
+
+@pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared"])
+def test_a_captured_step_serves_other_lengths(name: str) -> None:
+    """Only lengths change between replays; grids were chosen from upper bounds. Two layers share one plan."""
+    q, kv, meta = build(STEPS[name], (16, 8), 128, 64)
+    triton.paged_attention(q, kv, replace(meta, plans={}), 0.1)
+    graph, static = torch.cuda.CUDAGraph(), replace(meta, plans={})
+    with torch.cuda.graph(graph):
+        first = triton.paged_attention(q, kv, static, 0.1)
+        second = triton.paged_attention(-q, kv, static, 0.1)
+    assert isinstance(meta.seq_lens, Tensor)
+    for shorter in (0, 1, 17):
+        if shorter:
+            meta.seq_lens[: len(STEPS[name].seq_lens)] -= shorter
+        first.fill_(float("nan"))
+        second.fill_(float("nan"))
+        graph.replay()
+        rows = sum(STEPS[name].query_lens)
+        check(first, reference(q, kv, meta, 0.1), rows)
+        check(second, reference(-q, kv, meta, 0.1), rows)

@@ -1,0 +1,121 @@
+"""Facts about the GPU, its kernel cache, and weights on their way to it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.kernels.cache import compiling_ahead
+from quire.kernels.triton_runtime import jit, tl
+from quire.layers.linear import parameter_rows
+from quire.layers.stack import Model
+from quire.models.registry import build_model
+from quire.platforms.cpu import read_cpu_facts
+from quire.platforms.cuda import CudaFacts
+from quire.platforms.detect import probe_driver, resolve_device
+from quire.weights.dummy import load_dummy
+from quire.weights.load import load_weights
+from quire.weights.names import NameIndex, Target
+from quire.weights.stream import stream_weights
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@jit
+def scale_kernel(x, y, n, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < n) * factor, mask=at < n)
+
+
+def build(device: str, dtype: str, facts: CudaFacts) -> Model:
+    args = parse_checkpoint_config(CONFIG)
+    model = build_model(args, dtype=dtype, device=device, platform=facts if device == "cuda" else read_cpu_facts())
+    for _, parameter in model.named_parameters():
+        parameter.data.fill_(float("nan"))
+    return model
+
+
+def test_the_driver_and_torch_see_the_same_gpu(facts: CudaFacts) -> None:
+    probe = probe_driver()
+    assert probe.num_devices == torch.cuda.device_count() and probe.capability == facts.capability
+    assert resolve_device("auto").device == "cuda"
+    print(facts)
+
+
+def test_facts_are_plausible(facts: CudaFacts) -> None:
+    assert 0 < facts.free_memory <= facts.total_memory and facts.num_sms > 0 and facts.l2_bytes > 1 << 20
+    assert facts.driver_version != "unknown" and facts.others_memory is not None
+    assert facts.free_memory + facts.others_memory <= facts.total_memory
+
+
+def test_what_another_process_holds_is_counted(facts: CudaFacts) -> None:
+    def seen() -> int:
+        code = "from quire.platforms.cuda import read_cuda_facts; print(read_cuda_facts().others_memory)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+        return int(done.stdout)
+
+    before = seen()
+    code = "import torch; x = torch.empty(1 << 30, device='cuda'); print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin and other.stdout
+        assert other.stdout.readline() == b"held\n"
+        during = seen()
+        other.communicate(b"\n")
+    assert during - before >= 1 << 30
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("chunk", "threads"), [(1 << 20, 8), (100_000, 3), (8 << 20, 1)])
+def test_streamed_weights_are_the_cpu_s(tmp_path: Path, facts: CudaFacts, dtype: str, chunk: int, threads: int) -> None:
+    expected, model = build("cpu", dtype, facts), build("cuda", dtype, facts)
+    index = NameIndex(expected.name_map)
+    tensors = {index.stored(Target(name, part)): torch.randn(count, *parameter.shape[1:]).bfloat16()
+               for name, parameter, rows in parameter_rows(expected.named_modules())
+               for part, (_, count) in rows.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_weights(expected, tmp_path)
+    print(stream_weights(model, tmp_path, chunk_bytes=chunk, num_threads=threads))
+    for (name, a), (_, b) in zip(expected.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a, b.cpu()), name
+
+
+def test_the_rate_from_the_page_cache(tmp_path: Path, facts: CudaFacts) -> None:
+    big = CONFIG | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128}
+    model = build_model(parse_checkpoint_config(big), dtype="bfloat16", device="cuda", platform=facts)
+    index = NameIndex(model.name_map)
+    save_file({index.stored(Target(name, part)): torch.zeros(count, *p.shape[1:], dtype=torch.bfloat16)
+               for name, p, rows in parameter_rows(model.named_modules()) for part, (_, count) in rows.items()},
+              tmp_path / "model.safetensors")
+    for threads in (1, 2, 4, 8, 16):
+        print(threads, "threads:", min((stream_weights(model, tmp_path, num_threads=threads) for _ in range(2)),
+                                       key=lambda report: report.seconds))
+    torch.cuda.synchronize()
+    assert all(not p.data.any() for _, p in model.named_parameters())
+
+
+def test_dummy_weights_are_the_same_on_both(facts: CudaFacts) -> None:
+    one, other = build("cpu", "bfloat16", facts), build("cuda", "bfloat16", facts)
+    load_dummy(one, 3)
+    load_dummy(other, 3)
+    for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(a, b.cpu()), name
+
+
+def test_a_kernel_compiled_ahead_is_not_compiled_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(1000, device=device), torch.full((1000,), float("nan"), device=device)
+    with compiling_ahead() as ahead:
+        scale_kernel[(8,)](x, y, 1000, 2.5, BLOCK=128)
+    assert y.isnan().all(), "nothing runs inside"
+    assert (ahead.report().num_kernels, ahead.report().failed) == (1, ())
+    print(ahead.report())
+    monkeypatch.setattr(scale_kernel, "compile", lambda *a, **k: pytest.fail("compiled at its launch"), raising=False)
+    scale_kernel[(8,)](x, y, 1000, 2.5, BLOCK=128)
+    assert torch.equal(y, x * 2.5)

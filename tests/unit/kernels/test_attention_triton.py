@@ -1,0 +1,341 @@
+"""Attention for GPUs in Triton's interpreter, over poisoned caches, and compiled for sm_90 without a GPU."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.contracts.step import SharedPrefix
+from quire.kernels import triton_runtime
+from quire.kernels.attention import AttentionMeta, KVView, inputs, ref
+
+if not triton_runtime.INTERPRETED and __name__ != "__main__":
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from triton import compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime import interpreter
+
+from quire.kernels.attention import triton, triton_plan
+from quire.kernels.attention.inputs import Case
+from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+CASES = (
+    *inputs.CASES,
+    Case((1, 1, 1), (63, 64, 65), heads=(4, 2), head_dim=64, block_size=64),
+    Case((1, 1), (700, 3), heads=(4, 1), head_dim=64, block_size=128, deal="runs"),
+    Case((130, 1, 70), (260, 129, 70), heads=(4, 2), head_dim=64, block_size=64),
+    Case((64, 1), (128, 256), heads=(2, 2), head_dim=128, block_size=128),
+    Case((4, 1, 3), (300, 129, 64), heads=(4, 1), head_dim=64, block_size=256),
+    Case((1,) * 20, tuple(range(1, 400, 20)), heads=(2, 1), head_dim=16, block_size=16),
+)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outputs and scratch are NaN (lists: -1) before a kernel writes them.
+
+    Also lets the interpreter use a scalar that was loaded as a loop's bound: its int() of an array of one element is
+    an error since NumPy 2.4.
+    """
+    empty, patch = torch.empty, interpreter._patch_lang_tensor
+
+    def filled(*size: object, **options: object) -> Tensor:
+        made = empty(*size, **options)  # type: ignore[call-overload]
+        return made.fill_(float("nan") if made.is_floating_point() else -1)
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(torch, "empty", filled)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    yield
+
+
+def on_device(meta: AttentionMeta, **changes: object) -> DeviceMeta:
+    """The same step as a worker on a GPU gives it: a table of all slots, upper bounds, padded sequences."""
+    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
+    tables, num_seqs = meta.block_tables, len(meta.seq_lens)
+    slots = torch.full((num_seqs + 2, tables.shape[1]), 2**30, dtype=torch.int32)
+    rows = torch.arange(num_seqs, 0, -1, dtype=torch.int32)
+    slots[rows.long()] = tables
+    made = DeviceMeta(
+        query_start=torch.cat((meta.query_start, meta.query_start[-1:].expand(2))),
+        seq_lens=torch.cat((meta.seq_lens, torch.zeros(2, dtype=torch.int32))),
+        block_tables=slots,
+        kv_slots=meta.kv_slots,
+        table_rows=torch.cat((rows, torch.zeros(2, dtype=torch.int32))),
+        max_query_len=int(meta.query_start.diff().max()),
+        max_seq_len=100_000,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def check(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[actual.dtype])
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        *((case, torch.float32) for case in CASES[3::2]),
+        (CASES[12], torch.float16),
+        *(pytest.param(case, torch.float32, marks=pytest.mark.full) for case in (*CASES[:3], *CASES[4::2])),
+        *(pytest.param(case, torch.float16, marks=pytest.mark.full) for case in CASES),
+    ],
+    ids=str,
+)
+def test_matches_reference(case: Case, dtype: torch.dtype) -> None:
+    q, kv, meta = inputs.make(case, dtype)
+    scale = 1.2 * case.head_dim**-0.5
+    expected = ref.paged_attention(q, kv, meta, scale)
+    given = on_device(meta) if dtype == torch.float32 else meta
+    check(triton.paged_attention(q, kv, given, scale), expected)
+
+
+@pytest.mark.parametrize(
+    "window, soft_cap, sunk", [(5, None, False), (70, 3.0, True), (None, 0.5, False), (None, None, True)]
+)
+@pytest.mark.parametrize(
+    "case", [CASES[12], CASES[-2], Case((40, 1), (130, 64), heads=(2, 1), head_dim=32, block_size=64)], ids=str
+)
+def test_window_soft_cap_and_sinks(case: Case, window: int | None, soft_cap: float | None, sunk: bool) -> None:
+    q, kv, meta = inputs.make(case, torch.float32)
+    sinks = torch.linspace(-2, 6, case.heads[0]) if sunk else None
+    expected = ref.paged_attention(q, kv, meta, 0.3, window, soft_cap, sinks)
+    check(triton.paged_attention(q, kv, on_device(meta), 0.3, window, soft_cap, sinks), expected)
+
+
+@pytest.mark.parametrize("decode_len", [0, 1, 3])
+def test_wherever_decodes_end(decode_len: int) -> None:
+    """Rows are right whether a sequence is decoded or cut into tiles. 0 promises that there are no decodes."""
+    lens = (12, 40, 20, 9) if decode_len == 0 else (1, 3, 20, 9)
+    case = Case(lens, (64, 130, 20, 100), heads=(2, 1), head_dim=32, block_size=64)
+    q, kv, meta = inputs.make(case, torch.float32)
+    expected = ref.paged_attention(q, kv, meta, 0.1)
+    check(triton.paged_attention(q, kv, on_device(meta, decode_len=decode_len), 0.1), expected)
+
+
+def test_a_plan_serves_every_layer_of_its_step() -> None:
+    """Layers share lists and scratch: counters are zero again, and what one layer leaves does not reach the next."""
+    q, kv, meta = inputs.make(CASES[18], torch.float32)
+    device = on_device(meta)
+    for seed in range(3):
+        turned = q.roll(seed, -1)
+        check(triton.paged_attention(turned, kv, device, 0.2), ref.paged_attention(turned, kv, meta, 0.2))
+        check(triton.paged_attention(turned, kv, device, 0.2, 40), ref.paged_attention(turned, kv, meta, 0.2, 40))
+    (plans,) = device.plans.values()
+    assert isinstance(plans, dict) and len(plans) == 2
+    for plan in plans.values():
+        assert plan.stats.shape[0] > 1 and not plan.counters.any()
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 40, 300])
+def test_items_cover_every_context_once(num_seqs: int) -> None:
+    random = torch.Generator().manual_seed(num_seqs)
+    lens = torch.randint(0, 3000, (num_seqs,), generator=random, dtype=torch.int32)
+    rows = (lens > 0).int()
+    meta = AttentionMeta(
+        torch.cat((torch.zeros(1, dtype=torch.int32), rows.cumsum(0).int())), lens,
+        torch.zeros(num_seqs, 9, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), None, 1,
+    )  # fmt: skip
+    shape = triton_plan.Shape(4, 2, 64, 64, 0, False, 64, 64)
+    items = triton_plan.plan_step(meta, shape, int(rows.sum())).items
+    spans: dict[int, list[tuple[int, int, int, int]]] = {}
+    for index, record in enumerate(items.tolist()):
+        if record[0] >= 0:
+            spans.setdefault(record[7], []).append((record[3], record[4], record[5], index - record[6]))
+    for s, length in enumerate(lens.tolist()):
+        found = spans.get(s, [])
+        assert [part for *_, part in found] == list(range(len(found)))
+        assert all(parts == len(found) <= triton_plan.MAX_PARTS for _, _, parts, _ in found)
+        edges = [0] + [end for _, end, _, _ in found]
+        assert [start for start, *_ in found] == edges[:-1] and edges[-1] == length
+    if num_seqs < 4:
+        assert sum(map(len, spans.values())) > num_seqs, "few sequences share a GPU among their parts"
+
+
+@pytest.mark.parametrize("query_lens", [(1, 1, 1, 1, 1, 1), (1, 3, 1, 2, 1, 1), (1, 20, 1, 1, 9, 1)], ids=str)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_shared_prefixes(query_lens: tuple[int, ...], block_size: int) -> None:
+    """Two groups, a member whose rows lie inside the prefix, one that ends with it, and a sequence of no group."""
+    size = block_size
+    lens = (5 * size + 3, 6 * size, 4 * size, 3 * size - 1, 2 * size + 7, 2 * size)
+    case = Case(query_lens, lens, heads=(4, 2), head_dim=64, block_size=size)
+    q, kv, meta = inputs.make(case, torch.float32)
+    tables = meta.block_tables.clone()
+    tables[1, :4] = tables[0, :4]
+    tables[2, :4] = tables[0, :4]
+    tables[5, :2] = tables[4, :2]
+    meta = replace(meta, block_tables=tables)
+    groups = (SharedPrefix(np.array([31, 20, 99, 10], np.int32), 4), SharedPrefix(np.array([60, 50], np.int32), 2))
+    slots = np.array([10, 20, 31, 40, 50, 60], np.int32)
+    limit = max(query_lens) if max(query_lens) <= 8 else 1
+    packed = pack_shared(groups, slots, np.array(query_lens), num_groups=3, num_seqs=8, decode_len=limit)
+    shared = SharedBlocks.view(torch.from_numpy(packed), 3, 8)
+    assert shared.starts.tolist() == ([0, 3, 5, 5] if max(query_lens) < 9 else [0, 2, 2, 2])
+    expected = ref.paged_attention(q, kv, meta, 0.15)
+    check(triton.paged_attention(q, kv, on_device(meta, shared=shared), 0.15), expected)
+    windowed = ref.paged_attention(q, kv, meta, 0.15, window=size + 3)
+    check(triton.paged_attention(q, kv, on_device(meta, shared=shared), 0.15, size + 3), windowed)
+
+
+def test_a_shared_prefix_is_read_once() -> None:
+    """What the items of members read begins behind the prefix."""
+    case = Case((1, 1, 1), (300, 260, 270), heads=(4, 2), head_dim=64, block_size=64, deal="shared")
+    q, kv, meta = inputs.make(case, torch.float32)
+    slots, ones = np.arange(3, dtype=np.int32), np.ones(3, np.int32)
+    packed = pack_shared((SharedPrefix(slots, 4),), slots, ones, num_groups=1, num_seqs=5)
+    device = on_device(meta, shared=SharedBlocks.view(torch.from_numpy(packed), 1, 5))
+    check(triton.paged_attention(q, kv, device, 0.15), ref.paged_attention(q, kv, meta, 0.15))
+    (plan,) = device.plans[64].values()  # type: ignore[attr-defined]
+    assert min(record[3] for record in plan.items.tolist() if record[0] >= 0) == 256
+
+
+@pytest.mark.parametrize("lens", [(1,), (64, 1, 200), (33, 128)], ids=str)
+def test_fresh_rows_need_no_cache(lens: tuple[int, ...]) -> None:
+    q, kv, meta = inputs.make(Case(lens, lens, heads=(4, 2), head_dim=64, block_size=64), torch.float32)
+    expected = ref.paged_attention(q, kv, meta, 0.2)
+    k, v = (side[meta.kv_slots // 64, :, meta.kv_slots % 64] for side in (kv.k, kv.v))
+    wide = torch.cat((q, k, v), 1)
+    check(triton.fresh_attention(q, wide[:, 4:6], wide[:, 6:], on_device(meta), 0.2), expected)
+
+
+@pytest.mark.parametrize("case", [CASES[-4], CASES[-3]], ids=str)
+def test_copy_engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "PREFILL", {d: replace(c, copy_engine=True) for d, c in triton.PREFILL.items()})
+    monkeypatch.setattr(triton, "PREFILL_FEW", replace(triton.PREFILL_FEW, copy_engine=True))
+    q, kv, meta = inputs.make(case, torch.float32)
+    check(triton.paged_attention(q, kv, on_device(meta), 0.1), ref.paged_attention(q, kv, meta, 0.1))
+
+
+@pytest.mark.parametrize("rows, bad", [(1, "nan"), (1, "inf"), (3, "-inf"), (40, "nan"), (40, "-inf")])
+def test_what_is_not_finite_in_a_key_is_not_hidden(rows: int, bad: str) -> None:
+    """NaN in the same rows and heads as the reference; the other sequence as if nothing had been there."""
+    case = Case((rows, rows), (200, 129), heads=(4, 2), head_dim=64, block_size=64)
+    q, kv, meta = inputs.make(case, torch.float32)
+    kv.k[int(meta.block_tables[0, 1]), 1, 5, 7] = float(bad)
+    expected = ref.paged_attention(q, kv, meta, 0.2)
+    actual = triton.paged_attention(q, kv, on_device(meta), 0.2)
+    assert torch.equal(actual.isnan().any(-1), expected.isnan().any(-1))
+    check(actual.nan_to_num(), torch.where(expected.isnan().any(-1, keepdim=True), actual.nan_to_num(), expected))
+
+
+def test_write_then_read_back() -> None:
+    arena = torch.full((6, 2, 3, 16, 24), float("nan"))
+    kv = KVView(arena[:, 0], arena[:, 1])
+    wide = torch.randn(5, 9, 24)
+    k, v = wide[:, 3:6], wide[:, 6:]
+    slots = torch.tensor([16, 17, 31, 33, 95])
+    triton.write_kv(k, v, kv, slots)
+    for row, slot in enumerate(slots.tolist()):
+        assert torch.equal(kv.k[slot // 16, :, slot % 16], k[row])
+        assert torch.equal(kv.v[slot // 16, :, slot % 16], v[row])
+    assert int(torch.isnan(kv.k[:, 0, :, 0]).sum()) == 96 - 5
+
+
+def test_compiles_for_hopper(full: bool) -> None:
+    """Every configuration of production, in a process whose kernels are not interpreted."""
+    environment, command = os.environ | {"TRITON_INTERPRET": "0"}, [sys.executable, __file__, *(["full"] * full)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel"} <= set(done.stdout.split())
+
+
+class Compiling:
+    """Stands for a kernel: what it is launched with is compiled for sm_90, and nothing runs."""
+
+    def __init__(self, kernel: Any, report: Callable[[str, Any, Any], None]) -> None:
+        self.kernel, self.report = kernel, report
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        """The specialization of a launch on a GPU: tensors and divisible integers are multiples of 16."""
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        names = self.kernel.arg_names
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        constant = {p.name for p in self.kernel.params if p.is_constexpr}
+        fixed = {n: v for n, v in bound.items() if n in constant or v is None}
+        whole = {p.name for p in self.kernel.params if not p.do_not_specialize and type(bound[p.name]) is int}
+        constants = fixed | {n: 1 for n in whole if bound[n] == 1}
+        signature = {n: "constexpr" if n in constants else type_of(bound[n]) for n in names}
+        even = [["tt.divisibility", 16]]
+        attributes = {
+            (i,): even for i, n in enumerate(names)
+            if n not in constants and (isinstance(bound[n], Tensor) or (n in whole and bound[n] % 16 == 0))
+        }  # fmt: skip
+        source = compiler.ASTSource(
+            self.kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
+        )
+        made = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.report(self.kernel.__name__, made, (bound, options))
+
+
+def type_of(value: Any) -> str:
+    types = {
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float32: "fp32",
+        torch.int32: "i32",
+        torch.int64: "i64",
+    }
+    if isinstance(value, Tensor):
+        return "*" + types[value.dtype]
+    if isinstance(value, int | float):
+        return "i32" if isinstance(value, int) else "fp32"
+    return f"tensordesc<{types[value.base.dtype]}{value.block_shape}>"
+
+
+def launch_production(block_size: int, heads: tuple[int, int], dim: int, **options: Any) -> None:
+    """One layer of every kind of step, on tensors without storage."""
+    meta_device, dtype = torch.device("meta"), options.pop("dtype", torch.bfloat16)
+    arena = torch.empty(9, 28, 2, heads[1], block_size, dim, dtype=dtype, device=meta_device)
+    kv = KVView(arena[:, 3, 0], arena[:, 3, 1])
+    ints = lambda *size: torch.empty(size, dtype=torch.int32, device=meta_device)  # noqa: E731
+    shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
+    for tokens, longest, group in ((64, 1, None), (64, 1, shared), (256, 4, None), (64, 64, None), (4096, 4096, None)):
+        meta = DeviceMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 32768, shared=group)
+        q = torch.empty(tokens, heads[0] + 2 * heads[1], dim, dtype=dtype, device=meta_device)
+        queries, k, v = q.split((heads[0], heads[1], heads[1]), 1)
+        triton.paged_attention(queries, kv, meta, 0.1, **options)
+        if longest > 64 and not options:
+            triton.fresh_attention(queries, k, v, meta, 0.1)
+    triton.write_kv(k, v, kv, ints(9))
+
+
+def compile_production(report: Callable[[str, Any, Any], None], full: bool) -> None:
+    """Compile what the models this is made for launch; `full`: and each variant once."""
+    for name in ("decode_kernel", "prefill_kernel", "prefix_kernel", "_write_kernel"):
+        setattr(triton, name, Compiling(getattr(triton, name), report))
+    triton_plan._plan_kernel = Compiling(triton_plan._plan_kernel, report)  # type: ignore[assignment]
+    triton_plan.multiprocessors = lambda: 132  # type: ignore[assignment]
+    triton._multiprocessors = lambda: 132  # type: ignore[assignment]
+    triton._has_copy_engine = lambda: True  # type: ignore[assignment]
+    launch_production(64, (16, 8), 128)
+    launch_production(128, (32, 8), 128)
+    if not full:
+        return
+    launch_production(16, (32, 8), 64)
+    launch_production(64, (32, 8), 128, window=4096, soft_cap=50.0)
+    launch_production(64, (64, 8), 64, sinks=torch.empty(64, device="meta"), window=128)
+    launch_production(64, (8, 4), 256, dtype=torch.float16)
+    launch_production(64, (4, 2), 64, dtype=torch.float32)
+
+
+if __name__ == "__main__":
+    compile_production(lambda name, made, launch: print(name, made.metadata.shared), "full" in sys.argv)

@@ -1,0 +1,285 @@
+"""The small kernels of a GPU: in Triton's interpreter against their references, and compiled for a Hopper GPU."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.rope import RopeArgs
+from quire.kernels import pdl, triton_runtime
+from quire.kernels.activation import inputs as activation_inputs
+from quire.kernels.activation import ref as activation_ref
+from quire.kernels.activation import triton as activation
+from quire.kernels.attention import KVView
+from quire.kernels.heads import inputs as heads_inputs
+from quire.kernels.heads import ref as heads_ref
+from quire.kernels.heads import triton as heads
+from quire.kernels.linear import cuda, gemv
+from quire.kernels.linear import inputs as linear_inputs
+from quire.kernels.linear import ref as linear_ref
+from quire.kernels.norm import inputs as norm_inputs
+from quire.kernels.norm import ref as norm_ref
+from quire.kernels.norm import triton as norm
+from quire.kernels.rope import triton as rope
+from quire.layers.rope import Rotary
+
+if not triton_runtime.INTERPRETED and __name__ != "__main__":
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative to the largest value
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    bound = TOLERANCE[expected.dtype] * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", (*norm_inputs.SHAPES, *norm_inputs.HEAD_SHAPES, (2, 1030)), ids=str)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = norm_inputs.make(shape, dtype)
+    close(norm.rms_norm(x, weight, EPS), norm_ref.rms_norm(x, weight, EPS))
+    wide = torch.cat((x, x), -1)[..., : shape[-1]]
+    close(norm.rms_norm(wide, weight, EPS), norm_ref.rms_norm(x, weight, EPS))
+    transposed = x.transpose(0, -1).contiguous().transpose(0, -1)
+    close(norm.rms_norm(transposed, weight, EPS), norm_ref.rms_norm(x, weight, EPS))
+    assert norm.rms_norm(x[:0], weight, EPS).shape == (0, *shape[1:])
+
+
+def test_rms_norm_uses_eps() -> None:
+    x, weight = torch.full((1, 8), 1e-3), torch.ones(8)
+    close(norm.rms_norm(x, weight, 1e-2), norm_ref.rms_norm(x, weight, 1e-2))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", (*activation_inputs.SHAPES, (2, 2100)), ids=str)
+def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up = activation_inputs.make(shape, dtype)
+    close(activation.silu_mul(gate_up), activation_ref.silu_mul(gate_up))
+    assert activation.silu_mul(gate_up[:0]).shape == (0, shape[1] // 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", heads_inputs.CASES, ids=str)
+def test_heads(case: heads_inputs.Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, and the whole cache: what was not written is NaN as before. With few rows to a program, and with many."""
+    if case.tokens > 9:
+        monkeypatch.setattr(heads, "FEW", 0)
+    *given, _, slots = heads_inputs.make(case, dtype)
+    qkv, weight, cos, sin = given
+    kv, other, again = (heads_inputs.make(case, dtype)[4] for _ in range(3))
+    expected = heads_ref.prepare(qkv, weight, EPS, cos, sin, other, slots)
+    close(heads.prepare(qkv, weight, EPS, cos, sin, kv, slots), expected)
+    monkeypatch.setattr(heads, "FEW", 0)
+    close(heads.prepare(qkv, weight, EPS, cos, sin, again, slots), expected)
+    for written in (kv, again):
+        for actual, wanted in ((written.k, other.k), (written.v, other.v)):
+            assert torch.equal(actual.isnan(), wanted.isnan())
+            close(actual.nan_to_num(), wanted.nan_to_num())
+
+
+def test_heads_take_no_tokens_and_no_strange_strides() -> None:
+    *given, kv, slots = heads_inputs.make(heads_inputs.CASES[2], torch.float32)
+    qkv, weight, cos, sin = given
+    assert heads.prepare(qkv[:0], weight, EPS, cos[:0], sin[:0], kv, slots[:0]).shape == (0, 3, 20)
+    with pytest.raises(ValueError, match="strides"):
+        heads.prepare(qkv.transpose(1, 2).contiguous().transpose(1, 2), weight, EPS, cos, sin, kv, slots)
+
+
+@pytest.mark.parametrize("dim", [2, 64, 80])
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_rotation(kind: str, dim: int) -> None:
+    """Up to a million tokens, to one unit in the last place of bfloat16."""
+    scaled = {"factor": 4.0, "original_max_position": 4096} if kind == "yarn" else {}
+    rotary = Rotary(RopeArgs(kind=kind, theta=1e6, **scaled), dim, torch.device("cpu"))
+    positions = torch.cat((torch.arange(40), torch.tensor([4095, 131071, 999_983, 1_048_575])))
+    for dtype, bound in ((torch.bfloat16, 2.0**-7), (torch.float32, 1e-6)):
+        rows = rope.rotation_rows(positions, rotary.frequencies, rotary.scale, dtype)
+        for actual, expected in zip(rows, rotary.rows(positions, dtype), strict=True):
+            assert actual.dtype == dtype
+            torch.testing.assert_close(actual, expected, rtol=bound, atol=2e-7)
+
+
+# The interpreter multiplies matrices of bfloat16 by their bits: there are none in the kernel for more than 4 rows here.
+ROWS = [(1, torch.bfloat16), (3, torch.float16), (4, torch.bfloat16), (5, torch.float16), (13, torch.float16),
+        (40, torch.float16)]  # fmt: skip
+SHAPES = [(8, 8), (34, 272), (16, 1056)]  # N, K
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("rows", "dtype"), ROWS)
+def test_few_rows(rows: int, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
+    x, weight, offset = linear_inputs.make((rows, n, k), dtype)
+    added = offset if bias else None
+    exact = linear_ref.run_float(x.double().float(), weight, added)
+    close(gemv.product(x, weight, added), exact.to(dtype))
+    close(gemv.product(x, weight, added, out=torch.empty(rows, n)), exact)
+    residual = torch.randn(rows, n).to(dtype)
+    expected = (exact + residual.float()).to(dtype)
+    close(gemv.product(x, weight, added, residual=residual), expected)
+    close(gemv.product(x, weight, added, residual=residual, out=residual), expected)
+    scale = torch.rand(k).add(0.5).to(dtype)
+    product = linear_ref.run_float(norm_ref.rms_norm(x.float(), scale.float(), EPS), weight, added)
+    close(gemv.product(x, weight, added, norm=scale, eps=EPS), product.to(dtype))
+    close(gemv.product(x, weight, added, norm=scale, eps=EPS, gated=True), activation_ref.silu_mul(product).to(dtype))
+
+
+@pytest.mark.parametrize("sizes", [(16, 32, 4, 2, 4), (32, 64, 4, 2, 1), (16, 16, 4, 2, 2)])
+def test_every_way_to_walk(sizes: tuple[int, int, int, int, int]) -> None:
+    walk = gemv.Tiles(*sizes)
+    x, weight, bias = linear_inputs.make((9, 50, 200), torch.float16)
+    close(gemv.product(x, weight, bias, walk=walk), linear_ref.run(x, weight, bias))
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_a_row_depends_on_nothing_but_itself(rows: int) -> None:
+    dtype = torch.bfloat16 if rows == 4 else torch.float16
+    x, weight, _ = linear_inputs.make((rows, 40, 264), dtype)
+    expected = gemv.product(x, weight)
+    x[1] = float("nan")
+    actual = gemv.product(x, weight)
+    assert actual[1].isnan().all() and torch.equal(actual[2:], expected[2:]) and torch.equal(actual[0], expected[0])
+
+
+@pytest.mark.parametrize("rows", [0, 3, 16, 20, 70])
+def test_both_ways_are_one_operation(rows: int) -> None:
+    """The choice between gemv and cuBLAS (here PyTorch's) shows in no result."""
+    x, weight, bias = linear_inputs.make((rows, 40, 64), torch.float16)
+    packed, scale = cuda.pack(weight.clone()), torch.rand(64).half()
+    normed, exact = norm_ref.rms_norm(x, scale, EPS), linear_ref.run_float(x, weight, bias)
+    assert cuda.few(rows, weight) == (0 < rows <= cuda.FEW_ROWS)
+    if not rows:
+        assert cuda.run(x, packed, bias).shape == (0, 40)
+        return
+    close(cuda.run(x, packed, bias), exact.half())
+    close(cuda.run_float(x, packed, bias).half(), exact.half())
+    close(cuda.run_gated(x, packed, bias), activation_ref.silu_mul(exact).half())
+    close(cuda.run_norm(x, scale, EPS, packed, bias), linear_ref.run(normed, weight, bias))
+    close(cuda.run_norm_gated(x, scale, EPS, packed, bias),
+          activation_ref.silu_mul(linear_ref.run_float(normed, weight, bias)).half())  # fmt: skip
+    for added in (bias, None):
+        residual = torch.randn(rows, 40).half()
+        expected = (linear_ref.run_float(x, weight, added) + residual.float()).half()
+        taken = cuda.run_add(x, packed, added, residual)
+        close(taken, expected)
+        assert taken.data_ptr() == residual.data_ptr()
+
+
+def test_rows_of_a_weight() -> None:
+    _, weight, _ = linear_inputs.make((1, 70, 40), torch.bfloat16)
+    ids = torch.tensor([0, 69, 31, 3, 64])
+    assert torch.equal(cuda.rows(cuda.pack(weight), ids), weight[ids])
+    found = cuda.rows(weight, torch.tensor([70, -1, 2, 1 << 40]))
+    assert found.isnan().all(dim=1).tolist() == [True, True, False, True]
+    assert cuda.rows(weight, ids[:0]).shape == (0, 40)
+
+
+def test_compiles_for_hopper() -> None:
+    """Every configuration of production, in a process whose kernels are not interpreted."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {"_few_kernel", "_some_kernel", "_gather_kernel", "_norm_kernel", "_heads_kernel", "_silu_kernel",
+             "_rotation_kernel"}  # fmt: skip
+    assert names == set(done.stdout.split())
+
+
+class Compiling:
+    """Stands for a kernel: what it is launched with is compiled for sm_90 once, and nothing runs."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.done = kernel, set[str]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.launch
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        """The specialization of a launch on a GPU: tensors and divisible integers are multiples of 16."""
+        from triton import compiler
+        from triton.backends.compiler import GPUTarget
+
+        names, plain = self.kernel.arg_names, set(self.kernel.do_not_specialize or ())
+        bound = dict(zip(names, args, strict=True))
+        constant = {p.name for p in self.kernel.params if p.is_constexpr}
+        constant |= {n for n, v in bound.items() if v is None or type(v) is int and v == 1 and n not in plain}
+        signature = {n: "constexpr" if n in constant else type_of(bound[n]) for n in names}
+        even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+                if n not in constant | plain
+                and (isinstance(bound[n], Tensor) or type(bound[n]) is int and bound[n] % 16 == 0)}  # fmt: skip
+        constants = {(names.index(n),): bound[n] for n in constant}
+        if (key := repr((signature, constants, even, options))) in self.done:
+            return
+        self.done.add(key)
+        source = compiler.ASTSource(self.kernel, signature, constants, even)
+        made = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        print(self.kernel.__name__)
+        assert made.metadata.shared <= 227 << 10
+
+
+def type_of(value: Any) -> str:
+    types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+    if isinstance(value, Tensor):
+        return types[value.dtype]
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+def launch_production(rows: int, hidden: int, heads_of: tuple[int, int], inner: int, vocab: int, normed: bool) -> None:
+    """A step's small kernels, on tensors without storage."""
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    dim, (q_heads, kv_heads) = 128, heads_of
+    positions = empty(rows, dtype=torch.int64)
+    rotation = rope.rotation_rows(positions, empty(dim // 2, dtype=torch.float32), 1.0, torch.bfloat16)
+    x, scale, all_heads = cuda.rows(empty(vocab, hidden), positions), empty(hidden), q_heads + 2 * kv_heads
+    norm.rms_norm(x, scale, EPS)
+    activation.silu_mul(empty(rows, 2 * inner))
+    arena = empty(9, 28, 2, kv_heads, 64, dim)
+    head_norm, kv = empty(q_heads + kv_heads, dim) if normed else None, KVView(arena[:, 3, 0], arena[:, 3, 1])
+    heads.prepare(empty(rows, all_heads, dim), head_norm, EPS, *rotation, kv, positions)
+    if cuda.few(rows, empty(1, hidden)):
+        cuda.run_norm(x, scale, EPS, empty(all_heads * dim, hidden), None)
+        cuda.run_add(empty(rows, q_heads * dim), empty(hidden, q_heads * dim), None, x)
+        cuda.run_norm_gated(x, scale, EPS, empty(2 * inner, hidden), None)
+        cuda.run_add(empty(rows, inner), empty(hidden, inner), None, x)
+    if cuda.few(rows, empty(vocab, 8)):
+        cuda.run_float(x, empty(vocab, hidden), None)
+
+
+def compile_production() -> None:
+    """qwen3-0.6b with and without dependent launches, then the wider and deeper shapes of an 8b model."""
+    for module in (gemv, norm, heads, activation, rope):
+        for name in ("_few_kernel", "_some_kernel", "_gather_kernel", "_norm_kernel", "_heads_kernel", "_silu_kernel",
+                     "_rotation_kernel"):  # fmt: skip
+            if name in vars(module):
+                setattr(module, name, Compiling(vars(module)[name]))
+    for dependent in (False, True):
+        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
+        for rows in (1, 4, 8, 16, 64, 8192):
+            launch_production(rows, 1024, (16, 8), 3072, 151936, True)
+    for rows in (1, 16):
+        launch_production(rows, 4096, (32, 8), 14336, 128256, False)
+
+
+if __name__ == "__main__":
+    compile_production()

@@ -1,0 +1,327 @@
+"""Sampling for GPUs in Triton's interpreter against the CPU's sampler, token for token; and compiled without a GPU."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.contracts.sampling import SamplerSpec
+from quire.kernels import triton_runtime
+from quire.kernels.sampling import noise
+from quire.kernels.sampling.inputs import edge_rows, model_like
+from quire.worker.sampler import Sampler
+from quire.worker.sampling_table import SamplingTable
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+from quire.kernels.sampling import triton as kernels
+from quire.kernels.sampling.triton_rows import gumbel, near_gumbel, word_of, words_of_quads
+from quire.kernels.triton_runtime import jit, tl
+from quire.worker.gpu_sampler import GpuSampler, Mode, encode_edits, encode_row
+
+PROMPT = [5, 9, 5, 17, 200, 9, 3]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scalar_bounds() -> Iterator[None]:
+    """Lets the interpreter use a scalar as a loop's bound: its int() of an array of one is an error since NumPy 2.4."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+    yield
+    interpreter._patch_lang_tensor = patch
+
+
+def written(changes):
+    """What the worker's upload does."""
+    for address, words in changes:
+        assert words.dtype == np.int32
+        ctypes.memmove(address, words.ctypes.data, words.nbytes)
+
+
+class Both:
+    """One batch on both samplers; row r is slot r + 1, slot 0 is for padding."""
+
+    def __init__(self, specs, tokens, vocab, few=None, longest=None):
+        count = len(specs)
+        self.slots, self.positions = torch.arange(count) + 1, torch.tensor([len(row) for row in tokens])
+        self.cpu = SamplingTable(count + 1, vocab, 64)
+        self.gpu = GpuSampler(self.slots, self.positions, self.cpu.history, vocab_size=vocab)
+        if few is not None:
+            sizes = {"few": few, "longest": longest}
+            self.gpu._scratch = kernels.Scratch.make(count, vocab, torch.device("cpu"), **sizes)
+        for name, value in vars(self.gpu._scratch).items():
+            if name not in ("vocab", "counters", "broken", "tally"):
+                value.view(torch.int32).fill_(-1)  # NaN, or no valid id
+        for slot, (spec, row) in enumerate(zip(specs, tokens, strict=True), 1):
+            self.cpu.admit(slot, spec, np.array(row, np.int32))
+            written(self.gpu.admit(slot, spec))
+
+    def mode(self):
+        return self.gpu.mode(self.slots.numpy().astype(np.int32))
+
+    def run(self, logits, mode=None):
+        """(tokens, codes) on the device and as the CPU says."""
+        before, rows = logits.clone(), len(logits)
+        self.gpu.tokens.fill_(-7)
+        self.gpu.codes.fill_(77)
+        self.gpu.sample(logits, self.mode() if mode is None else mode)
+        assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+        scratch = self.gpu._scratch
+        assert not scratch.counters.any() and not scratch.broken.any() and not scratch.tally.any()
+        slots, positions = self.slots[:rows], self.positions[:rows]
+        expected = Sampler(self.cpu).sample(logits.float(), slots, positions, self.cpu.history)
+        device = (self.gpu.tokens[:rows].tolist(), self.gpu.codes[:rows].tolist())
+        return device, (expected.tokens.tolist(), expected.codes.tolist())
+
+
+def agree(logits, specs, tokens=None, mode=None, **sizes):
+    device, cpu = Both(specs, tokens or [PROMPT] * len(specs), logits.shape[1], **sizes).run(logits, mode)
+    assert device == cpu
+    return device[0]
+
+
+SETTINGS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 40, "temperature": 0.05},
+    {"top_k": 900},
+    {"top_k": 10**12},
+    {"top_p": 1e-9},
+    {"top_p": 0.6},
+    {"top_p": 0.999},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"min_p": 1e-12, "top_p": 0.8},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "temperature": 0.7},
+]
+
+
+@jit
+def noise_kernel(row, position, by_quad, near, by_id, first, COUNT: tl.constexpr):
+    low, high = tl.load(row + 4).to(tl.uint32, bitcast=True), tl.load(row + 5).to(tl.uint32, bitcast=True)
+    at = tl.load(position)
+    quads = tl.arange(0, COUNT // 4)
+    places = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    words = words_of_quads(first // 4 + quads, at, low, high)
+    tl.store(by_quad + places, gumbel(words))
+    tl.store(near + places, near_gumbel(words, False))
+    lane = tl.arange(0, COUNT)
+    tl.store(by_id + lane, gumbel(word_of(first + lane, at, low, high)))
+
+
+@pytest.mark.parametrize(("seed", "position", "first"), [(0, 0, 0), (2**64 - 5, 131_071, 151_040), (7 << 32, 9, 4)])
+def test_noise_is_the_cpus(seed, position, first):
+    row = torch.from_numpy(encode_row(SamplerSpec(seed=seed, num_prompt=1), 0))
+    quad, near, one = torch.full((3, 4096), torch.nan)
+    noise_kernel[(1,)](row, torch.tensor([position]), quad, near, one, first, 4096)
+    key = noise.NoiseKey(torch.tensor([seed - (seed >> 63 << 64)]), torch.tensor([position]))
+    expected = noise.gumbel(key, first, 4096)[0]
+    assert torch.equal(quad, expected)
+    assert torch.equal(one, expected)
+    assert (near - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(("vocab", "sizes"), [(3, {}), (2100, {}), (130, {"few": 16, "longest": 64})], ids=str)
+def test_edge_rows_in_one_batch_of_all_settings(vocab, sizes):
+    rows = [row for _, row in edge_rows(vocab)]
+    pairs = [(row, setting) for setting in SETTINGS for row in rows][:: 1 if vocab == 3 else 2]
+    specs = [SamplerSpec(seed=2**63 + i, num_prompt=1, **setting) for i, (_, setting) in enumerate(pairs)]
+    agree(torch.stack([row for row, _ in pairs]), specs, [[1] * (3 + i % 7) for i in range(len(specs))], **sizes)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"few": 2, "longest": 32}, {"few": 2, "longest": 2}], ids=str)
+def test_what_is_kept_is_exact_with_ties(sizes):
+    """Several draws of rows with equals at the boundary: one id too many or too few would be drawn soon."""
+    row = torch.full((130,), -3.0)
+    row[20:28:2] = 1.0
+    settings = [{"top_p": 0.5}, {"top_k": 20, "top_p": 0.5}, {"top_k": 3}]
+    draws = [(row, 8, setting, {20, 22, 24, 26}) for setting in settings]
+    draws.append((torch.zeros(130), 8, {"top_p": 5 / 130 - 1e-6}, {0, 1, 2, 3, 4}))
+    draws.append((torch.zeros(130), 8, {"top_k": 4, "top_p": 1.5 / 130}, {0, 1}))
+    logits = torch.stack([values for values, count, _, _ in draws for _ in range(count)])
+    specs = [SamplerSpec(seed=i, num_prompt=1, **setting) for _, count, setting, _ in draws for i in range(count)]
+    tokens = iter(agree(logits, specs, **sizes))
+    for _, count, setting, expected in draws:
+        drawn = {next(tokens) for _ in range(count)}
+        assert drawn <= expected and len(drawn) > len(expected) // 2, setting
+
+
+def test_scores_that_are_all_alike_are_told_apart():
+    """Logits that cancel the noise: every score is within a rounding of 0, and the last bit decides."""
+    keys = noise.NoiseKey(torch.arange(6), torch.full((6,), len(PROMPT)))
+    logits = -noise.gumbel(keys, 0, 5000)
+    agree(logits, [SamplerSpec(seed=seed, num_prompt=1) for seed in range(6)])
+    agree(logits + 3e4, [SamplerSpec(seed=seed, num_prompt=1) for seed in range(6)])
+
+
+EDITS = st.fixed_dictionaries(
+    {},
+    optional={
+        "logit_bias": st.lists(st.tuples(st.integers(0, 320), st.floats(-100, 100, width=32)), max_size=5).map(tuple),
+        "allowed_ids": st.lists(st.integers(0, 320), min_size=1, max_size=9).map(tuple),
+        "bad_words": st.lists(st.lists(st.sampled_from([1, 2, 3, 310]), max_size=4).map(tuple), max_size=6).map(tuple),
+        "stop_ids": st.lists(st.integers(0, 320), max_size=3).map(tuple),
+        "min_length": st.integers(0, 12),
+        "repetition_penalty": st.sampled_from([0.01, 0.7, 1.3, 100.0]),
+        "frequency_penalty": st.sampled_from([-2.0, 0.37, 1.1]),
+        "presence_penalty": st.sampled_from([-1.3, 0.2, 2.0]),
+    },
+)
+DRAWS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 1e-4, 0.5, 1.0, 2.0])},
+    optional={
+        "top_k": st.sampled_from([1, 2, 7, 50, 290, 2**40]),
+        "top_p": st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.9999]),
+        "min_p": st.sampled_from([1e-30, 0.01, 0.3, 1.0]),
+    },
+)
+
+
+@given(
+    rows=st.lists(st.tuples(DRAWS, EDITS, st.lists(st.integers(1, 3), min_size=1, max_size=9)), min_size=1, max_size=4),
+    spread=st.sampled_from([0.0, 0.3, 3.0, 40.0]),
+    coarse=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+    sizes=st.sampled_from([{}, {"few": 16, "longest": 32}]),
+)
+@settings(max_examples=25)
+def test_any_request_draws_what_the_cpu_draws(rows, spread, coarse, seed, sizes):
+    logits = model_like(len(rows), 300, seed=seed % 1000, spread=spread)
+    specs = [SamplerSpec(seed=seed, num_prompt=2, **draw, **edits) for draw, edits, _ in rows]
+    agree(logits.round() if coarse else logits, specs, [tokens for _, _, tokens in rows], mode=Mode.FULL, **sizes)
+
+
+def test_the_mode_is_the_least_that_serves_all_rows():
+    vocab = 300
+    specs = [
+        SamplerSpec(seed=1, num_prompt=1, temperature=0.0, num_logprobs=3, stop_ids=(3,), min_length=1),
+        SamplerSpec(seed=2, num_prompt=1),
+        SamplerSpec(seed=3, num_prompt=1, top_k=5),
+        SamplerSpec(seed=4, num_prompt=1, frequency_penalty=0.5),
+        SamplerSpec(seed=5, num_prompt=1, allowed_ids=(3, 4)),
+    ]
+    both = Both(specs, [PROMPT] * 5, vocab)
+    slots = np.arange(6, dtype=np.int32)
+    assert [both.gpu.mode(slots[: i + 1]) for i in range(6)] == [
+        Mode.GREEDY, Mode.GREEDY, Mode.PLAIN, Mode.FILTERED, Mode.FULL, Mode.FULL
+    ]  # fmt: skip
+    logits = model_like(5, vocab)
+    for count, least in ((1, Mode.GREEDY), (2, Mode.PLAIN), (3, Mode.FILTERED), (4, Mode.FULL)):
+        for mode in Mode:
+            if mode >= least:
+                device, cpu = both.run(logits[:count], mode)
+                assert device == cpu
+    both.gpu.release(4)
+    both.gpu.release(5)
+    assert both.mode() == Mode.FILTERED
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_broken_row_fails_alone(mode):
+    fields = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"allowed_ids": (1, 2), "presence_penalty": 0.4, "top_k": 9}]
+    specs = [SamplerSpec(seed=i, num_prompt=1, **fields[min(i % 4, mode)]) for i in range(16)]
+    logits = model_like(16, 300)
+    for row, poison in ((1, torch.nan), (4, torch.inf), (6, -torch.nan), (7, torch.nan), (11, torch.inf)):
+        logits[row, 123] = poison
+    logits[8:10] = -torch.inf
+    logits[15, 1:3] = -torch.inf
+    device, cpu = Both(specs, [PROMPT] * 16, 300).run(logits, mode)
+    assert device == cpu
+    assert [device[1][row] for row in (1, 4, 6, 7, 11, 8, 9)] == [1] * 5 + [2] * 2
+    assert (device[1][15] == 2) == (mode == Mode.FULL)
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9}], ids=str)
+def test_how_rows_are_cut_changes_nothing(setting, monkeypatch):
+    logits = model_like(3, 9_001, spread=1.0)
+    specs = [SamplerSpec(seed=seed, num_prompt=1, **setting) for seed in range(3)]
+    whole = agree(logits, specs)
+    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    assert agree(logits, specs) == whole
+    monkeypatch.setattr(kernels, "PROGRAMS", 15)
+    assert agree(logits, specs) == whole
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_half_precision_and_rows_with_gaps(mode):
+    logits = model_like(4, 600).to(torch.bfloat16)[:, :500]
+    agree(logits, [SamplerSpec(seed=seed, num_prompt=1) for seed in range(4)], mode=max(mode, Mode.PLAIN))
+
+
+def test_a_reused_slot_keeps_nothing():
+    both = Both([SamplerSpec(seed=1, num_prompt=1, allowed_ids=(3,), bad_words=((9, 3, 8),))], [PROMPT], 300)
+    logits = model_like(1, 300)
+    assert both.run(logits)[0] == ([3], [0])
+    both.gpu.release(1)
+    written(both.gpu.admit(1, SamplerSpec(seed=1, num_prompt=1, temperature=0.0)))
+    both.gpu.sample(logits, Mode.FULL)
+    assert both.gpu.tokens.tolist() == [int(logits.argmax())]
+
+
+def test_rows_of_the_padding_slot_are_greedy():
+    both = Both([SamplerSpec(seed=1, num_prompt=1, top_k=3, min_p=0.1)] * 2, [PROMPT] * 2, 300)
+    both.slots[1] = 0
+    logits = model_like(2, 300)
+    for mode in (Mode.PLAIN, Mode.FILTERED, Mode.FULL):
+        both.gpu.sample(logits, mode)
+        assert int(both.gpu.tokens[1]) == int(logits[1].argmax())
+
+
+def test_ids_outside_the_vocabulary_are_left_out():
+    spec = SamplerSpec(
+        seed=0, num_prompt=0, allowed_ids=(300,), stop_ids=(5, 300), min_length=9,
+        logit_bias=((2, 1.0), (300, 9.0), (2, 4.0)), bad_words=((1, 300), (), (2**40, 7)),
+    )  # fmt: skip
+    words = encode_edits(spec, 300)
+    assert words[:5].tolist() == [0, 1, 1, 1, 2]
+    assert words[8:10].tolist() == [5, 2]
+    assert words[10:11].view(np.float32) == 4.0
+    assert words[11:].tolist() == [0, 2, 2**31 - 1, 7]
+
+
+def test_logprobs_are_the_cpus():
+    wanted = [{"num_logprobs": 2}, {}, {"num_logprobs": 0}, {"num_logprobs": -1}, {"logprob_ids": (9, 250, 300)}]
+    specs = [SamplerSpec(seed=0, num_prompt=1, **fields) for fields in [*wanted, {"num_logprobs": 20}]]
+    both = Both(specs, [PROMPT] * 6, 300)
+    logits = model_like(6, 300)
+    logits[0] = logits[0].round()
+    both.run(logits)
+    found = both.gpu.logprobs(logits, both.slots.numpy())()
+    expected = Sampler(both.cpu).logprobs(logits, both.slots, both.gpu.tokens)
+    assert found.keys() == expected.keys() == {1, 3, 4, 5, 6}
+    for slot, one in expected.items():
+        for field in ("ids", "logprobs", "ranks"):
+            mine, theirs = getattr(found[slot], field), getattr(one, field)
+            assert mine.dtype == theirs.dtype
+            np.testing.assert_array_equal(mine, theirs)
+    assert both.gpu.logprobs(logits[1:2], both.slots[1:2].numpy()) is None
+
+
+def test_compiles_for_ampere_and_hopper():
+    """Every configuration of production, in a process whose kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_sampling.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
