@@ -99,6 +99,17 @@ def test_nan_from_one_token_fails_its_request_alone(
     assert "nan_logits" not in server.stderr and "Traceback" not in server.stderr
 
 
+def test_what_is_computed_beside_nan_is_right_for_others(
+    poisoned: tuple[Path, int], oracle: Any, prompts: list[list[int]], engine: Any, greedy: Any
+) -> None:
+    """The requests that break come first in a step: the others read the blocks before the NaN while they are filled."""
+    shared = [ids for ids in prompts if len(ids) > 16]
+    llm = engine(poisoned[0], block_size=16, max_num_seqs=16)
+    outputs = llm.generate([*([*ids, poisoned[1]] for ids in shared), *shared], greedy(64), use_tqdm=False)
+    found = [(output.outputs[0].stop_reason, list(output.outputs[0].token_ids)) for output in outputs]
+    assert found == [("nan_logits", [])] * len(shared) + [(None, ids) for ids in oracle().greedy(shared, 64)]
+
+
 # --- our own code ---------------------------------------------------------------------------------------------------
 
 

@@ -61,10 +61,12 @@ class LayerTapes:
         hidden, rotation, meta = hidden.clone(), (rotation[0].clone(), rotation[1].clone()), ctx.attention
         own = replace(meta, kv_slots=meta.kv_slots.clone())
         tape = Tape(KERNELS * len(self._model.layers), self._buffers)
-        with tape.record():
-            out = run_layers(self._model, hidden, StepContext(ctx.positions, own, ctx.kv), rotation=rotation)
+        step = StepContext(ctx.positions, own, ctx.kv)
+        out = tape.record(lambda: run_layers(self._model, hidden, step, rotation=rotation))
         self.obstacle = tape.obstacle
-        if not self.obstacle:
+        if self.obstacle:  # for good
+            self._tapes, self._buffers = {}, Buffers()
+        else:
             threads = torch.get_num_threads()
             self._tapes[len(hidden)] = Recorded(tape, hidden, rotation, own.kv_slots, threads, out)
         return out

@@ -1,5 +1,6 @@
 """Paged attention against its reference, over poisoned caches."""
 
+import mmap
 from dataclasses import replace
 from types import ModuleType
 
@@ -8,6 +9,7 @@ import torch
 
 from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, plan, ref
 
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 MISSING = native.SUPPORT.missing
 NO_TILES = MISSING or native.NO_TILES
@@ -73,24 +75,126 @@ def test_a_native_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("length", [1, 3, 40, 600])
+@pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("impl", FAST)
-def test_what_is_not_finite_in_a_key_is_not_hidden(
-    impl: ModuleType, length: int, rows: int, bad: str, dtype: torch.dtype
+def test_what_is_not_finite_is_neither_hidden_nor_spread(
+    impl: ModuleType, side: str, length: int, rows: int, bad: str, dtype: torch.dtype
 ) -> None:
-    """NaN in the same rows and heads as the reference, and the other sequence's as if nothing had been there."""
+    """In the same rows and heads as the reference: not in those of earlier tokens, nor in the other sequence's. A score
+    that is not finite makes NaN; a value may also make an infinity."""
     if rows > length:
         pytest.skip("more rows than tokens")
     case = inputs.Case((rows, 1), (length, 20), heads=(4, 2), head_dim=32, block_size=16)
     for at in ({0}, {length // 2}, {length - 1}, range(length)):
         q, kv, meta = inputs.make(case, dtype)
         for t in at:
-            kv.k[int(meta.block_tables[0, t // 16]), 0, t % 16, 5] = float(bad)
+            getattr(kv, side)[int(meta.block_tables[0, t // 16]), 0, t % 16, 5] = float(bad)
         expected = ref.paged_attention(q, kv, meta, scale=0.2)
         actual = impl.paged_attention(q, kv, replace(meta, plans={}), scale=0.2)
-        sees = expected.isnan().any(-1)
-        assert bad != "nan" or sees.any()
-        assert torch.equal(actual.isnan().any(-1), sees)
+        sees, found = (out.isnan() if side == "k" else ~out.isfinite() for out in (expected, actual))
+        sees = sees.any(-1)
+        assert (bad != "nan" and side == "k") or sees.any()
+        assert torch.equal(found.any(-1), sees)
         torch.testing.assert_close(actual[~sees], expected[~sees], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("token", [0, 31, 32, 100, 137, 139])
+@pytest.mark.parametrize("past", [0, 1, 17])
+@pytest.mark.parametrize("impl", FAST)
+def test_a_value_that_is_not_finite_stays_out_of_every_earlier_row(
+    impl: ModuleType, past: int, token: int, dtype: torch.dtype
+) -> None:
+    """Wherever it lies among the tiles of a chunk; those after it are not finite either, as in all layers but one."""
+    case = inputs.Case((140, 40), (past + 140, 90), heads=(4, 2), head_dim=32, block_size=16)
+    q, kv, meta = inputs.make(case, dtype)
+    sound = impl.paged_attention(q, kv, replace(meta, plans={}), scale=0.2)
+    for at in range(past + token, past + 140):
+        kv.v[int(meta.block_tables[0, at // 16]), 1, at % 16, 31] = float("nan")
+    actual = impl.paged_attention(q, kv, replace(meta, plans={}), scale=0.2)
+    assert actual[token:140, 2:].isnan().any(-1).all()
+    actual[token:140] = sound[token:140]
+    torch.testing.assert_close(actual, sound, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(bool(NO_TILES), reason=NO_TILES or "runs")
+def test_a_value_that_is_not_finite_in_one_layer_of_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever pass over the KV heads meets it; the next layer of the step is as ever."""
+    case = inputs.Case((40, 5), (300, 70), heads=(8, 4), head_dim=64, block_size=16)
+    q, kv, meta = inputs.make(case, torch.bfloat16)
+    monkeypatch.setattr(native, "SCRATCH", 1000)
+    sound = native.paged_attention(q, kv, meta, scale=0.2)
+    for head in range(4):
+        broken = KVView(kv.k.clone(), kv.v.clone())
+        broken.v[int(meta.block_tables[0, 290 // 16]), head, 290 % 16] = float("nan")
+        found = native.paged_attention(q, broken, meta, scale=0.2)
+        assert found[:30].isfinite().all() and found[30:40, 2 * head].isnan().all()
+        torch.testing.assert_close(found[:30], sound[:30], rtol=0, atol=2e-2)
+        assert torch.equal(native.paged_attention(q, kv, meta, scale=0.2), sound)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("impl", FAST)
+def test_scores_beyond_what_a_float_can_raise_e_to(impl: ModuleType, rows: int, dtype: torch.dtype) -> None:
+    """In every part of a long context: weights are merged by their maxima."""
+    q, kv, meta = inputs.make(inputs.Case((rows,), (1600,), head_dim=64, block_size=16), dtype)
+    for part in meta.block_tables[0, :100].long().split(32):
+        assert (kv.k[part, 0].float() @ q[0, 0].float()).max() * 6 > 88
+    expected = ref.paged_attention(q, kv, meta, scale=6.0)
+    actual = impl.paged_attention(q, kv, replace(meta, plans={}), scale=6.0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")
+def test_a_part_of_a_context_that_takes_no_weight(part: int, rows: int, dtype: torch.dtype) -> None:
+    """Every score of it is minus infinity."""
+    q, kv, meta = inputs.make(inputs.Case((rows,), (1600,), head_dim=64, block_size=16), dtype)
+    q = q.abs()
+    for t in range(part * native.PART, (part + 1) * native.PART):
+        kv.k[int(meta.block_tables[0, t // 16]), :, t % 16, 3] = float("-inf")
+    expected = ref.paged_attention(q, kv, meta, scale=0.1)
+    actual = native.paged_attention(q, kv, replace(meta, plans={}), scale=0.1)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")
+def test_an_arena_of_more_elements_than_32_bits_count(dtype: torch.dtype) -> None:
+    page, count, size, dim = 8 << 20, 700, 32, 64
+    try:  # pages that are not written take no memory
+        mapped = mmap.mmap(-1, count * page * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+        arena = torch.frombuffer(mapped, dtype=dtype)
+    except OSError as error:
+        pytest.skip(str(error))
+    k, v = (arena.as_strided((count, 2, size, dim), (page, size * dim, dim, 1), at) for at in (0, 2 * size * dim))
+    tables = torch.tensor([[699, 1, 650, 300], [520, 698, 2, 3]], dtype=torch.int32)
+    for block in tables.flatten().tolist():
+        k[block], v[block] = torch.randn(2, 2, size, dim).to(dtype)
+    q, meta = torch.randn(41, 4, dim).to(dtype), AttentionMeta([0, 1, 41], [128, 120], tables, torch.zeros(41))
+    expected = ref.paged_attention(q, KVView(k, v), meta, scale=0.125)
+    actual = native.paged_attention(q, KVView(k, v), meta, scale=0.125)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.skipif(bool(MISSING), reason=MISSING or "runs")
+def test_the_room_for_parts_of_rows_is_bounded(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Rows by and by, bit for bit as all at once."""
+    case = inputs.Case((4, 3, 1, 4, 1), (1100, 513, 1600, 30, 700), heads=(4, 2), head_dim=64, block_size=16)
+    q, kv, meta = inputs.make(case, dtype)
+    together = native.paged_attention(q, kv, meta, scale=0.2)
+    assert len(meta.plans[16].rows) == 1
+    monkeypatch.setattr(native, "MOST_PARTS", 5)
+    bounded = replace(meta, plans={})
+    assert torch.equal(native.paged_attention(q, kv, bounded, scale=0.2), together)
+    assert sum(len(rows.items) for rows in bounded.plans[16].rows) == 13
+    assert len(bounded.plans[16].partial) <= (5 + 4) * 4 * 66 < len(meta.plans[16].partial)
+    assert native.rows_only(meta, 16) and not native.rows_only(bounded, 16)
 
 
 @pytest.mark.skipif(bool(NO_TILES), reason=NO_TILES or "runs")

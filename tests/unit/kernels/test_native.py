@@ -1,20 +1,26 @@
 """Building, loading and running the C kernels: what can go wrong is a reason, not a crash."""
 
+import errno
+import mmap
 import os
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quire.config.env import cache_folder
+from quire.kernels.attention import KVView
+from quire.kernels.heads import native as heads
 from quire.kernels.linear import native as linear
 from quire.kernels.native import build, library, memory
 from quire.kernels.norm import native as norm
@@ -74,6 +80,79 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
         build.build(tmp_path / "cc" / "below", FLAGS)
 
 
+def test_a_cache_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_compiler(tmp_path, monkeypatch, "true")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=16384))
+    with pytest.raises(build.CannotBuild, match=f"no room for the kernel cache {tmp_path}/cache"):
+        build.build(tmp_path / "cache", FLAGS)
+
+
+def test_a_cache_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would be in whatever folder the command is started in."""
+    fake_compiler(tmp_path, monkeypatch, "true")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(build.CannotBuild, match="~/.cache/quire/kernels is not an absolute path"):
+        build.build(Path("~/.cache/quire/kernels"), FLAGS)
+    assert not (tmp_path / "~").exists()
+
+
+def belong_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.mark.parametrize("what", ["folder", "library"])
+@pytest.mark.parametrize("fault", ["owner", "group", "all"])
+def test_what_another_user_may_have_written_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, fault: str
+) -> None:
+    fake_compiler(tmp_path, monkeypatch, "true")
+    library = build.build(tmp_path / "cache", FLAGS)
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    assert build.build(tmp_path / "cache", FLAGS) == library
+    path = library if what == "library" else library.parent
+    if fault == "owner":
+        belong_to_another(path, monkeypatch)
+    else:
+        path.chmod(0o770 if fault == "group" else 0o707)
+    with pytest.raises(build.CannotBuild, match="belongs to user" if fault == "owner" else "written by other users"):
+        build.build(tmp_path / "cache", FLAGS)
+
+
+OLD = """\
+for word in "$@"; do
+    case $word in -mamx*|-mavx512bf16) echo "cc: error: unrecognized option $word" >&2; exit 1;; esac
+done
+"""
+
+
+@needs_tiles
+def test_a_compiler_older_than_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the kernels that need what it does not know are missing."""
+    real = next(path for name in build.COMPILERS if (path := shutil.which(name)))
+    fake_compiler(tmp_path, monkeypatch, f'{OLD}exec {real} "$@"')
+    loaded = library._load(tmp_path / "cache")
+    monkeypatch.setattr(library, "library", lambda: loaded)
+    assert library.missing.__wrapped__() == ""
+    assert "newer C compiler" in library.missing.__wrapped__("amx_tile", "amx_bf16", "avx512_bf16")
+
+
+@pytest.mark.parametrize("broken", ["exit 1", "[ $1 = --version ] || exit 1", "kill -9 $$"])
+def test_another_compiler_may_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Also one that comes later in the list."""
+    fake_compiler(tmp_path, monkeypatch, broken)
+    (tmp_path / "bin").mkdir()
+    fake_compiler(tmp_path / "bin", monkeypatch, f"echo $@ >> {tmp_path}/log")
+    monkeypatch.setattr(shutil, "which", lambda name: str({"cc": tmp_path, "clang": tmp_path / "bin"}[name] / "cc")
+                        if name != "gcc" else None)  # fmt: skip
+    path = build.build(tmp_path / "cache", FLAGS | {"amx_tile"})
+    assert build.build(tmp_path / "cache", FLAGS | {"amx_tile"}) == path and build.intact(path)
+    compiled = [line for line in (tmp_path / "log").read_text().splitlines() if "--version" not in line]
+    assert len(compiled) == 1 and "-mamx-tile" in compiled[0]
+
+
 def test_a_library_is_compiled_once_for_each_cpu_and_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = f'[ "$1" = --version ] || echo compiled >> {tmp_path}/log'
     fake_compiler(tmp_path, monkeypatch, script)
@@ -87,11 +166,17 @@ def test_a_library_is_compiled_once_for_each_cpu_and_compiler(monkeypatch: pytes
 
 
 INTERRUPTED = """\
-import pathlib, shutil, signal, sys
+import pathlib, shutil, signal, subprocess, sys, time
 from quire.kernels.native import build
 before = {"raises": signal.default_int_handler, "ends": lambda number, frame: build.os._exit(130)}[sys.argv[2]]
 signal.signal(signal.SIGINT, before)
 shutil.which = lambda name: sys.argv[1] + "/cc"
+class Slow(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        time.sleep(0.3)
+if sys.argv[3] == "at once":
+    subprocess.Popen = Slow
 try:
     build.build(pathlib.Path(sys.argv[1], "cache"), frozenset(build.NEEDED))
 except KeyboardInterrupt:
@@ -131,13 +216,14 @@ def test_a_compiler_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
     wait_until(lambda: ended(tmp_path / "child"))
 
 
+@pytest.mark.parametrize("when", ["later", "at once"])
 @pytest.mark.parametrize(("handler", "code"), [("raises", 131), ("ends", 130)])
 def test_an_interrupt_leaves_neither_a_file_nor_a_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, code: int, when: str
 ) -> None:
     """Whether Ctrl-C raises or, as while a command starts, ends the process at once. In a process of its own."""
     fake_compiler(tmp_path, monkeypatch, SLOW.format(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, tmp_path, handler])
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, tmp_path, handler, when])
     wait_until((tmp_path / "started").exists)
     assert [path.name[:9] for path in (tmp_path / "cache").iterdir()] == ["building-"]
     process.send_signal(signal.SIGINT)
@@ -199,9 +285,12 @@ def test_a_part_of_a_library_is_never_loaded(tmp_path: Path, kept: float, tail: 
 
 
 @needs_library
-def test_another_library_under_our_name_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", ["other", "quire_set_parallel_region", "quire_tape_bytes"])
+def test_another_library_under_our_name_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
     source = tmp_path / "other.c"
-    source.write_text("int other(void) { return 1; }")
+    source.write_text(f"int {function}(void) {{ return 1; }}")
     monkeypatch.setattr(build, "SOURCE", source)
     with pytest.raises(build.CannotBuild, match="lack a function"):
         library._load(tmp_path)
@@ -270,7 +359,81 @@ def test_threads_that_come_together_do_not_disturb_each_other() -> None:
             assert all(torch.equal(one, right) for one in found)
 
 
+def helper_ticks() -> dict[str, int]:
+    """CPU time of every other thread of this process, in hundredths of a second."""
+    ticks = {}
+    for task in Path("/proc/self/task").iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        ticks[task.name] = int(fields[11]) + int(fields[12])
+    del ticks[str(threading.get_native_id())]
+    return ticks
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
 @needs_tiles
+@pytest.mark.usefixtures("two_threads")
+def test_helpers_that_sleep_are_woken_and_work() -> None:
+    """Each of these takes tens of milliseconds; one that only looked would take a tenth of one."""
+    x, packed = torch.randn(2048, 2048).bfloat16(), linear.pack(torch.randn(4096, 2048).bfloat16())
+    linear.run(x, packed, None)
+    before = helper_ticks()
+    for _ in range(60):
+        time.sleep(0.002)  # they sleep after a tenth of one
+        linear.run(x, packed, None)
+        if max(now - before.get(task, 0) for task, now in helper_ticks().items()) >= 10:
+            return
+    pytest.fail("no helper took part")
+
+
+@needs_tiles
+@pytest.mark.usefixtures("two_threads")
+def test_a_region_does_not_wait_for_that_of_another_thread() -> None:
+    """Whoever comes while another thread has the helpers works alone."""
+    rows, weight = torch.randn(64, 1024).bfloat16(), torch.rand(1024).bfloat16()
+    x, packed = torch.randn(4096, 2048).bfloat16(), linear.pack(torch.randn(8192, 2048).bfloat16())
+    expected, meanwhile = norm.rms_norm(rows, weight, 1e-5), 0
+    for _ in range(12):
+        long = threading.Thread(target=linear.run, args=(x, packed, None))  # a thousand times as long
+        began = time.monotonic()
+        long.start()
+        time.sleep(0.01)
+        found = norm.rms_norm(rows, weight, 1e-5)
+        ended = time.monotonic()
+        long.join()
+        assert torch.equal(found, expected)
+        meanwhile += ended - began < (time.monotonic() - began) / 2
+        if meanwhile == 3:
+            return
+    pytest.fail("it waited")
+
+
+@needs_tiles
+@pytest.mark.usefixtures("two_threads")
+def test_a_child_forked_in_the_middle_of_a_region_has_threads_too() -> None:
+    rows, weight = torch.randn(64, 1024).bfloat16(), torch.rand(1024).bfloat16()
+    x, packed = torch.randn(4096, 2048).bfloat16(), linear.pack(torch.randn(8192, 2048).bfloat16())
+    norm.rms_norm(rows, weight, 1e-5)
+    threads = []
+    for _ in range(3):  # one may come between two regions
+        thread = threading.Thread(target=linear.run, args=(x, packed, None))
+        thread.start()
+        time.sleep(0.02)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            norm.rms_norm(rows, weight, 1e-5)
+            os._exit(len(os.listdir("/proc/self/task")))
+        threads.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        thread.join()
+    assert threads == [2, 2, 2]
+
+
+@needs_tiles
+@pytest.mark.usefixtures("two_threads")
 def test_a_forked_child_has_threads_of_its_own() -> None:
     x, weight = torch.randn(64, 1024).bfloat16(), torch.rand(1024).bfloat16()
     expected = norm.rms_norm(x, weight, 1e-5)
@@ -278,9 +441,46 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        os._exit(0 if norm.rms_norm(x, weight, 1e-5).view(torch.int16).numpy().tobytes() == right else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        same = norm.rms_norm(x, weight, 1e-5).view(torch.int16).numpy().tobytes() == right
+        os._exit(len(os.listdir("/proc/self/task")) if same else 100)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     torch.testing.assert_close(expected, norm_ref.rms_norm(x, weight, 1e-5), rtol=0.02, atol=0.02)
+
+
+@needs_tiles
+@pytest.mark.parametrize("rows", [33, 47, 48, 49, 63, 64, 65])
+def test_the_last_rows_of_a_linear_fill_half_a_tile_or_more(rows: int) -> None:
+    x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(40, 96).bfloat16()
+    found = linear.run(x, linear.pack(weight), None)
+    torch.testing.assert_close(found.float(), x.float() @ weight.float().T, rtol=0.01, atol=0.05)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_are_stored_where_32_bits_do_not_reach(dtype: torch.dtype) -> None:
+    page, count, size, dim = 8 << 20, 700, 32, 64
+    no_reserve = 0x4000  # MAP_NORESERVE of Linux: pages that are not written take no memory
+    try:
+        mapped = mmap.mmap(-1, count * page * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    except OSError as error:
+        pytest.skip(str(error))
+    arena = torch.frombuffer(mapped, dtype=dtype)
+    k, v = (arena.as_strided((count, 2, size, dim), (page, size * dim, dim, 1), at) for at in (0, 2 * size * dim))
+    qkv, one, zero = torch.randn(3, 8, dim).to(dtype), torch.ones(3, dim).to(dtype), torch.zeros(3, dim).to(dtype)
+    slots = torch.tensor([699 * size + 5, 650 * size, 520 * size + 31])
+    heads.prepare(qkv, None, 0.0, one, zero, KVView(k, v), slots)
+    for i, slot in enumerate(slots.tolist()):
+        assert torch.equal(k[slot // size, :, slot % size], qkv[i, 4:6])
+        assert torch.equal(v[slot // size, :, slot % size], qkv[i, 6:])
+
+
+def test_memory_where_there_are_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(memory.mmap, "mmap", Without)
+    assert memory.empty((1 << 20,), torch.bfloat16).fill_(1.0).sum() == 1 << 20
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1 << 20,), (700, 4099)], ids=str)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
-from quire.kernels.native.library import missing
-from quire.kernels.native.tape import Buffers, Tape
+from quire.kernels.native import tape as tape_module
+from quire.kernels.native.library import loaded, missing
+from quire.kernels.native.tape import CHUNK, Buffers, Tape
+from quire.kernels.norm import native as norm
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.models.registry import build_model
@@ -143,16 +145,72 @@ def test_a_model_with_foreign_kernels_is_run_as_ever(plays: list[Tape]) -> None:
 
 
 @needs_amx
+@torch.inference_mode()
+def test_what_only_a_step_needs_is_not_kept_with_the_tape() -> None:
+    """Room for the parts of long contexts was, once for each layer: it grows with the context, buffers do not."""
+    model = make_model()
+    layers, kv = LayerTapes(model), make_cache(model, 0)
+    step = make_step(model, kv, [1500, 1200], [1, 1])
+    layers.run(torch.randn(2, HIDDEN).bfloat16(), step)
+    (buffers,) = layers._buffers._used
+    assert buffers < 2 * 3 * 4096
+    (plan,) = step.attention.plans.values()
+    assert plan.partial.nbytes == (3 + 3) * 4 * (DIM + 2) * 4
+
+
+@needs_amx
+@torch.inference_mode()
+def test_nothing_is_kept_for_a_model_that_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    layers, kv = LayerTapes(model), make_cache(model, 0)
+    layers.run(torch.randn(1, HIDDEN).bfloat16(), make_step(model, kv, [4], [1]))
+    assert layers._tapes and layers._buffers._chunks
+    monkeypatch.setattr(tapes, "KERNELS", 2)
+    layers.run(torch.randn(2, HIDDEN).bfloat16(), make_step(model, kv, [4, 4], [1, 1]))
+    assert layers.obstacle and not layers._tapes and not layers._buffers._chunks
+
+
+@needs_amx
+def test_an_interrupt_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes: a kernel that runs later would be written into a tape that may be gone."""
+    library = loaded()
+
+    class Interrupting:
+        def __getattr__(self, name: str) -> object:
+            def record(address: int | None) -> None:
+                library.quire_tape_record(address)
+                if address:
+                    raise KeyboardInterrupt
+
+            return record if name == "quire_tape_record" else getattr(library, name)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    tape = Tape(4, Buffers())
+    with pytest.raises(KeyboardInterrupt):
+        tape.record(interrupted)
+    monkeypatch.setattr(tape_module, "loaded", Interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        tape.record(lambda: None)
+    norm.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
+    assert len(tape) == 0 and tape.obstacle
+
+
+@needs_amx
 @pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.T.flatten()])
 def test_what_pytorch_computes_is_noticed(change: object) -> None:
     tape = Tape(4, Buffers())
-    with tape.record():
+
+    def make() -> Tensor:
         x = torch.empty(3, 5)
         x.view(15).unsqueeze(0)
+        return x
+
+    x = tape.record(make)
     assert tape.obstacle == "" and len(tape) == 0
-    with tape.record():
-        assert callable(change)
-        change(x)
+    assert callable(change)
+    tape.record(lambda: change(x))
     assert "not native" in tape.obstacle
 
 
@@ -169,3 +227,15 @@ def test_buffers_are_given_out_again_and_never_twice() -> None:
     assert all(tensor.data_ptr() % 64 == 0 for tensor in first)
     buffers.rewind()
     assert [tensor.data_ptr() for tensor in take()] == [tensor.data_ptr() for tensor in first]
+
+
+@pytest.mark.parametrize("order", [range(1, 17), range(16, 0, -1)], ids=["more and more", "fewer and fewer"])
+@pytest.mark.parametrize("size", [CHUNK // 64, CHUNK // 8, CHUNK], ids=str)
+def test_buffers_of_many_recordings_hold_little_more_than_the_largest(size: int, order: Sequence[int]) -> None:
+    buffers = Buffers()
+    for rows in order:
+        buffers.rewind()
+        for _ in range(5):
+            buffers.empty([rows, 100], torch.uint8)
+            buffers.empty([rows, size], torch.uint8)
+    assert sum(map(len, buffers._chunks)) <= 3 * 5 * 16 * size + CHUNK

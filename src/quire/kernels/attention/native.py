@@ -19,7 +19,7 @@ from quire.kernels.select import Support
 __all__ = ["SUPPORT", "paged_attention", "write_kv"]
 
 PART, MAX_DIM = 512, 512  # of native.c
-STEP, WIDEST = 32, 256  # of native_chunks.c
+STEP, ROWS, WIDEST = 32, 32, 256  # of native_chunks.c
 NO_TILES = missing("amx_tile", "amx_bf16", "avx512_bf16")
 SUPPORT = Support(
     devices=CHUNKS.devices,
@@ -30,6 +30,8 @@ SUPPORT = Support(
 )
 SCRATCH = 256 << 20  # bytes for the keys and values of chunks in the order of tiles
 FEW = 4  # query rows of a sequence that are done one by one
+MOST_PARTS = 8192  # of rows in one call, or of one row: 136 MB with 32 heads of 128
+NONE_BAD = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class RowPlan:
 class ChunkPass:
     """Chunks whose keys and values are in the scratch together.
 
-    items   [C, 5] int64 as native_chunks.c describes them;  heads   how many KV heads at a time
+    items   [C, 6] int64 as native_chunks.c describes them;  heads   how many KV heads at a time
     size    of the scratch, in elements
     """
 
@@ -59,19 +61,20 @@ class ChunkPass:
 
 @dataclass
 class StepPlan:
-    """The rows of a step (None without any) and its chunks.
+    """The rows of a step, as many at a time as there is room for their parts, and its chunks.
 
     num_rows   of the step
     passes     over the chunks, by the number of KV heads and their dimension;  scratch   room for each pass
-    partial    results of the parts of rows on a tape, where some context has several
+    partial    [floats] room for the results of the parts of rows, where some context has several. Of NumPy: it belongs
+               to this step, and what PyTorch makes while a tape is recorded stays with the tape
     """
 
-    rows: RowPlan | None
+    rows: tuple[RowPlan, ...]
     chunks: tuple[ChunkPlan, ...]
     num_rows: int
     passes: dict[tuple[int, int], list[ChunkPass]] = field(default_factory=dict)
     scratch: Tensor | None = None
-    partial: Tensor | None = None
+    partial: np.ndarray | None = None
 
 
 def paged_attention(
@@ -89,8 +92,8 @@ def paged_attention(
     if plan.num_rows > len(q):
         raise ValueError(f"native attention: {len(q)} rows of q for {plan.num_rows} of the step")
     out = q.new_empty(q.shape)
-    if plan.rows is not None:
-        _attend_rows(q, kv, meta.block_tables, plan.rows, scale, out)
+    for rows in plan.rows:
+        _attend_rows(q, kv, meta.block_tables, plan, rows, scale, out)
     if plan.chunks and q.dtype == torch.bfloat16 and q.shape[2] <= WIDEST and not NO_TILES:
         _attend_chunks(q, kv, meta.block_tables, plan, scale, out)
     else:
@@ -102,22 +105,19 @@ def paged_attention(
 def rows_only(meta: AttentionMeta, block_size: int) -> bool:
     """See `quire.kernels.attention`."""
     plan = _plan(meta, block_size)
-    return plan.rows is not None and not plan.chunks
+    return len(plan.rows) == 1 and not plan.chunks
 
 
 def retarget(tape: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
     """See `quire.kernels.attention`."""
     plan, tables = _plan(meta, block_size), meta.block_tables
-    rows = plan.rows
-    assert rows is not None and not plan.chunks, "asked rows_only?"
-    if plan.partial is None and rows.split:
-        plan.partial = _partial(rows, num_heads, head_dim)
+    assert not plan.chunks, "asked rows_only?"
+    (rows,) = plan.rows
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise ValueError("native attention: block tables are not rows of int32")
     loaded().quire_tape_attend_rows(
         tape, tables.data_ptr(), rows.items.data_ptr(), rows.part_item.data_ptr(),
-        None if plan.partial is None else plan.partial.data_ptr(), len(rows.items), len(rows.part_item),
-        tables.stride(0),
+        _partial(plan, rows, num_heads, head_dim), len(rows.items), len(rows.part_item), tables.stride(0),
     )  # fmt: skip
 
 
@@ -141,16 +141,21 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> StepPlan:
             chunks.append(plan_chunk(meta, s, first, last, length, block_size))
         else:
             rows += [(row, length - last + row + 1, s) for row in range(first, last)]
-    return StepPlan(_plan_rows(rows) if rows else None, tuple(chunks), starts[-1])
+    return StepPlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1])
 
 
-def _plan_rows(rows: list[tuple[int, int, int]]) -> RowPlan:
+def _plan_rows(rows: list[tuple[int, int, int]]) -> tuple[RowPlan, ...]:
     items = np.empty((len(rows), 4), np.int64)
     items[:, :3] = rows
+    calls = np.cumsum(-(-items[:, 1] // PART)) // MOST_PARTS
+    return tuple(_row_plan(some) for some in np.split(items, np.flatnonzero(np.diff(calls)) + 1))
+
+
+def _row_plan(items: np.ndarray) -> RowPlan:
     parts = -(-items[:, 1] // PART)
     items[:, 3] = np.cumsum(parts) - parts
-    part_item = np.repeat(np.arange(len(rows), dtype=np.int32), parts)
-    return RowPlan(torch.from_numpy(items), torch.from_numpy(part_item), len(part_item) > len(rows))
+    part_item = np.repeat(np.arange(len(items), dtype=np.int32), parts)
+    return RowPlan(torch.from_numpy(items), torch.from_numpy(part_item), len(part_item) > len(items))
 
 
 def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, scale: float, out: Tensor) -> None:
@@ -174,6 +179,23 @@ def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, scale:
                 dim, q.stride(0), out.stride(0), kv.block_size, k.stride(0), k.stride(1), tables.stride(0), scale,
                 torch.get_num_threads(),
             )  # fmt: skip
+        if int(one.items[:, 5].min()) < NONE_BAD:
+            _attend_again(q, kv, tables, plan, one, scale, out)
+
+
+def _attend_again(
+    q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, one: ChunkPass, scale: float, out: Tensor
+) -> None:
+    """Rows before a value that is not finite whose task may have read it: theirs ends ROWS - 1 tokens later at most.
+    Rows that see the value are not finite either way."""
+    rows: list[tuple[int, int, int]] = []
+    for first, num_rows, length, table, _, group in one.items.tolist():
+        past = length - num_rows
+        near = range(max(past, group * STEP - ROWS + 1), min(length, (group + 1) * STEP))
+        rows += [(first + position - past, position + 1, table) for position in near]
+    one.items[:, 5] = NONE_BAD
+    for few in _plan_rows(rows) if rows else ():
+        _attend_rows(q, kv, tables, plan, few, scale, out)
 
 
 def _chunk_passes(chunks: tuple[ChunkPlan, ...], num_kv_heads: int, dim: int) -> list[ChunkPass]:
@@ -195,7 +217,7 @@ def _chunk_pass(chunks: list[ChunkPlan], num_kv_heads: int, dim: int) -> ChunkPa
     heads = max(1, min(num_kv_heads, SCRATCH // torch.bfloat16.itemsize // sum(sizes)))
     items, at = [], 0
     for chunk, size in zip(chunks, sizes, strict=True):
-        items.append((chunk.first, chunk.last - chunk.first, chunk.total, chunk.sequence, at))
+        items.append((chunk.first, chunk.last - chunk.first, chunk.total, chunk.sequence, at, NONE_BAD))
         at += size * heads
     return ChunkPass(torch.tensor(items, dtype=torch.int64), heads, at)
 
@@ -221,20 +243,25 @@ def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
         raise ValueError("native attention: block tables are not rows of int32")
 
 
-def _attend_rows(q: Tensor, kv: KVView, tables: Tensor, plan: RowPlan, scale: float, out: Tensor) -> None:
+def _attend_rows(
+    q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, rows: RowPlan, scale: float, out: Tensor
+) -> None:
     k, v = kv.k, kv.v
     num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
     _check(q, kv, tables)
-    num_parts = len(plan.part_item)
-    partial = _partial(plan, num_heads, dim) if plan.split else None
     loaded().quire_attend_rows(
-        q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(), tables.data_ptr(), plan.items.data_ptr(),
-        plan.part_item.data_ptr(), None if partial is None else partial.data_ptr(), len(plan.items), num_parts,
+        q.data_ptr(), out.data_ptr(), k.data_ptr(), v.data_ptr(), tables.data_ptr(), rows.items.data_ptr(),
+        rows.part_item.data_ptr(), _partial(plan, rows, num_heads, dim), len(rows.items), len(rows.part_item),
         num_heads, num_kv_heads, dim, q.stride(0), kv.block_size, k.stride(0), k.stride(1), tables.stride(0), scale,
         q.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _partial(plan: RowPlan, num_heads: int, dim: int) -> Tensor:
-    """Room for the sums, the maximum and the total of every part and query head."""
-    return torch.empty(len(plan.part_item) * num_heads * (dim + 2))
+def _partial(plan: StepPlan, rows: RowPlan, num_heads: int, dim: int) -> int | None:
+    """The address of room for the sums, the maximum and the total of every part and query head."""
+    if not rows.split:
+        return None
+    size = len(rows.part_item) * num_heads * (dim + 2)
+    if plan.partial is None or len(plan.partial) < size:
+        plan.partial = np.empty(size, np.float32)
+    return plan.partial.ctypes.data

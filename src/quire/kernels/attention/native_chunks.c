@@ -3,16 +3,20 @@
    First the context's keys and values are put in the order of tiles, once for all rows and heads that read them. Then a
    task is 32 rows of one query head: over SPAN tokens at a time, scores, softmax with a running maximum (Dao et al.,
    2022, FlashAttention), values. Spans start at multiples of SPAN whatever the chunk, and a row's arithmetic does not
-   depend on the rows beside it. Slots past the end of the context are never read: their place is zero. */
+   depend on the rows beside it. Slots past the end of the context are never read: their place is zero.
+
+   A weight of 0 hides a value that is finite, and no other: 0 * NaN is NaN. So values are looked at when they are put
+   in order, and whoever calls does the few rows again that met such a value of a later token (see `first_bad`). */
 
 #ifdef HAVE_TILES
 
 enum { SPAN = 128, ROWS = 32, WIDEST = 256 }; /* tokens at a time, rows of a task, largest head */
 
 /* first, rows: of q; length: context with these rows; table: row of the block tables; packed: where this chunk's keys
-   and values start in the scratch, in elements. */
+   and values start in the scratch, in elements; first_bad: lowered to the first group of STEP tokens that has a value
+   that is not finite. */
 typedef struct ChunkItem {
-    int64_t first, rows, length, table, packed;
+    int64_t first, rows, length, table, packed, first_bad;
 } ChunkItem;
 
 typedef struct ChunksJob {
@@ -20,7 +24,7 @@ typedef struct ChunksJob {
     const bf16 *q, *k, *v;
     bf16 *out, *packed;
     const int32_t *tables;
-    const ChunkItem *items;
+    ChunkItem *items;
     long num_items, num_heads, num_kv_heads, dim, steps, q_stride, out_stride, block_size, block_stride, head_stride;
     long table_stride;
     float scale;
@@ -38,7 +42,7 @@ static inline bf16 *values_of(const ChunksJob *job, const ChunkItem *item, long 
 }
 
 /* 32 tokens: keys as [16 tokens][step] tiles of dimension pairs, values as [16 dimensions] tiles of token pairs. */
-static void pack_tokens(const ChunksJob *job, const ChunkItem *item, long group, long kv_head) {
+static void pack_tokens(const ChunksJob *job, ChunkItem *item, long group, long kv_head) {
     const int32_t *table = job->tables + item->table * job->table_stride;
     const long first = group * STEP, count = item->length - first < STEP ? item->length - first : STEP;
     const bf16 *key[STEP], *value[STEP];
@@ -60,6 +64,7 @@ static void pack_tokens(const ChunksJob *job, const ChunkItem *item, long group,
             for (long t = 0; t < 16; t++) _mm512_store_si512(to + t * 32, rows[t]);
         }
     to = values_of(job, item, kv_head) + group * job->steps * 2 * TILE;
+    __m512i largest = _mm512_setzero_si512();
     for (long d = 0; d < job->steps * STEP; d += 16)
         for (long t = 0; t < STEP; t += 2, to += 32) {
             const __mmask16 mask = mask_of(job->dim - d);
@@ -70,14 +75,20 @@ static void pack_tokens(const ChunksJob *job, const ChunkItem *item, long group,
                 pair = _mm512_or_si512(pair, _mm512_slli_epi32(next, 16));
             }
             _mm512_store_si512(to, pair);
+            largest = _mm512_max_epu16(largest, _mm512_and_si512(pair, _mm512_set1_epi16(0x7FFF)));
         }
+    if (_mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7F80))) { /* infinity; NaN are above it */
+        int64_t found = __atomic_load_n(&item->first_bad, __ATOMIC_RELAXED);
+        while (group < found && !__atomic_compare_exchange_n(&item->first_bad, &found, group, 0, __ATOMIC_RELAXED,
+                                                             __ATOMIC_RELAXED)) {}
+    }
 }
 
 static void pack_context_tasks(void *argument) {
     ChunksJob *job = argument;
     long task;
     while ((task = claim(&job->tasks)) >= 0) {
-        const ChunkItem *item = job->items;
+        ChunkItem *item = job->items;
         for (; task >= groups_of(item) * job->num_kv_heads; item++) task -= groups_of(item) * job->num_kv_heads;
         pack_tokens(job, item, task / job->num_kv_heads, task % job->num_kv_heads);
     }
@@ -235,7 +246,7 @@ static void attend_chunk_tasks(void *argument) {
            up to 32, starting at a multiple of 64 bytes
    k, v, tables as for quire_attend_rows; dim <= WIDEST */
 void quire_attend_chunks(const bf16 *q, bf16 *out, const bf16 *k, const bf16 *v, const int32_t *tables,
-                         const ChunkItem *items, bf16 *packed, long num_items, long num_heads, long num_kv_heads,
+                         ChunkItem *items, bf16 *packed, long num_items, long num_heads, long num_kv_heads,
                          long dim, long q_stride, long out_stride, long block_size, long block_stride,
                          long head_stride, long table_stride, float scale, int threads) {
     ChunksJob job = {.q = q, .k = k, .v = v, .out = out, .packed = packed, .tables = tables, .items = items,

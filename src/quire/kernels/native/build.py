@@ -2,13 +2,15 @@
 
 A library is named by a hash of everything it depends on: sources, flags (which follow the CPU) and compiler version.
 It is written under a temporary name and renamed, so that processes racing for it are safe, and ends with a hash of its
-bytes: to load a part of a library kills the process, so nothing else is ever loaded. Nothing here raises for a missing
-compiler, a compiler that fails or a folder that cannot be written: the reason is the answer.
+bytes: to load a part of a library kills the process, so nothing else is ever loaded; nor is what another user may have
+written. Nothing here raises for a missing compiler, a compiler that fails or a folder that cannot be written: the
+reason is the answer.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -16,6 +18,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +30,9 @@ NEEDED = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx51
 USED = {  # /proc/cpuinfo -> flag
     "avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "3dnowprefetch": "-mprfchw",
 }  # fmt: skip
+NEW = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")  # a compiler may be older than the CPU: kernels do without
 TRAILER = hashlib.sha256().digest_size  # bytes after the library's own; a loader does not read them
+ROOM = 1 << 20  # bytes on the disk; a library is much smaller
 COMPILE_SECONDS = 120  # takes one or two; a machine may be busy
 END_SECONDS = 1  # for a compiler to end that was told to
 
@@ -36,24 +41,63 @@ class CannotBuild(Exception):
     """No library; the message says why, in a few words."""
 
 
+class CompilerFails(CannotBuild):
+    """Another one may not."""
+
+
 def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Path:
     """The library for this machine in `folder`, compiled now unless it is there. `fresh` compiles it again.
 
-    Raises `CannotBuild`.
+    Where compiling fails the other compilers are tried, and then all of them without what only new ones know. Raises
+    `CannotBuild`.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise CannotBuild(f"is for x86-64 Linux, not {platform.machine()} {platform.system()}")
     lacking = [flag for flag in NEEDED if flag not in cpu_flags]
     if lacking:
         raise CannotBuild(f"this CPU has no {lacking[0]}")
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
+    compilers = [path for name in COMPILERS if (path := shutil.which(name))]
+    if not compilers:
         raise CannotBuild("there is no C compiler (cc, gcc or clang): install one")
+    _make_folder(folder)
     flags = [*BASE_FLAGS, "-mfma", "-mf16c", *NEEDED.values(), *(USED[f] for f in USED if f in cpu_flags)]
+    old_flags = [flag for flag in flags if flag not in NEW]
+    end, failures = time.monotonic() + COMPILE_SECONDS, []
+    for some, compiler in itertools.product([flags] if flags == old_flags else [flags, old_flags], compilers):
+        try:
+            return _built(folder, compiler, some, fresh)
+        except CompilerFails as failure:
+            failures.append(failure)
+        if time.monotonic() > end:
+            break
+    raise failures[0]
+
+
+def _built(folder: Path, compiler: str, flags: list[str], fresh: bool) -> Path:
     library = folder / f"quire-{_key(compiler, flags)}.so"
     if fresh or not intact(library):
         _compile([compiler, *flags], library)
+    _refuse_foreign(library)
     return library
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_absolute():
+        raise CannotBuild(f"the kernel cache {folder} is not an absolute path: set QUIRE_CACHE_DIR")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotBuild(f"the kernel cache {folder} cannot be written ({error.strerror})") from None
+    _refuse_foreign(folder)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """What another user may have written would run as this one."""
+    held = path.stat()
+    if held.st_uid not in (0, os.geteuid()):
+        raise CannotBuild(f"the kernel cache {path} belongs to user {held.st_uid}: set QUIRE_CACHE_DIR")
+    if held.st_mode & 0o022:
+        raise CannotBuild(f"the kernel cache {path} can be written by other users: chmod go-w, or delete it")
 
 
 def intact(library: Path) -> bool:
@@ -81,7 +125,8 @@ def _key(compiler: str, flags: list[str]) -> str:
 
 def _compile(command: list[str], library: Path) -> None:
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(library.parent).free < ROOM:
+            raise CannotBuild(f"there is no room for the kernel cache {library.parent}: the disk is full")
         with _raising_interrupts(), _own_name(library.parent) as name:
             _output([*command, str(SOURCE), "-o", str(name), "-lm"])
             _seal(name)
@@ -142,9 +187,11 @@ def _seal(library: Path) -> None:
 
 def _output(command: list[str]) -> bytes:
     pipe = subprocess.PIPE
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it would be ended
     try:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, process_group=0) as running:
             try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 written, errors = running.communicate(timeout=COMPILE_SECONDS)
             except BaseException:  # it ends, and all that it has started; with SIGTERM they remove their own files
                 for number in (signal.SIGTERM, signal.SIGKILL):
@@ -154,9 +201,11 @@ def _output(command: list[str]) -> bytes:
                             running.wait(END_SECONDS)
                 raise
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotBuild(f"{command[0]} cannot be run ({type(error).__name__})") from None
+        raise CompilerFails(f"{command[0]} cannot be run ({type(error).__name__})") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if running.returncode:
         lines = errors.decode(errors="replace").splitlines()
         said = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-        raise CannotBuild(f"{command[0]} failed: {said.strip()[:200]}")
+        raise CompilerFails(f"{command[0]} failed: {said.strip()[:200]}")
     return written

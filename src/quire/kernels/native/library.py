@@ -52,8 +52,11 @@ def missing(*cpu_flags: str) -> str:
     loaded = library()
     if isinstance(loaded, str):
         return loaded
-    if "amx_tile" in cpu_flags and loaded.quire_enable_amx() != 0:
-        return "the system does not let this process use AMX"
+    if "amx_tile" in cpu_flags:
+        if not hasattr(loaded, "quire_linear_bf16"):
+            return "the compiled kernels are without AMX: install a newer C compiler"
+        if loaded.quire_enable_amx() != 0:
+            return "the system does not let this process use AMX"
     return ""
 
 
@@ -79,10 +82,10 @@ def _load(folder: Path) -> ctypes.CDLL:
             function = getattr(found, name)
             function.argtypes, function.restype = [_LETTERS[letter] for letter in letters], None
     try:
+        found.quire_tape_bytes.argtypes, found.quire_tape_bytes.restype = [_LONG], _LONG
         found.quire_set_parallel_region(region)
     except AttributeError:
         raise CannotBuild("the compiled kernels lack a function: the compiler left it out") from None
-    found.quire_tape_bytes.argtypes, found.quire_tape_bytes.restype = [_LONG], _LONG
     return found
 
 

@@ -56,7 +56,6 @@ enum { MOST_THREADS = 256, SPINS = 4000 }; /* SPINS: about 100 us, longer than P
 static struct {
     pthread_mutex_t owner;
     int started, sleepers;
-    pid_t process;
     uint32_t serial; /* number of the last region; what sleeping helpers wait on */
     uint32_t open, inside, helpers;
     void (*body)(void *);
@@ -94,13 +93,17 @@ static void *help(void *number) {
     return NULL;
 }
 
-/* Make sure that `wanted` helpers exist; how many do. A forked child has none of its parent's. */
+/* A forked child has none of its parent's helpers, and nobody in it is in a region. */
+static void start_anew(void) {
+    pthread_mutex_init(&pool.owner, NULL);
+    pool.started = pool.sleepers = 0;
+    pool.open = pool.inside = 0;
+}
+
+__attribute__((constructor)) static void expect_forks(void) { pthread_atfork(NULL, NULL, start_anew); }
+
+/* Make sure that `wanted` helpers exist; how many do. */
 static int start_helpers(int wanted) {
-    if (pool.process != getpid()) {
-        pool.process = getpid();
-        pool.started = pool.sleepers = 0;
-        pool.inside = 0;
-    }
     while (pool.started < wanted && pool.started < MOST_THREADS) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, help, (void *)(uintptr_t)pool.started)) break;

@@ -5,9 +5,8 @@ one request on 2 cores a twelfth of a step.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
 
-CHUNK = 4 << 20  # bytes by which room for buffers grows
+CHUNK = 4 << 20  # bytes by which room for buffers grows, at least
 ALIGN = 64
+T = TypeVar("T")
 EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default}
 
 
@@ -30,17 +30,20 @@ class Buffers:
 
     def rewind(self) -> None:
         """Give everything out again."""
-        self._chunk = self._used = 0
+        self._used = [0] * len(self._chunks)
 
     def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialized contiguous tensor."""
+        """An uninitialized contiguous tensor, in the first chunk that has room. A new one doubles what is held, so that
+        recordings with ever more rows leave little behind; what is not written takes no memory."""
         size = math.prod(shape) * dtype.itemsize
-        while self._chunk < len(self._chunks) and self._used + size > len(self._chunks[self._chunk]):
-            self._chunk, self._used = self._chunk + 1, 0
-        if self._chunk == len(self._chunks):
-            self._chunks.append(memory.empty((max(size, CHUNK),), torch.uint8))
-        start, self._used = self._used, self._used + -(-size // ALIGN) * ALIGN
-        return self._chunks[self._chunk][start : start + size].view(dtype).view(shape)
+        fits = (i for i, chunk in enumerate(self._chunks) if self._used[i] + size <= len(chunk))
+        at = next(fits, len(self._chunks))
+        if at == len(self._chunks):
+            self._chunks.append(memory.empty((max(size, CHUNK, sum(map(len, self._chunks))),), torch.uint8))
+            self._used.append(0)
+        start = self._used[at]
+        self._used[at] += -(-size // ALIGN) * ALIGN
+        return self._chunks[at][start : start + size].view(dtype).view(shape)
 
 
 class Tape:
@@ -57,20 +60,24 @@ class Tape:
         self.address = self._words.data_ptr()
         self.obstacle = "nothing is recorded"
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        """Write down what runs in this thread meanwhile."""
-        watch = _Watch(self._buffers)
+    def record(self, run: Callable[[], T]) -> T:
+        """Call `run`, and write down what runs in this thread meanwhile.
+
+        Nothing of Python comes between the end and `switch(None)`, so that no interrupt does: kernels that run later
+        would be written into a tape that is gone.
+        """
+        watch, switch = _Watch(self._buffers), loaded().quire_tape_record
         self._buffers.rewind()
         with watch:
-            loaded().quire_tape_record(self.address)
             try:
-                yield
+                switch(self.address)
+                result = run()
             finally:
-                loaded().quire_tape_record(None)
+                switch(None)
         self.obstacle = watch.foreign and f"{watch.foreign} is not native"
         if self._words[0] < 0:
             self.obstacle = "there are more kernels than expected"
+        return result
 
     def play(self) -> None:
         """Run it again."""
