@@ -82,7 +82,7 @@ def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
 
 
 def cache_folder() -> Path:
-    """Where Quire keeps what it can make again; it may not exist yet."""
+    """Where Quire keeps what it can make again; it may not exist yet, and without a home it begins with "~"."""
     return Path(os.path.expanduser(os.environ.get(CACHE_DIR) or "~/.cache/quire"))
 
 

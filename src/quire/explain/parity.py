@@ -126,14 +126,17 @@ def verify(
 ) -> Report:
     """Compare `model` (folder, hub id, or "" for the bundled one) with transformers.
 
-    config      engine options; dtype is forced to float32
+    config      engine options; dtype is forced to float32, and the device to the CPU
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer
     reference   folder that transformers reads instead of the model's own, to compare two checkpoints
     Raises ConfigError when transformers is not installed or the context is too short, and what assembling raises.
     """
     _need_transformers()
     config = config or EngineConfig()
-    config = replace(config, model=replace(config.model, model=model, dtype="float32"))
+    if config.device.device not in ("auto", "cpu"):
+        raise ConfigError(f"verify compares layer by layer on the CPU: leave out device={config.device.device}.")
+    config = replace(config, model=replace(config.model, model=model, dtype="float32"),
+                     device=replace(config.device, device="cpu"))  # fmt: skip
     engine = assemble(_without_missing_tokenizer(config, model))
     try:
         prompt_ids = _prompt_ids(engine, prompt)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.step import I32, SAMPLE, RowLogprobs, StepPlan, StepResult, StepTimings
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, RowLogprobs, StepPlan, StepResult, StepTimings
 from quire.kernels.attention import KVView
 from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
 from quire.kernels.step import StepBuffers, Tables
@@ -23,6 +24,7 @@ from quire.layers.stack import Model, run_layers
 from quire.worker.gpu_sampler import GpuSampler
 from quire.worker.graphs import Graphs
 from quire.worker.packed import Change, PackedSteps
+from quire.worker.scoring import Scored, score_prompts, unscorable
 
 CODES = {1: "nan_logits", 2: "no_token"}
 SHARED_GROUPS = 8  # of decodes with a common prefix, in one step
@@ -56,6 +58,7 @@ class _Running:
     sampling: torch.cuda.Event
     done: torch.cuda.Event
     logprobs: Callable[[], dict[int, RowLogprobs]] | None
+    prompt_logprobs: dict[int, RowLogprobs]
 
 
 class CudaWorker:
@@ -92,6 +95,7 @@ class CudaWorker:
         self._results = deque(pinned)
         self._running: deque[_Running] = deque()
         self._num_blocks = np.zeros(slots, np.int64)
+        self._specs: dict[int, SamplerSpec] = {}
         self._lengths = np.zeros(slots, np.int64)  # tokens computed once everything submitted is: an upper bound
         self.sampler = GpuSampler(self._buffers.sample_slots, self._buffers.sample_positions, self.tables.history,
                                   vocab_size=model.args.vocab_size)  # fmt: skip
@@ -108,7 +112,8 @@ class CudaWorker:
             step.apply_runs(self._packed.device)
         self._lengths[plan.slots] += plan.num_tokens
         slots = plan.slots[(plan.outputs & SAMPLE) != 0]
-        num_rows = self._forward(plan, len(slots), shared is not None)
+        num_rows, hidden = self._forward(plan, len(slots), shared is not None)
+        prompts = self._score_prompts(plan, hidden) if hidden is not None else {}
         sampling.record()
         scored = None
         if len(slots):
@@ -121,7 +126,7 @@ class CudaWorker:
         self._results.rotate(-1)
         out.copy_(self._out, non_blocking=True)
         done.record()
-        self._running.append(_Running(plan, slots, out, began, sampling, done, scored))
+        self._running.append(_Running(plan, slots, out, began, sampling, done, scored, prompts))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was submitted."""
@@ -134,8 +139,10 @@ class CudaWorker:
             slots=run.slots,
             tokens=tokens[:, None],
             num_accepted=np.ones(count, np.int32),
-            failed={int(run.slots[row]): CODES[int(codes[row])] for row in np.flatnonzero(codes)},
+            failed={int(run.slots[row]): CODES[int(codes[row])] for row in np.flatnonzero(codes)}
+            | unscorable(run.prompt_logprobs),
             logprobs=run.logprobs() if run.logprobs else {},
+            prompt_logprobs=run.prompt_logprobs,
             num_computed=int(run.plan.num_tokens.sum()),
             timings=StepTimings(
                 forward=run.began.elapsed_time(run.sampling) / 1e3, sample=run.sampling.elapsed_time(run.done) / 1e3
@@ -194,13 +201,14 @@ class CudaWorker:
             return self._round_up(len(plan.slots))
         return 0
 
-    def _forward(self, plan: StepPlan, num_samples: int, shared: bool) -> int:
-        """Launch everything up to the logits; how many rows of logits there are, padding included."""
+    def _forward(self, plan: StepPlan, num_samples: int, shared: bool) -> tuple[int, Tensor | None]:
+        """Launch everything up to the logits: how many rows of them there are, padding included, and the hidden states
+        of a step with prompts."""
         num_seqs = len(plan.slots)
         bucket = self._bucket(plan)
         if bucket:
             self.graphs.run(("decode", bucket, shared), lambda: self._decode(bucket, shared))
-            return bucket
+            return bucket, None
         rows, tokens = self._round_up(num_samples) or num_samples, int(plan.num_tokens.sum())
         padded = next((size for size in self.limits.graph_tokens if size >= tokens), 0)
         if padded:
@@ -211,7 +219,19 @@ class CudaWorker:
             hidden = self._layers(tokens, max(num_seqs, rows), int(plan.num_tokens.max()), longest, shared)
         if rows:
             self._head(hidden[self._buffers.sample_rows[:rows]])
-        return rows
+        return rows, hidden
+
+    def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, RowLogprobs]:
+        """Waits for the device, in steps where somebody asked for the log-probabilities of a prompt."""
+        asked = np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist()
+        if not asked:
+            return {}
+        ends, scored = np.cumsum(plan.num_tokens), []
+        for i in asked:
+            slot, count = int(plan.slots[i]), int(plan.num_rows[i])
+            position = int(self._lengths[slot]) - count  # of a prompt the bound is exact
+            scored.append(Scored(slot, int(ends[i]) - count, count, position, self._specs[slot]))
+        return score_prompts(scored, hidden, lambda rows: self.model.head(self.model.norm(rows)), self.tables.history)
 
     def _capture_mixed(self, tokens: int, shared: bool) -> None:
         most = self.limits.num_slots
@@ -261,6 +281,7 @@ class CudaWorker:
             computed = np.array([a.num_computed], np.int64).view(np.int32)
             changes.append((self.tables.computed[a.slot :].data_ptr(), computed))
             changes += self.sampler.admit(a.slot, a.sampler)
+            self._specs[a.slot] = a.sampler
         base, stride = self.tables.block_table.data_ptr(), 4 * self.tables.block_table.stride(0)
         for slot, _group, block in plan.appended.tolist():
             at = base + slot * stride + 4 * int(self._num_blocks[slot])

@@ -6,17 +6,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.contracts.step import RowLogprobs, StepPlan, StepResult, StepTimings
+from quire.contracts.step import StepPlan, StepResult, StepTimings
 from quire.kernels.attention import AttentionMeta, KVView
-from quire.kernels.sampling.logprobs import row_logprobs
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, Tap, run_layers
 from quire.worker.inputs import StepInputs, build_inputs
 from quire.worker.sampler import SampleOutput, Sampler
+from quire.worker.scoring import Scored, score_prompts, unscorable
 from quire.worker.slots import SlotTables
 from quire.worker.tapes import LayerTapes
-
-SCORE_ROWS = 64  # prompt rows whose logits exist at once: 64 x 152k x 4 bytes = 39 MB
 
 
 class LogitsTap(Protocol):
@@ -70,14 +68,16 @@ class Worker:
     ) -> StepResult:
         """Wait for what the step computed: the one place that takes results off the device."""
         began, forward_done = times
-        scored = self._score_prompts(inputs, hidden)
+        rows = [Scored(slot, first, count, int(inputs.seq_lens[i]) - count, self.tables.sampling.specs[slot])
+                for i, slot, first, count in inputs.scored]  # fmt: skip
+        scored = score_prompts(rows, hidden, self._logits, self.tables.sampling.history)
         slots = inputs.sample_slots.int().numpy()
         return StepResult(
             step=step,
             slots=slots,
             tokens=out.tokens.int().numpy()[:, None],
             num_accepted=np.ones(len(slots), np.int32),
-            failed={int(slots[row]): code for row, code in out.failed.items()} | _unscorable(scored),
+            failed={int(slots[row]): code for row, code in out.failed.items()} | unscorable(scored),
             logprobs=self.sampler.logprobs(logits, inputs.sample_slots, out.tokens),
             prompt_logprobs=scored,
             num_computed=len(inputs.token_ids),
@@ -99,34 +99,3 @@ class Worker:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.head(self.model.norm(hidden))
-
-    def _score_prompts(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, RowLogprobs]:
-        """Each row scores the token after it; a prompt's last row has none."""
-        found = {}
-        for i, slot, first, count in inputs.scored:
-            position = int(inputs.seq_lens[i]) - count
-            spec = self.tables.sampling.specs[slot]
-            assert spec.num_prompt_logprobs is not None
-            rows = min(count, spec.num_prompt - 1 - position)
-            targets = self.tables.sampling.history[slot, position + 1 : position + 1 + rows].long()
-            parts = []
-            for at in range(0, rows, SCORE_ROWS):
-                stop = min(at + SCORE_ROWS, rows)
-                logits = self._logits(hidden[first + at : first + stop])
-                parts.append(row_logprobs(logits, targets[at:stop], spec.num_prompt_logprobs))
-            if parts:
-                found[slot] = _join(parts)
-        return found
-
-
-def _unscorable(scored: dict[int, RowLogprobs]) -> dict[int, str]:
-    """Slots whose prompt rows have NaN log-probabilities."""
-    return {slot: "nan_logits" for slot, rows in scored.items() if np.isnan(rows.logprobs[:, 0]).any()}
-
-
-def _join(parts: list[RowLogprobs]) -> RowLogprobs:
-    return RowLogprobs(
-        np.concatenate([p.ids for p in parts]),
-        np.concatenate([p.logprobs for p in parts]),
-        np.concatenate([p.ranks for p in parts]),
-    )
