@@ -31,6 +31,7 @@ from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
 from quire.kernels import select
+from quire.kernels.attention.native import FEW
 from quire.weights import dummy
 from quire.worker.worker import Worker
 
@@ -53,6 +54,7 @@ NO_THREADS = "numpy's logarithm and exponential wait for no second thread; the b
 HOT_READS = (
     ("as_list", "tolist", 2, "step", CUTS),  # bounds and lengths
     ("_plan_decode", "numpy", 1, "cutting", CUTS),  # block tables; the native kernel cuts nothing
+    ("_num_sound", "item", 1, "chunk", "a chunk with values that are not finite is done again without them"),
     ("Sampler.sample", "tolist", 1, "step", SORTS),  # slots
     ("Sampler.sample", "tolist", 1, "part", SORTS),  # the rows of a part, which the host has written itself
     ("Sampler._settle", "tolist", 1, "pass", "the filtered path must not see broken rows"),
@@ -199,7 +201,8 @@ class Slots:
             scored += bool(bits & PROMPT_LOGPROBS)
             self.computed[slot] += tokens
         rows = [self.specs[s] for s, bits in zip(slots, plan.outputs.tolist(), strict=True) if bits & SAMPLE]
-        return Step(rows, scored, self.cuts and bool((plan.num_tokens == 1).any()))
+        chunks = int((plan.num_tokens > (1 if self.cuts else FEW)).sum())
+        return Step(rows, scored, self.cuts and bool((plan.num_tokens == 1).any()), chunks)
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,7 @@ class Step:
     rows: list[SamplerSpec]
     scored: int
     cutting: bool
+    chunks: int
 
     @property
     def result(self) -> int:
@@ -235,6 +239,7 @@ class Step:
         return {
             "step": 1,
             "cutting": self.cutting,
+            "chunk": self.chunks,
             "part": len(passes) if rewritten else 0,
             "pass": len(passes),
             "rewriting": bool(rewritten),

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,10 +55,10 @@ class Tape:
 
     def __init__(self, room: int, buffers: Buffers) -> None:
         """room: kernels at most; the outputs of all of them come from `buffers`."""
-        self._words = torch.zeros(-(-loaded().quire_tape_bytes(room) // 8), dtype=torch.int64)
+        self._words = np.zeros(-(-loaded().quire_tape_bytes(room) // 8), np.int64)
         self._words[1] = room
         self._buffers = buffers
-        self.address = self._words.data_ptr()
+        self.address = self._words.ctypes.data
         self.obstacle = "nothing is recorded"
 
     def record(self, run: Callable[[], T]) -> T:
