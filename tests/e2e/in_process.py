@@ -15,7 +15,7 @@ from quire.entry.core_process import build
 from quire.entry.http.app import build_app
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
-from quire.observe.metrics import PrometheusMetrics
+from quire.observe.metrics import Metrics
 from quire.procs.core_thread import CoreThread
 from quire.procs.messages import CoreStart
 
@@ -53,7 +53,7 @@ def running_inside(**options: Any) -> Iterator[Inside]:
             made.append(CoreThread(start, build))
             return made[-1]
 
-        metrics = PrometheusMetrics("quire", "mock")
+        metrics = Metrics("quire", "mock")
         engine = ServedEngine(config, metrics=metrics, launch=launch)
         http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
         http.start()

@@ -18,7 +18,7 @@ from quire.contracts.errors import QueueFull, RequestFailed
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry.http.engine import ServedEngine
 from quire.entry.prompts import Prompt
-from quire.observe.metrics import PrometheusMetrics
+from quire.observe.metrics import Metrics
 from quire.observe.process import read_usage
 
 AT_ONCE = 100
@@ -89,7 +89,7 @@ def test_nothing_is_left_of_thousands_of_requests(full: bool, monkeypatch: pytes
                    max_num_batched_tokens=256, max_waiting=150, async_depth=2)
 
     async def main() -> None:
-        engine = ServedEngine(ServerConfig.from_flat(**options), metrics=PrometheusMetrics("quire", "mock"))
+        engine = ServedEngine(ServerConfig.from_flat(**options), metrics=Metrics("quire", "mock"))
         await engine.start(lambda loading: None)
         core = engine._client.core
         assert core is not None and core.pid is not None

@@ -14,7 +14,6 @@ from typing import Any
 from quire.config.engine import SchedulerConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.output import StepOutputs
-from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import StepPlan, StepResult
@@ -93,19 +92,19 @@ class _Clock:
         return timed
 
 
-class _TimedExecutor:
+class _TimedExecutor(MockExecutor):
     """The mock, with its time kept apart so that it can be subtracted."""
 
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
         self.spent = 0
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan) -> None:
         start = perf_counter_ns()
         self.plans.append(plan)
-        self._inner.submit(plan)
-        self._inner.release(plan.step, {})
+        super().submit(plan)
+        super().release(plan.step, {})
         self.spent += perf_counter_ns() - start
 
     def release(self, step: int, late: dict[int, bytes]) -> None:
@@ -113,18 +112,9 @@ class _TimedExecutor:
 
     def collect(self) -> StepResult:
         start = perf_counter_ns()
-        result = self._inner.collect()
+        result = super().collect()
         self.spent += perf_counter_ns() - start
         return result
-
-    def control(self, message: str) -> object:
-        return self._inner.control(message)
-
-    def facts(self) -> ExecutorFacts:
-        return self._inner.facts()
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
 
 
 class _Load:
@@ -136,9 +126,9 @@ class _Load:
         length = NUM_PROMPT + BLOCK_SIZE + NUM_OUTPUTS
         num_blocks = (case.num_running + 8) * (-(-length // BLOCK_SIZE) + 1)
         config = SchedulerConfig(max_num_seqs=case.num_running)
-        self.executor = _TimedExecutor(MockExecutor(
+        self.executor = _TimedExecutor(
             num_slots=case.num_running, num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE,
-            max_model_len=length, depth=case.depth, verify=False))
+            max_model_len=length, depth=case.depth, verify=False)
         component = KVComponent("k", 8, 128, "bfloat16", 2)
         geometry = KVGeometry(block_size=BLOCK_SIZE, groups=(KVGroup(layers=(0,), components=(component,)),))
         root = namespace_digest(model="bench", revision="", dtype="bfloat16", block_size=BLOCK_SIZE, geometry=geometry)

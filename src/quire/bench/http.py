@@ -23,7 +23,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.engine.mock_core import build_mock_core
-from quire.entry.front import FrontEnd, Limits
+from quire.entry.front import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.observe.process import read_usage
 from quire.text.load import load_text
@@ -145,10 +145,7 @@ def _direct_first_tokens(repeat: int) -> list[float]:
     """Seconds from a text to its first output, without any other process."""
     config = EngineConfig.from_flat(device="mock", mock_step_ms=0.0)
     core, text = build_mock_core(config, bundled_model()), load_text(config, bundled_model())
-    facts = core.facts
-    limits = Limits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, max_logprobs=0,
-                    eos_ids=text.eos_ids)
-    front = FrontEnd(text.tokenizer, limits)
+    front = FrontEnd.of(config, core.facts, text.tokenizer, text.eos_ids)
     params = SamplingParams(max_tokens=1, ignore_eos=True, output_kind=OutputKind.DELTA)
     times = []
     for _ in range(repeat + 20):

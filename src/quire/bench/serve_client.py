@@ -110,11 +110,9 @@ class Client:
 
     async def __aenter__(self) -> "Client":
         target, library = self.target, self._library
-        self._session = library.ClientSession(
-            headers={"Content-Type": "application/json", **target.headers},
-            connector=library.TCPConnector(limit=0, ssl=not target.insecure),
-            timeout=library.ClientTimeout(total=target.timeout, sock_connect=30),
-        )
+        self._session = library.ClientSession(headers={"Content-Type": "application/json", **target.headers},
+                                              connector=library.TCPConnector(limit=0, ssl=not target.insecure),
+                                              timeout=library.ClientTimeout(total=target.timeout, sock_connect=30))
         return self
 
     async def __aexit__(self, *exception: object) -> None:

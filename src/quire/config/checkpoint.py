@@ -6,7 +6,7 @@ Knows nothing of tensors, devices or flags. No torch.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,13 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, mlp_bias=None,
-        keys=frozenset({"attention_bias", "mlp_bias"}),
-    ),
+    "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, mlp_bias=None,
+                    keys=frozenset({"attention_bias", "mlp_bias"})),
     "mistral": Family(architecture="MistralForCausalLM", default_window=4096),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, window_flag=True),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True, default_head_dim=128,
-        window_flag=True, keys=frozenset({"attention_bias"}),
-    ),
+        window_flag=True, keys=frozenset({"attention_bias"})),
 }  # fmt: skip
 
 # Keys that every family reads, or that cannot change what inference computes.
@@ -58,30 +55,14 @@ KNOWN_KEYS = frozenset(
 
 # Keys that change the math in some model of the wider field -> the values with which they change nothing.
 MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "attention_multiplier": (None,),
-    "residual_multiplier": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "logit_scale": (None, 1, 1.0),
-    "clip_qkv": (None,),
-    "alibi": (None, False),
-    "use_mrope": (None, False),
-    "no_rope_layers": (None, []),
-    "attention_chunk_size": (None,),
-    "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "use_parallel_residual": (None, False),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "n_routed_experts": (None, 0),
-    "text_config": (None,),
-    "vision_config": (None,),
-    "compression_config": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
+    key: neutral for keys, neutral in (
+        ("attn_logit_softcapping final_logit_softcapping logit_softcapping query_pre_attn_scalar attention_multiplier "
+         "clip_qkv attention_chunk_size text_config vision_config compression_config", (None,)),
+        ("residual_multiplier embedding_multiplier logits_scaling logit_scale partial_rotary_factor", (None, 1, 1.0)),
+        ("alibi use_mrope use_qk_norm qk_layernorm use_parallel_residual", (None, False)),
+        ("num_experts num_local_experts n_routed_experts", (None, 0)),
+        ("no_rope_layers", (None, [])),
+    ) for key in keys.split()
 }
 
 
@@ -182,10 +163,8 @@ def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family]:
         raise UnsupportedModel(f"{source}: model_type {shown!r} is not implemented.{code} Implemented: {ours}.")
     family = FAMILIES[model_type]
     if architectures and family.architecture not in architectures:
-        raise UnsupportedModel(
-            f"{source}: architecture {architectures[0]!r} of model_type {model_type!r} is not implemented. "
-            f"Implemented: {ours}."
-        )
+        raise UnsupportedModel(f"{source}: architecture {architectures[0]!r} of model_type {model_type!r} is not "
+                               f"implemented. Implemented: {ours}.")
     return model_type, family
 
 
@@ -194,10 +173,8 @@ def _refuse_quantization(keys: Mapping[str, Any], source: str) -> None:
     if not quantization:
         return
     method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-    raise UnsupportedModel(
-        f"{source}: quantization_config asks for {method!r}, which is not implemented yet: "
-        "use the unquantized checkpoint of this model."
-    )
+    raise UnsupportedModel(f"{source}: quantization_config asks for {method!r}, which is not implemented yet: "
+                           "use the unquantized checkpoint of this model.")
 
 
 def _refuse_math(keys: Mapping[str, Any], source: str) -> None:
@@ -221,10 +198,8 @@ def _refuse_window(keys: Mapping[str, Any], family: Family, positions: int, laye
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
         default = "" if "sliding_window" in keys else f" (missing, which means {window})"
-        raise UnsupportedModel(
-            f"{source}: sliding_window={window}{default} is shorter than max_position_embeddings={positions}; "
-            "sliding window attention is not implemented."
-        )
+        raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than "
+                               f"max_position_embeddings={positions}; sliding window attention is not implemented.")
     if kinds and not (family.window_flag and kinds == ["sliding_attention"]):
         raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented.")
 
@@ -244,9 +219,8 @@ def _head_dim(keys: Mapping[str, Any], family: Family, hidden: int, heads: int, 
     elif family.default_head_dim is not None and "head_dim" not in keys:
         head_dim = family.default_head_dim
     elif hidden % heads:
-        raise ModelError(
-            f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and head_dim is missing."
-        )
+        raise ModelError(f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}, and "
+                         "head_dim is missing.")
     else:
         head_dim = hidden // heads
     if head_dim % 2:
@@ -254,46 +228,41 @@ def _head_dim(keys: Mapping[str, Any], family: Family, hidden: int, heads: int, 
     return head_dim
 
 
+def _checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any], bool], what: str,
+             default: Any = None) -> Any:
+    value = keys.get(key, default)
+    if not fits(value):
+        raise ModelError(f"{source}: {key}={value!r} must be {what}.")
+    return value
+
+
 def _size(keys: Mapping[str, Any], key: str, source: str) -> int:
     if key not in keys:
         raise ModelError(f"{source}: {key} is missing; it must be a positive integer.")
-    value = keys[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{source}: {key}={value!r} must be a positive integer.")
-    return value
+    return int(_checked(keys, key, source, lambda value: type(value) is int and value > 0, "a positive integer"))
 
 
 def _count(keys: Mapping[str, Any], key: str, default: int | None, source: str) -> int | None:
     """A number that may be switched off, by null or false."""
-    value = keys.get(key, default)
-    if value is None or value is False:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ModelError(f"{source}: {key}={value!r} must be an integer or null.")
-    return value
+    value: int | None = _checked(keys, key, source, lambda value: value is None or value is False or type(value) is int,
+                                 "an integer or null", default)
+    return None if value is False else value
 
 
 def _names(keys: Mapping[str, Any], key: str, source: str) -> list[str]:
-    value = keys.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ModelError(f"{source}: {key}={value!r} must be a list of names.")
-    return value
+    def fits(value: Any) -> bool:
+        return not value or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+    return list(_checked(keys, key, source, fits, "a list of names") or ())
 
 
 def _positive(keys: Mapping[str, Any], key: str, default: float, source: str) -> float:
-    value = keys.get(key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
-        raise ModelError(f"{source}: {key}={value!r} must be a positive number.")
-    return float(value)
+    return float(_checked(keys, key, source, lambda value: type(value) in (int, float) and 0 < value <= MAX_NUMBER,
+                          "a positive number", default))
 
 
 def _flag(keys: Mapping[str, Any], key: str, source: str) -> bool:
-    value = keys.get(key)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise ModelError(f"{source}: {key}={value!r} must be true or false.")
-    return value
+    return bool(_checked(keys, key, source, lambda value: value is None or isinstance(value, bool), "true or false"))
 
 
 def _dtype(keys: Mapping[str, Any], source: str) -> tuple[str, tuple[str, ...]]:

@@ -6,9 +6,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 from quire.contracts.errors import ConfigError
 
 
-def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that becomes a command-line flag `--field-name`, with extra spellings and a help text."""
-    return field(default=default, metadata={"help": help, "flags": flags, "choices": choices})
+def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (),
+           least: float | None = None, above: float | None = None) -> Any:
+    """A dataclass field that becomes a command-line flag `--field-name`, with extra spellings and a help text.
+
+    least, above   bounds of a number, or of each number of a tuple
+    """
+    return field(default=default, metadata={
+        "help": help, "flags": flags, "choices": choices, "least": least, "above": above})
 
 
 CPU_TOKENS = 2048  # of one step
@@ -26,11 +31,11 @@ class ModelConfig:
     trust_remote_code: bool = option(False, "accepted for compatibility; remote code is never run")
     revision: str | None = option(None, "branch, tag or commit, used for every file")
     dtype: str = option("auto", "type of weights and activations", choices=DTYPES)
-    max_model_len: int | None = option(None, "context length in tokens (default: what the model and memory allow)")
+    max_model_len: int | None = option(None, "context length in tokens (default: what the model and memory allow)",
+                                       least=1)
     generation_config: str = option("auto", "auto: the model's generation_config.json sets sampling defaults; none")
     override_generation_config: dict[str, Any] | None = option(
-        None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}'
-    )
+        None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}')
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
     max_logprobs: int = option(20, "most alternatives a request may ask for; -1: the whole vocabulary")
     chat_template: str | None = option(None, "chat template: a file, or the template itself")
@@ -41,8 +46,7 @@ class LoadConfig:
     """Where weights come from."""
 
     load_format: str = option(
-        "auto", "auto = safetensors; dummy = random weights", choices=("auto", "safetensors", "dummy")
-    )
+        "auto", "auto = safetensors; dummy = random weights", choices=("auto", "safetensors", "dummy"))
     download_dir: str | None = option(None, "folder for downloaded models (default: the hub's cache)")
     offline: bool = option(False, "make no network call; the model must be in the cache")
     hf_token: str | None = option(None, "token for gated repositories")
@@ -53,11 +57,11 @@ class LoadConfig:
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int | None = option(None, "tokens per block (default: what the attention kernel likes best)")
-    kv_cache_memory_bytes: int | None = option(None, "exact size of the KV cache in bytes")
+    block_size: int | None = option(None, "tokens per block (default: what the attention kernel likes best)", least=1)
+    kv_cache_memory_bytes: int | None = option(None, "exact size of the KV cache in bytes", least=1)
     gpu_memory_utilization: float = option(0.92, "share of the GPU's memory that weights, graphs and KV cache take "
                                            "together; on a CPU it changes nothing")
-    num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",))
+    num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",), least=1)
     enable_prefix_caching: bool = option(True, "reuse the KV of shared prefixes across requests")
 
 
@@ -66,11 +70,11 @@ class SchedulerConfig:
     """Batching."""
 
     max_num_batched_tokens: int | None = option(None, "token budget of one step (default: 2048 on a CPU, 8192 on a "
-                                                      "GPU)")
-    max_num_seqs: int = option(256, "requests running at once")
+                                                      "GPU)", least=1)
+    max_num_seqs: int = option(256, "requests running at once", least=1)
     max_waiting: int | None = option(None, "requests that may wait beside those that fill free slots; more are "
                                      "answered 429 (default: 8 x max_num_seqs, at least 512, in a server; no bound "
-                                     "offline)")
+                                     "offline)", least=1)
     scheduling_policy: str = option("fcfs", "order of requests", choices=("fcfs", "priority"))
     watermark: float = option(0.01, "share of the KV blocks kept free when admitting beside running requests")
 
@@ -85,13 +89,14 @@ class DeviceConfig:
 
     device: str = option("auto", "device; auto: a GPU when there is one; mock: no model, made-up tokens, for testing "
                                  "servers", choices=DEVICES)
-    num_threads: int | None = option(None, "CPU threads (default: all cores)")
+    num_threads: int | None = option(None, "CPU threads (default: all cores)", least=1)
     async_depth: int | None = option(None, "steps in flight; 2 plans one step ahead (default: 1 on a CPU, 2 on a GPU)")
     enforce_eager: bool = option(False, "capture no CUDA graphs: less memory and a shorter start, slower steps")
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (), "numbers of tokens for which steps are captured as CUDA graphs (default: chosen by --max-num-seqs)",
-        flags=("--cuda-graph-sizes",))
-    max_cudagraph_capture_size: int | None = option(None, "most tokens of a step that is captured as a CUDA graph")
+        flags=("--cuda-graph-sizes",), least=1)
+    max_cudagraph_capture_size: int | None = option(None, "most tokens of a step that is captured as a CUDA graph",
+                                                    least=1)
     mock_step_ms: float = option(0.0, "milliseconds that a step of device=mock takes")
 
 
@@ -138,21 +143,7 @@ def check_config(config: EngineConfig) -> None:
     """Refuse values that can never work, naming the option and the range."""
     for part in fields(EngineConfig):
         check_types(getattr(config, part.name))
-    s, c, m = config.scheduler, config.cache, config.model
-    for name, number in (
-        ("max_num_batched_tokens", s.max_num_batched_tokens),
-        ("max_num_seqs", s.max_num_seqs),
-        ("max_waiting", s.max_waiting),
-        ("block_size", c.block_size),
-        ("max_model_len", m.max_model_len),
-        ("num_threads", config.device.num_threads),
-        ("kv_cache_memory_bytes", c.kv_cache_memory_bytes),
-        ("num_gpu_blocks_override", c.num_gpu_blocks_override),
-        ("max_cudagraph_capture_size", config.device.max_cudagraph_capture_size),
-        ("cudagraph_capture_sizes", min(config.device.cudagraph_capture_sizes, default=None)),
-    ):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name}={number}: must be at least 1.")
+    s, c = config.scheduler, config.cache
     if not 0.0 <= s.watermark < 1.0:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
     if not 0.0 < c.gpu_memory_utilization <= 1.0:
@@ -164,12 +155,11 @@ def check_config(config: EngineConfig) -> None:
     if s.max_num_batched_tokens is not None and s.max_num_batched_tokens < s.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens={s.max_num_batched_tokens} is below max_num_seqs={s.max_num_seqs}: a step could "
-            f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens."
-        )
+            f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens.")
 
 
 def check_types(component: Any) -> None:
-    """Refuse values of another type than an option's, or outside its choices, naming the option."""
+    """Refuse values of another type than an option's, or outside its choices or bounds, naming the option."""
     types = get_type_hints(type(component))
     for f in fields(component):
         choices, value = f.metadata["choices"], getattr(component, f.name)
@@ -177,6 +167,12 @@ def check_types(component: Any) -> None:
             raise ConfigError(f"{f.name}={value!r}: must be {_words(types[f.name])}, not {type(value).__name__}.")
         if choices and value not in choices:
             raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}.")
+        least, above = f.metadata["least"], f.metadata["above"]
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and least is not None and not number >= least:
+                raise ConfigError(f"{f.name}={number}: must be at least {least}.")
+            if number is not None and above is not None and not number > above:
+                raise ConfigError(f"{f.name}={number}: must be above {above}.")
 
 
 def _is_a(value: object, kind: Any) -> bool:

@@ -16,30 +16,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from quire.config.text_table import read_rows
+
 CACHE_DIR = "QUIRE_CACHE_DIR"
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
 OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
 PEER_KEY = "VLLM_API_KEY"
-PEER_NAMES = {  # their variable -> what to use here
-    PEER_KEY: "QUIRE_API_KEY or --api-key",
-    "VLLM_CPU_KVCACHE_SPACE": "--kv-cache-memory-bytes (in bytes; 4G works)",
-    "VLLM_CPU_OMP_THREADS_BIND": "--num-threads",
-    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "--hang-timeout",
-    "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": "--max-body-bytes",
-    "VLLM_SSE_KEEP_ALIVE_INTERVAL": "--keep-alive-interval",
-    "VLLM_HOST": "QUIRE_HOST or --host",
-    "VLLM_PORT": "QUIRE_PORT or --port",
-    "VLLM_TARGET_DEVICE": "--device",
-    "VLLM_MODEL": "QUIRE_MODEL or the argument MODEL",
-    "VLLM_LOGGING_LEVEL": "--enable-log-requests and --access-log say what is logged",
-    "VLLM_CACHE_ROOT": "--download-dir for models, QUIRE_CACHE_DIR for compiled kernels",
-    "VLLM_ATTENTION_BACKEND": "kernels are chosen by what the device can do",
-    "VLLM_USE_V1": "there is one engine",
-    "VLLM_NO_USAGE_STATS": "no usage is ever reported",
-    "VLLM_DO_NOT_TRACK": "no usage is ever reported",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "--max-model-len is never longer than the model's context",
-    "VLLM_BATCH_INVARIANT": "not implemented yet",
-}
+PEER_NAMES = dict(read_rows(Path(__file__).with_name("peer_variables.txt")))  # their variable -> what to use here
 # What Kubernetes sets in every container for a service named quire, or quire-something.
 SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 SERVICE_NAME = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")

@@ -98,30 +98,20 @@ def resolve_memory(
     length = asked or context
     num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.num_blocks(length), free_bytes)
     if num_blocks < 1:
-        raise ConfigError(
-            f"the KV cache ({source}) does not hold one block of {_bytes(geometry.page_bytes)}: {remedy}, or choose a "
-            "smaller model."
-        )
+        raise ConfigError(f"the KV cache ({source}) does not hold one block of {_bytes(geometry.page_bytes)}: "
+                          f"{remedy}, or choose a smaller model.")
     notes: tuple[str, ...] = ()
     if num_blocks * size < length:
         if asked is not None:
             needed, given = (_bytes(n * geometry.page_bytes) for n in (geometry.num_blocks(length), num_blocks))
-            raise ConfigError(
-                f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower max_model_len to "
-                f"{num_blocks * size}, or {remedy}."
-            )
+            raise ConfigError(f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
+                              f"max_model_len to {num_blocks * size}, or {remedy}.")
         length = num_blocks * size
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
     _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
-    return MemoryPlan(
-        geometry=geometry,
-        num_blocks=num_blocks,
-        max_model_len=length,
-        kv_bytes=kv_bytes,
-        free_bytes=free_bytes,
-        notes=notes,
-    )
+    return MemoryPlan(geometry=geometry, num_blocks=num_blocks, max_model_len=length, kv_bytes=kv_bytes,
+                      free_bytes=free_bytes, notes=notes)
 
 
 def check_context(model: ModelConfig, context: int) -> None:
@@ -139,16 +129,12 @@ def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
     if kv_bytes > free_bytes:
-        raise ConfigError(
-            f"{source} asks for {_bytes(kv_bytes)} of KV cache, and {_bytes(free_bytes)} of memory are free: "
-            f"lower {source}."
-        )
+        raise ConfigError(f"{source} asks for {_bytes(kv_bytes)} of KV cache, and {_bytes(free_bytes)} of memory are "
+                          f"free: lower {source}.")
     tables = num_slots * bytes_per_slot
     if kv_bytes + tables > free_bytes:
-        raise ConfigError(
-            f"max_num_seqs={num_slots} needs {_bytes(tables)} of tables beside {_bytes(kv_bytes)} of KV cache, and "
-            f"{_bytes(free_bytes)} of memory are free: lower max_num_seqs or max_model_len."
-        )
+        raise ConfigError(f"max_num_seqs={num_slots} needs {_bytes(tables)} of tables beside {_bytes(kv_bytes)} of KV "
+                          f"cache, and {_bytes(free_bytes)} of memory are free: lower max_num_seqs or max_model_len.")
 
 
 def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:

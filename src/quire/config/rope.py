@@ -12,10 +12,8 @@ from quire.contracts.errors import ModelError, UnsupportedModel
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
 MAX_NUMBER = 1e30  # no setting of a checkpoint is larger, and float32 holds it
-_KNOWN = frozenset(
-    "type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
-    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split()
-)
+_KNOWN = frozenset("type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
+                   "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from quire.config.bundled import NAME
 from quire.config.engine import EngineConfig, check_types, flat_names, option, unknown_option
 from quire.contracts.errors import ConfigError
 
@@ -28,11 +29,11 @@ class HttpConfig:
                                                 "keys on this machine's own address (Host header); * for all")
     ssl_keyfile: str | None = option(None, "private key file for HTTPS")
     ssl_certfile: str | None = option(None, "certificate file for HTTPS")
-    max_body_bytes: int = option(8 * 2**20, "largest request body; more is answered 413")
+    max_body_bytes: int = option(8 * 2**20, "largest request body; more is answered 413", least=1)
     max_header_bytes: int = option(64 * 2**10, "most bytes of request line and headers; more is answered 431",
-                                   flags=("--h11-max-incomplete-event-size",))
+                                   flags=("--h11-max-incomplete-event-size",), least=1)
     max_headers: int = option(100, "most headers of a request; more are answered 431",
-                              flags=("--h11-max-header-count",))
+                              flags=("--h11-max-header-count",), least=1)
     access_log: bool = option(False, "log a line per HTTP request")
 
 
@@ -41,13 +42,13 @@ class ServeConfig:
     """How requests are answered."""
 
     served_model_name: tuple[str, ...] = option((), "names under which the model is served (default: the model's)")
-    queue_timeout: float = option(60.0, "seconds a request may wait to start; then it is answered 408")
-    request_timeout: float | None = option(None, "seconds a request may take in all; then it is answered 504")
+    queue_timeout: float = option(60.0, "seconds a request may wait to start; then it is answered 408", above=0)
+    request_timeout: float | None = option(None, "seconds a request may take in all; then it is answered 504", above=0)
     keep_alive_interval: float = option(15.0, "seconds of silence on a stream after which a comment is sent; 0: never",
-                                        flags=("--sse-keep-alive-interval",))
-    shutdown_timeout: float = option(30.0, "seconds that SIGTERM gives running requests")
-    hang_timeout: float = option(60.0, "seconds after which a step counts as hung and /ready says so")
-    stream_interval: int = option(1, "tokens per streamed event")
+                                        flags=("--sse-keep-alive-interval",), least=0)
+    shutdown_timeout: float = option(30.0, "seconds that SIGTERM gives running requests", least=0)
+    hang_timeout: float = option(60.0, "seconds after which a step counts as hung and /ready says so", above=0)
+    stream_interval: int = option(1, "tokens per streamed event", least=1)
     enable_force_include_usage: bool = option(False, "send usage with every stream, asked or not")
     enable_log_requests: bool = option(False, "log the id, sizes and end of every request")
     disable_log_stats: bool = option(False, "no line of statistics every 10 s")
@@ -69,6 +70,11 @@ class ServerConfig:
         if scheduler.max_waiting is not None:
             return scheduler.max_waiting
         return max(scheduler.max_num_seqs * WAITING_PER_SLOT, LEAST_WAITING)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names under which the model is served, the main one first."""
+        return self.serve.served_model_name or (self.engine.model.model or NAME,)
 
     @classmethod
     def from_flat(cls, **values: Any) -> "ServerConfig":
@@ -129,19 +135,3 @@ def check_server(config: ServerConfig) -> None:
         raise ConfigError("served_model_name: a name must not be empty.")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", serve.metrics_prefix):
         raise ConfigError(f"metrics_prefix={serve.metrics_prefix!r}: must be letters, digits and underscores.")
-    _check_numbers(http, serve)
-
-
-def _check_numbers(http: HttpConfig, serve: ServeConfig) -> None:
-    for name, number in (("max_body_bytes", http.max_body_bytes), ("max_header_bytes", http.max_header_bytes),
-                         ("max_headers", http.max_headers), ("stream_interval", serve.stream_interval)):
-        if number < 1:
-            raise ConfigError(f"{name}={number}: must be at least 1.")
-    for name, seconds in (("queue_timeout", serve.queue_timeout), ("request_timeout", serve.request_timeout),
-                          ("hang_timeout", serve.hang_timeout)):
-        if seconds is not None and not seconds > 0:
-            raise ConfigError(f"{name}={seconds}: must be above 0 seconds.")
-    for name, seconds in (("keep_alive_interval", serve.keep_alive_interval),
-                          ("shutdown_timeout", serve.shutdown_timeout)):
-        if not seconds >= 0:
-            raise ConfigError(f"{name}={seconds}: must be at least 0 seconds.")

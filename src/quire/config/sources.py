@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.env import hf_token, option_texts, unknown_variables, variable
-from quire.config.file import read_config_file
 from quire.config.peer_args import Given, PeerOutcome, file_peer_flag, given_peer_flags, judge, refuse
 from quire.config.peer_flags import PEER_FLAGS
 from quire.config.texts import COUNTS, LIST, option_parser, read_value
@@ -141,7 +140,7 @@ def _read_file(path: Path, options: Mapping[str, Field[Any]], found: Settings) -
     """Fill in what a file holds of our options; returns what it holds of vLLM's flags."""
     peer: list[Given] = []
     spellings = _spellings(options)
-    for key, value in read_config_file(path).items():
+    for key, value in _file_items(path).items():
         off = key.startswith("no-") and isinstance(value, bool) and key[3:] in spellings
         option = spellings.get(key[3:] if off else key)
         if option is not None and value == MASK and option.name in found.values:
@@ -185,3 +184,29 @@ def _name_model(namespace: Mapping[str, Any], found: Settings) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} takes every text that follows, and no model is named: put "
                               f"the model first, or give it with --model.")
 
+
+def _file_items(path: Path) -> dict[str, Any]:
+    """Key -> value, in the file's order, dashes for underscores.
+
+    Raises `ConfigError` for a file that cannot be read, is no YAML, holds no mapping, or holds a key twice.
+    """
+    import yaml  # type: ignore[import-untyped]  # here: most commands read no file
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        value, tree = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: the file is not UTF-8 text.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: the file is no YAML ({' '.join(str(error).split())}).") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"--config {path}: the file must hold one `option: value` per line.")
+    keys = [str(key.value).replace("_", "-") for key, _ in tree.value]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--config {path}: {twice} is there twice.")
+    return {str(key).replace("_", "-"): item for key, item in value.items()}

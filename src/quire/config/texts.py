@@ -52,13 +52,17 @@ def parse_bool(text: str) -> bool:
 
 def parse_object(text: str) -> dict[str, Any]:
     """A JSON object; raises ValueError."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is no JSON ({error})") from None
+    value = _parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is no JSON object such as {{\"temperature\": 0.5}}")
     return value
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is no JSON ({error})") from None
 
 
 def parse_list(text: str) -> tuple[str, ...]:
@@ -72,10 +76,7 @@ def parse_item(text: str) -> tuple[str, ...]:
     """One text as it is, or a JSON list of strings; raises ValueError."""
     if not text.lstrip().startswith("["):
         return (text,)
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is no JSON ({error})") from None
+    value = _parse_json(text)
     if not all(isinstance(item, str) for item in value):
         raise ValueError(f"{text!r} is no list of strings")
     return tuple(value)

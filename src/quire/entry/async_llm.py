@@ -5,7 +5,6 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from os import PathLike, fspath
-from types import TracebackType
 from typing import Any, Self
 
 from quire.assemble import Engine, assemble
@@ -16,7 +15,7 @@ from quire.entry.completion import Generation
 from quire.entry.engine_thread import EngineThread
 from quire.entry.local import Messages, render_chat, tokenizer_of
 from quire.entry.prompts import PromptLike, parse_prompt
-from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:
@@ -39,15 +38,9 @@ class AsyncLLM:
         """The parts behind: configuration, plans, core."""
         return self._served.engine
 
-    async def generate(
-        self,
-        prompt: PromptLike,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    async def generate(self, prompt: PromptLike, sampling_params: SamplingParams | None = None, *,
+                       request_id: str | None = None, priority: int = 0,
+                       timeout: float | None = None) -> AsyncIterator[RequestOutput]:
         """Complete one prompt: an output whenever there is something new, the last one with `finished`.
 
         Raises a `RequestError` when it cannot be served or fails by itself, `EngineDead` when the engine stops.
@@ -88,7 +81,7 @@ class AsyncLLM:
         """Answer one conversation as a stream."""
         return self.generate(render_chat(self.engine, messages, **template_kwargs), sampling_params)
 
-    def get_tokenizer(self) -> TextTokenizer:
+    def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
         return tokenizer_of(self._served.front)
 
@@ -120,7 +113,5 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)

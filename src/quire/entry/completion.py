@@ -15,8 +15,8 @@ from quire.contracts.output import (
 from quire.contracts.request import FinishReason
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import RowLogprobs
-from quire.text.protocol import TextTokenizer
 from quire.text.sequence import SequenceText
+from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(kw_only=True)
@@ -91,15 +91,10 @@ class Completion:
             sent, self.num_sent = self.num_sent, len(self.token_ids)
         else:
             text = "" if self.text is None else self.text.text
-        return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=self.token_ids[sent:],
-            logprobs=None if logprobs is None else logprobs[sent:],
-            cumulative_logprob=self.cumulative_logprob,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
+        return CompletionOutput(index=self.index, text=text, token_ids=self.token_ids[sent:],
+                                logprobs=None if logprobs is None else logprobs[sent:],
+                                cumulative_logprob=self.cumulative_logprob, finish_reason=self.finish_reason,
+                                stop_reason=self.stop_reason)
 
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
         """Bring the text up to the tokens; returns the stop string that was found, or None."""
@@ -125,7 +120,7 @@ class Generation:
     prompt_token_ids: list[int]
     params: SamplingParams
     completions: list[Completion]
-    tokenizer: TextTokenizer | None
+    tokenizer: Tokenizer | None
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     num_cached: int | None = None
     began: float | None = None
@@ -171,16 +166,10 @@ class Generation:
 
     def output(self) -> RequestOutput:
         """What the user sees now."""
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.output() for c in self.completions],
-            finished=self.finished,
-            prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=self.num_cached,
-            metrics=self.metrics,
-        )
+        return RequestOutput(request_id=self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids,
+                             outputs=[c.output() for c in self.completions], finished=self.finished,
+                             prompt_logprobs=self.prompt_logprobs, num_cached_tokens=self.num_cached,
+                             metrics=self.metrics)
 
     def _named(self, rows: RowLogprobs, row: int) -> LogprobsByToken:
         named: LogprobsByToken = {}

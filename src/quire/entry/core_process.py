@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -55,16 +56,8 @@ def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
     engine = assemble(config, _progress("weights", send))
     plans = {"dtype": f"{engine.dtype.dtype} ({engine.dtype.reason})"}
     plans |= {choice.op: str(choice).removeprefix(f"{choice.op}: ") for choice in engine.kernels.choices}
-    ready = _ready(
-        engine.core,
-        dtype=engine.dtype.dtype,
-        device=engine.device.device,
-        weight_bytes=engine.weight_bytes,
-        kv_bytes=engine.memory.kv_bytes,
-        plans=plans,
-        phases=engine.phases,
-        notes=engine.notes,
-    )
+    ready = _ready(engine.core, dtype=engine.dtype.dtype, device=engine.device.device, weight_bytes=engine.weight_bytes,
+                   kv_bytes=engine.memory.kv_bytes, plans=plans, phases=engine.phases, notes=engine.notes)
     return engine.core, ready
 
 
@@ -77,24 +70,11 @@ def _build_mock(config: EngineConfig) -> tuple[EngineCore, Ready]:
     return core, _ready(core, dtype="none", device="mock", weight_bytes=0, kv_bytes=0, plans=plans, notes=notes)
 
 
-def _ready(core: EngineCore, *, dtype: str, device: str, weight_bytes: int, kv_bytes: int, plans: dict[str, str],
-           phases: dict[str, float] | None = None, notes: tuple[str, ...] = ()) -> Ready:
+def _ready(core: EngineCore, **told: Any) -> Ready:
+    """What is told of a core, beside its own facts."""
     facts = core.facts
-    return Ready(
-        max_model_len=facts.max_model_len,
-        vocab_size=facts.vocab_size,
-        num_slots=facts.num_slots,
-        num_blocks=facts.num_blocks,
-        block_size=facts.block_size,
-        depth=facts.depth,
-        dtype=dtype,
-        device=device,
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
-        plans=plans,
-        phases=phases or {},
-        notes=notes,
-    )
+    return Ready(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, num_slots=facts.num_slots,
+                 num_blocks=facts.num_blocks, block_size=facts.block_size, depth=facts.depth, **told)
 
 
 def _progress(phase: str, send: Send) -> Callable[[int, int], None]:

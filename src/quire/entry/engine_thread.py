@@ -125,8 +125,5 @@ class EngineThread:
             if output.finished:
                 del self.inboxes[handle]
             failure = next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
-            deliver(
-                output
-                if failure is None
-                else RequestFailed(f"request {output.request_id} failed: {failure}.", code=str(failure))
-            )
+            deliver(output if failure is None
+                    else RequestFailed(f"request {output.request_id} failed: {failure}.", code=str(failure)))

@@ -9,19 +9,22 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
+from quire.config.engine import EngineConfig
 from quire.contracts.errors import InvalidParameter, PromptTooLong
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
+from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import BIAS_LIMIT, COLDEST, OutputKind, SamplerSpec, SamplingParams
 from quire.contracts.seeds import child_seed
 from quire.entry.completion import Completion, Generation
 from quire.entry.prompts import Prompt
-from quire.text.protocol import TextTokenizer
+from quire.procs.messages import Ready
 from quire.text.sequence import SequenceText
+from quire.text.tokenizer import Tokenizer
 
 LOG = logging.getLogger("quire")
 INTERNAL = "internal"  # code of a request that met a fault of ours
@@ -63,13 +66,22 @@ class Taken:
 class FrontEnd:
     """Keeps every live `Generation`; `start` gives the core its requests, `apply` takes the core's outputs."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, limits: Limits, *, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, limits: Limits, *, seed: int = 0) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._eos = frozenset(i for i in limits.eos_ids if i < limits.vocab_size)
         self._seeds = random.Random(seed)
         self._next_handle = 0
         self._by_handle: dict[int, tuple[Generation, Completion]] = {}
+
+    @classmethod
+    def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
+           eos_ids: tuple[int, ...]) -> Self:
+        """The front end of an engine of these sizes."""
+        limits = Limits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
+                        max_logprobs=config.model.max_logprobs, eos_ids=eos_ids,
+                        by_priority=config.scheduler.scheduling_policy == "priority")
+        return cls(tokenizer, limits, seed=config.model.seed)
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -81,23 +93,15 @@ class FrontEnd:
         """The prompts that have not finished."""
         return list({g.completions[0].handle: g for g, _ in self._by_handle.values()}.values())
 
-    def start(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> tuple[Generation, list[NewRequest]]:
+    def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
+              timeout: float | None = None) -> tuple[Generation, list[NewRequest]]:
         """Make the requests of one prompt; raises `RequestError` and keeps nothing when they cannot be served.
 
         timeout   seconds after which the request fails
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
-                f"sampling_params must be SamplingParams, not {type(params).__name__}.", param="sampling_params"
-            )
+                f"sampling_params must be SamplingParams, not {type(params).__name__}.", param="sampling_params")
         params.check()
         self._check_options(priority, timeout)
         token_ids = self.encode(prompt)
@@ -105,20 +109,13 @@ class FrontEnd:
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
-        generation = Generation(
-            request_id=request_id,
-            prompt=prompt.text,
-            prompt_token_ids=token_ids,
-            params=params,
-            completions=[],
-            tokenizer=self.tokenizer if params.detokenize else None,
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
-        )
+        generation = Generation(request_id=request_id, prompt=prompt.text, prompt_token_ids=token_ids, params=params,
+                                completions=[], tokenizer=self.tokenizer if params.detokenize else None,
+                                prompt_logprobs=None if params.prompt_logprobs is None else [None])
         for i in range(params.n):
             text, streamed = self._text(token_ids, params), params.output_kind == OutputKind.DELTA
             generation.completions.append(
-                Completion(handle=first + i, index=i, text=text, eos_ids=self._eos, streamed=streamed)
-            )
+                Completion(handle=first + i, index=i, text=text, eos_ids=self._eos, streamed=streamed))
         room = self.limits.max_model_len - len(token_ids)
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         parent = NewRequest(
@@ -254,8 +251,7 @@ class FrontEnd:
         assert prompt.text is not None
         if self.tokenizer is None:
             raise InvalidParameter(
-                "this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids.", param="prompt"
-            )
+                "this engine has no tokenizer (skip_tokenizer_init): give prompt_token_ids.", param="prompt")
         return self.tokenizer.encode(prompt.text)
 
     def tokenized(self, prompt: Prompt) -> Prompt:
@@ -267,10 +263,8 @@ class FrontEnd:
         if not isinstance(given, int) or isinstance(given, bool) or not -(2**31) <= given < 2**31:
             raise InvalidParameter(f"priority={given!r}: must be an integer of 32 bits.", param="priority")
         if given and not self.limits.by_priority:
-            raise InvalidParameter(
-                f"priority={given} needs scheduling_policy='priority'; this engine serves first come, first served.",
-                param="priority",
-            )
+            raise InvalidParameter(f"priority={given} needs scheduling_policy='priority'; this engine serves first "
+                                   "come, first served.", param="priority")
         seconds: Any = 1.0 if timeout is None else timeout
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST:
             raise InvalidParameter(f"timeout={timeout!r}: must be seconds, above 0 and at most 1e9.", param="timeout")
@@ -285,36 +279,23 @@ class FrontEnd:
         if not token_ids:
             raise InvalidParameter("the prompt is empty: give at least one token.", param="prompt")
         if len(token_ids) + (params.max_tokens != 0) > limits.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: shorten "
-                "the prompt, or raise max_model_len."
-            )
-        for name, values in (
-            ("prompt_token_ids", token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids),
-            ("logit_bias", params.logit_bias),
-            ("logprob_token_ids", params.logprob_token_ids),
-        ):
+            raise PromptTooLong(f"the prompt has {len(token_ids)} tokens and the context {limits.max_model_len}: "
+                                "shorten the prompt, or raise max_model_len.")
+        for name, values in (("prompt_token_ids", token_ids), ("stop_token_ids", params.stop_token_ids),
+                             ("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias),
+                             ("logprob_token_ids", params.logprob_token_ids)):
             if not values or (0 <= (low := min(values)) and max(values) < limits.vocab_size):
                 continue
-            raise InvalidParameter(
-                f"{name} holds {low if low < 0 else max(values)}, which is outside the vocabulary of "
-                f"{limits.vocab_size} tokens (0 to {limits.vocab_size - 1}).",
-                param=name,
-            )
+            raise InvalidParameter(f"{name} holds {low if low < 0 else max(values)}, which is outside the vocabulary "
+                                   f"of {limits.vocab_size} tokens (0 to {limits.vocab_size - 1}).", param=name)
         for name, k in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if k is not None and limits.max_logprobs >= 0 and (k > limits.max_logprobs or k < 0):
-                raise InvalidParameter(
-                    f"{name}={k} exceeds this engine's max_logprobs={limits.max_logprobs}: ask for "
-                    "fewer, or start the engine with a higher max_logprobs.",
-                    param=name,
-                )
+                raise InvalidParameter(f"{name}={k} exceeds this engine's max_logprobs={limits.max_logprobs}: ask for "
+                                       "fewer, or start the engine with a higher max_logprobs.", param=name)
         if self.tokenizer is None and (params.stop_strings or params.bad_words):
             name = "stop" if params.stop_strings else "bad_words"
             raise InvalidParameter(
-                f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name
-            )
+                f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name)
 
     def _spec(self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...]) -> SamplerSpec:
         greedy = params.greedy
@@ -347,13 +328,6 @@ class FrontEnd:
 def _child(parent: NewRequest, index: int, request_id: str) -> NewRequest:
     """Another completion of the same prompt: it shares the prompt's blocks, and draws from a seed of its own."""
     spec = msgspec.structs.replace(
-        parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None
-    )
-    return msgspec.structs.replace(
-        parent,
-        handle=parent.handle + index,
-        request_id=request_id,
-        sampler=spec,
-        parent=parent.handle,
-        read_prefix_cache=True,
-    )
+        parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None)
+    return msgspec.structs.replace(parent, handle=parent.handle + index, request_id=request_id, sampler=spec,
+                                   parent=parent.handle, read_prefix_cache=True)

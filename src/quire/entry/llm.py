@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from os import PathLike, fspath
-from types import TracebackType
 from typing import Any, Self
 
 from quire.assemble import Engine, assemble
@@ -18,7 +17,7 @@ from quire.entry.interrupt import uninterrupted
 from quire.entry.local import Messages, front_end, render_chat, tokenizer_of
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
 from quire.observe.progress import Progress
-from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
 
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 Mail = deque[tuple[int, RequestOutput]]  # outputs with the handle of their prompt's first completion
@@ -49,14 +48,8 @@ class LLM:
             raise EngineClosed("this LLM is closed: make a new one.")
         return self._engine
 
-    def generate(
-        self,
-        prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: ParamsLike = None,
-        *,
-        use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: PromptLike | Sequence[PromptLike], sampling_params: ParamsLike = None, *,
+                 use_tqdm: bool = True, priority: Sequence[int] | None = None) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
         prompts           a string, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these
@@ -71,40 +64,24 @@ class LLM:
         final = [p.clone(output_kind=OutputKind.FINAL_ONLY) for p in params]
         started: list[Generation] = []
         done: dict[int, RequestOutput] = {}
-        with (
-            Progress("Generating", len(parsed), enabled=use_tqdm, unit="prompt") as progress,
-            closing(self._run(parsed, final, priority, started)) as outputs,
-        ):
+        with (Progress("Generating", len(parsed), enabled=use_tqdm, unit="prompt") as progress,
+              closing(self._run(parsed, final, priority, started)) as outputs):
             for output, first_handle in outputs:
                 done[first_handle] = output
                 progress.advance(1)
         return [done[g.completions[0].handle] for g in started]
 
-    def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling_params: ParamsLike = None,
-        *,
-        use_tqdm: bool = True,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[RequestOutput]:
+    def chat(self, messages: Messages | Sequence[Messages], sampling_params: ParamsLike = None, *,
+             use_tqdm: bool = True, chat_template: str | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
+             chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
         """Answer one conversation, or several: each a list of {"role": ..., "content": ...}."""
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [
-            render_chat(
-                self.engine,
-                m,
-                chat_template=chat_template,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+            render_chat(self.engine, m, chat_template=chat_template, tools=tools,
+                        add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                        chat_template_kwargs=chat_template_kwargs)
             for m in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -132,7 +109,7 @@ class LLM:
 
         return beam_search(self._front, generate, parse_prompts(prompts), params)
 
-    def get_tokenizer(self) -> TextTokenizer:
+    def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
         return tokenizer_of(self._front)
 
@@ -153,9 +130,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
@@ -165,16 +140,12 @@ class LLM:
             return [given] * count
         wrong = [type(p).__name__ for p in given if not isinstance(p, SamplingParams)]
         if isinstance(given, Mapping) or wrong:
-            raise InvalidParameter(
-                f"sampling_params must be SamplingParams, or a list of them, not "
-                f"{wrong[0] if isinstance(given, list) else type(given).__name__}.",
-                param="sampling_params",
-            )
+            raise InvalidParameter(f"sampling_params must be SamplingParams, or a list of them, not "
+                                   f"{wrong[0] if isinstance(given, list) else type(given).__name__}.",
+                                   param="sampling_params")
         if len(given) != count:
-            raise InvalidParameter(
-                f"{count} prompts and {len(given)} sampling params: give one for all, or one each.",
-                param="sampling_params",
-            )
+            raise InvalidParameter(f"{count} prompts and {len(given)} sampling params: give one for all, or one each.",
+                                   param="sampling_params")
         return list(given)
 
     def _start(
@@ -187,13 +158,8 @@ class LLM:
         for request in requests:
             self.engine.core.add(request, places=0)  # the bound of the queue is for callers who know nothing of another
 
-    def _run(
-        self,
-        prompts: list[Prompt],
-        params: list[SamplingParams],
-        priority: Sequence[int] | None,
-        started: list[Generation],
-    ) -> Generator[tuple[RequestOutput, int], None, None]:
+    def _run(self, prompts: list[Prompt], params: list[SamplingParams], priority: Sequence[int] | None,
+             started: list[Generation]) -> Generator[tuple[RequestOutput, int], None, None]:
         """Queue all prompts, or none, and step until they have ended; a caller who stops listening aborts them.
 
         Fills `started`; yields outputs with the handle of their prompt's first completion. What an interrupted run has
@@ -203,8 +169,7 @@ class LLM:
             raise self._dead
         if priority is not None and len(priority) != len(prompts):
             raise InvalidParameter(
-                f"{len(prompts)} prompts and {len(priority)} priorities: give one each.", param="priority"
-            )
+                f"{len(prompts)} prompts and {len(priority)} priorities: give one each.", param="priority")
         ready: Mail = deque()
         try:
             with uninterrupted():

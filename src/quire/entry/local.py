@@ -5,10 +5,10 @@ from typing import Any
 
 from quire.assemble import Engine
 from quire.contracts.errors import InvalidParameter
-from quire.entry.front import FrontEnd, Limits
+from quire.entry.front import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.text.chat import ChatTemplate, encode_chat, no_template
-from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, Any]]
 ARGUMENTS = (  # of rendering, which are no variables of a template
@@ -23,36 +23,20 @@ ARGUMENTS = (  # of rendering, which are no variables of a template
 
 def front_end(engine: Engine) -> FrontEnd:
     """The front end of an assembled engine."""
-    facts, model = engine.core.facts, engine.config.model
-    limits = Limits(
-        max_model_len=facts.max_model_len,
-        vocab_size=facts.vocab_size,
-        max_logprobs=model.max_logprobs,
-        eos_ids=engine.eos_ids,
-        by_priority=engine.config.scheduler.scheduling_policy == "priority",
-    )
-    return FrontEnd(engine.tokenizer, limits, seed=model.seed)
+    return FrontEnd.of(engine.config, engine.core.facts, engine.tokenizer, engine.eos_ids)
 
 
-def tokenizer_of(front: FrontEnd) -> TextTokenizer:
+def tokenizer_of(front: FrontEnd) -> Tokenizer:
     """The tokenizer, or `InvalidParameter` when the engine was made without one."""
     if front.tokenizer is None:
         raise InvalidParameter("this engine was made with skip_tokenizer_init=True and has no tokenizer.")
     return front.tokenizer
 
 
-def render_chat(
-    engine: Engine,
-    messages: Messages,
-    /,
-    *,
-    chat_template: str | None = None,
-    tools: list[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    **variables: Any,
-) -> Prompt:
+def render_chat(engine: Engine, messages: Messages, /, *, chat_template: str | None = None,
+                tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True,
+                continue_final_message: bool = False, chat_template_kwargs: dict[str, Any] | None = None,
+                **variables: Any) -> Prompt:
     """The prompt of one conversation, its text and token ids (no doubled BOS).
 
     chat_template_kwargs, variables   what the template sees besides; `InvalidParameter` for the name of an argument
@@ -60,20 +44,15 @@ def render_chat(
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise InvalidParameter(
-            "chat needs a tokenizer, and this engine has none (skip_tokenizer_init).", param="messages"
-        )
+            "chat needs a tokenizer, and this engine has none (skip_tokenizer_init).", param="messages")
     template = engine.chat_template
     if chat_template is not None:
         template = ChatTemplate.load(engine.tokenizer_folder, override=chat_template)
     if template is None:
         raise no_template(engine.config.model.model)
-    text = template.render(
-        messages,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        **{**variables, **_checked_variables(chat_template_kwargs)},
-    )
+    text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                           continue_final_message=continue_final_message,
+                           **{**variables, **_checked_variables(chat_template_kwargs)})
     return Prompt(text=text, token_ids=encode_chat(tokenizer, text))
 
 
@@ -83,8 +62,6 @@ def _checked_variables(given: Any) -> dict[str, Any]:
         raise InvalidParameter("chat_template_kwargs must be a dict of names.", param="chat_template_kwargs")
     for name in ARGUMENTS:
         if name in variables:
-            raise InvalidParameter(
-                f"chat_template_kwargs may not hold {name}: it is no variable of the template.",
-                param="chat_template_kwargs",
-            )
+            raise InvalidParameter(f"chat_template_kwargs may not hold {name}: it is no variable of the template.",
+                                   param="chat_template_kwargs")
     return variables

@@ -1,7 +1,7 @@
 """What a server counts about itself: hooks that cost next to nothing, and their Prometheus form.
 
-`Metrics` does nothing and is what embedded use gets. `PrometheusMetrics` counts in plain Python and makes samples only
-when it is scraped. No label ever holds an id or a user's text, and every set of label values is bounded.
+`Metrics` counts in plain Python and makes samples only when it is scraped. No label ever holds an id or a user's text,
+and every set of label values is bounded.
 
 Names are the peer's wherever the meaning is the same, under a prefix of our own: with the prefix "vllm" its dashboards
 and alert rules work. Knows nothing of HTTP and of the engine; the server calls the hooks.
@@ -9,8 +9,10 @@ and alert rules work. Knows nothing of HTTP and of the engine; the server calls 
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -20,24 +22,14 @@ from prometheus_client.registry import Collector
 from quire.contracts.output import StepStats
 from quire.contracts.request import FinishReason
 from quire.contracts.sampling import SamplingParams
+from quire.observe import series
 from quire.observe.process import read_usage
-from quire.observe.series import (
-    COMPLETIONS,
-    FIRST_TOKEN_SECONDS,
-    LAG_SECONDS,
-    OTHER,
-    REQUEST_SECONDS,
-    STEP_SECONDS,
-    STEP_TOKENS,
-    TOKEN_SECONDS,
-    Histogram,
-    Tally,
-    one_two_five,
-)
+from quire.observe.series import OTHER, Histogram, Tally, one_two_five
 
 DEFAULT_CONTEXT = 131_072  # for bucket bounds, until the engine has said how long a context is
 PHASES = ("prefill", "decode")
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": it never came to one
+Sample = float | Histogram
 ENGINE = "0"  # the peer's label for the data-parallel rank
 
 
@@ -53,79 +45,13 @@ class StatsLine:
     generation_tokens_per_s: float = 0.0
 
 
-class Metrics:
-    """The hooks, all of them without effect. Seconds are durations; every hook may be called from one thread only."""
+class Metrics(Collector):
+    """Counts into plain numbers; `render` turns them into the text format through a registry of its own.
 
-    def engine_ready(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        cache_dtype: str = "auto",
-        enable_prefix_caching: bool = True,
-        core_pid: int | None = None,
-    ) -> None:
-        """The core is loaded, with these sizes, as process `core_pid` (None: in this process)."""
+    Seconds are durations; every hook may be called from one thread only.
+    """
 
-    def step(self, stats: StepStats, num_tokens: int) -> None:
-        """Outputs have come from the core: its statistics, and how many tokens it generated. Once per step."""
-
-    def tokens(self, count: int) -> None:
-        """`count` tokens were handed to those who wait for them (not those generated after a stop string)."""
-
-    def request_started(self, num_prompt: int, params: SamplingParams) -> None:
-        """A prompt of so many tokens went to the core."""
-
-    def first_token(self, seconds: float) -> None:
-        """A request got its first token, so long after it came."""
-
-    def inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` requests got a token, so long after their one before."""
-
-    def request_finished(
-        self,
-        reason: str,
-        *,
-        num_prompt: int,
-        num_output: int,
-        queue_s: float | None,
-        prefill_s: float | None,
-        decode_s: float | None,
-        e2e_s: float,
-        num_cached: int = 0,
-        token_s: Iterable[float] = (),
-    ) -> None:
-        """A request ended with a finish reason. Times of phases that it did not reach are None.
-
-        num_output   tokens of all its completions;  token_s  mean time per token after the first, of each completion
-        """
-
-    def aborted(self, cause: str) -> None:
-        """A running request was aborted by us: "disconnect", "stop_string", "timeout", "shutdown"..."""
-
-    def rejected(self, reason: str) -> None:
-        """A request was not taken: the reason as a short fixed word."""
-
-    def http(self, route: str, status: int, method: str = "POST") -> None:
-        """An HTTP request was answered. `route` is the pattern that matched, never the path that was asked for."""
-
-    def loop_lag(self, seconds: float) -> None:
-        """The event loop ran so much late; see `process.watch_event_loop`."""
-
-    def snapshot(self) -> StatsLine:
-        """What the periodic line shows; rates count from the last call."""
-        return StatsLine()
-
-    def render(self) -> tuple[bytes, str]:
-        """The body and content type of a scrape."""
-        return b"", CONTENT_TYPE_LATEST
-
-
-class PrometheusMetrics(Metrics):
-    """Counts into plain numbers; `render` turns them into the text format through a registry of its own."""
-
-    def __init__(self, prefix: str, model_name: str) -> None:
+    def __init__(self, prefix: str = "quire", model_name: str = "") -> None:
         self._prefix, self._labels = prefix, {"model_name": model_name, "engine": ENGINE}
         self._stats = StepStats()
         self._num_blocks = 0
@@ -134,11 +60,11 @@ class PrometheusMetrics(Metrics):
         self._busy_since: float | None = None  # the last sign of life while there is work
         self._num_steps = self._generated = self._delivered = 0
         self._phase_tokens = dict.fromkeys(PHASES, 0)
-        self._first, self._gap = Histogram(FIRST_TOKEN_SECONDS), Histogram(TOKEN_SECONDS)
-        self._iteration, self._lag = Histogram(STEP_TOKENS), Histogram(LAG_SECONDS)
-        self._parts = {part: Histogram(STEP_SECONDS) for part in ("schedule", "execute", "finish")}
-        self._per_token, self._num_completions = Histogram(TOKEN_SECONDS), Histogram(COMPLETIONS)
-        self._request_times = {part: Histogram(REQUEST_SECONDS)
+        self._first, self._gap = Histogram(series.FIRST_TOKEN_SECONDS), Histogram(series.TOKEN_SECONDS)
+        self._iteration, self._lag = Histogram(series.STEP_TOKENS), Histogram(series.LAG_SECONDS)
+        self._parts = {part: Histogram(series.STEP_SECONDS) for part in ("schedule", "execute", "finish")}
+        self._per_token, self._num_completions = Histogram(series.TOKEN_SECONDS), Histogram(series.COMPLETIONS)
+        self._request_times = {part: Histogram(series.REQUEST_SECONDS)
                                for part in ("e2e_request_latency", "request_queue_time", "request_inference_time",
                                             "request_prefill_time", "request_decode_time")}
         self._lengths: dict[str, Histogram] = {}
@@ -148,21 +74,14 @@ class PrometheusMetrics(Metrics):
         self._http = Tally(limit=256)
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Samples(self))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     # --- hooks --------------------------------------------------------------------------------------------------
 
-    def engine_ready(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        cache_dtype: str = "auto",
-        enable_prefix_caching: bool = True,
-        core_pid: int | None = None,
-    ) -> None:
+    def engine_ready(self, *, num_blocks: int, block_size: int, max_model_len: int, cache_dtype: str = "auto",
+                     enable_prefix_caching: bool = True, core_pid: int | None = None) -> None:
+        """The core is loaded, with these sizes, as process `core_pid` (None: in this process)."""
         self._num_blocks = num_blocks
         self._size_lengths(max_model_len)
         self._cache_info = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks),
@@ -171,6 +90,7 @@ class PrometheusMetrics(Metrics):
             self._pids["core"] = core_pid
 
     def step(self, stats: StepStats, num_tokens: int) -> None:
+        """Outputs have come from the core: its statistics, and how many tokens it generated. Once per step."""
         self._stats = stats
         self._busy_since = time.monotonic() if stats.num_running or stats.num_waiting else None
         if stats.step < 0:  # outputs without a step: only the state is new
@@ -187,9 +107,11 @@ class PrometheusMetrics(Metrics):
         parts["finish"].observe(stats.finish_s)
 
     def tokens(self, count: int) -> None:
+        """`count` tokens were handed to those who wait for them (not those generated after a stop string)."""
         self._delivered += count
 
     def request_started(self, num_prompt: int, params: SamplingParams) -> None:
+        """A prompt of so many tokens went to the core."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
         self._num_completions.observe(params.n)
@@ -197,24 +119,16 @@ class PrometheusMetrics(Metrics):
             self._lengths["request_params_max_tokens"].observe(params.max_tokens)
 
     def first_token(self, seconds: float) -> None:
+        """A request got its first token, so long after it came."""
         self._first.observe(seconds)
 
     def inter_token(self, seconds: float, count: int = 1) -> None:
+        """`count` requests got a token, so long after their one before."""
         self._gap.observe(seconds, count)
 
-    def request_finished(
-        self,
-        reason: str,
-        *,
-        num_prompt: int,
-        num_output: int,
-        queue_s: float | None,
-        prefill_s: float | None,
-        decode_s: float | None,
-        e2e_s: float,
-        num_cached: int = 0,
-        token_s: Iterable[float] = (),
-    ) -> None:
+    def request_finished(self, reason: str, *, num_prompt: int, num_output: int, queue_s: float | None,
+                         prefill_s: float | None, decode_s: float | None, e2e_s: float, num_cached: int = 0,
+                         token_s: Iterable[float] = ()) -> None:
         self._finished.add(reason)
         lengths = self._lengths
         lengths["request_prompt_tokens"].observe(num_prompt)
@@ -229,20 +143,25 @@ class PrometheusMetrics(Metrics):
             self._per_token.observe(seconds)
 
     def aborted(self, cause: str) -> None:
+        """A running request was aborted by us: "disconnect", "stop_string", "timeout", "shutdown"..."""
         self._aborts.add(cause)
 
     def rejected(self, reason: str) -> None:
+        """A request was not taken: the reason as a short fixed word."""
         self._rejections.add(reason)
 
     def http(self, route: str, status: int, method: str = "POST") -> None:
+        """An HTTP request was answered. `route` is the pattern that matched, never the path that was asked for."""
         self._http.add(route, method if method in METHODS else OTHER, str(status))  # a client may invent methods
 
     def loop_lag(self, seconds: float) -> None:
+        """The event loop ran so much late; see `process.watch_event_loop`."""
         self._lag.observe(seconds)
 
     # --- what is told -------------------------------------------------------------------------------------------
 
     def snapshot(self) -> StatsLine:
+        """What the periodic line shows; rates count from the last call."""
         stats = self._stats
         now = (time.monotonic(), self._num_prompt_tokens, self._generated, stats.prefix_queries, stats.prefix_hits)
         seconds, prompt, generated, queries, hits = (a - b for a, b in zip(now, self._last_line, strict=True))
@@ -253,6 +172,7 @@ class PrometheusMetrics(Metrics):
                          generation_tokens_per_s=generated / seconds)
 
     def render(self) -> tuple[bytes, str]:
+        """The body and content type of a scrape."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:
@@ -277,24 +197,24 @@ class PrometheusMetrics(Metrics):
         self._lengths = {name: Histogram(one_two_five(max_model_len)) for name in names}
 
     def _gauges(self) -> Iterator[Metric]:
-        s = self._stats
+        s, gauge = self._stats, partial(self._family, GaugeMetricFamily)
         used = self._num_blocks - s.num_free_blocks if self._num_steps else 0
         blocks = {"used": used, "cached": s.num_cached_blocks, "free": self._num_blocks - used - s.num_cached_blocks}
-        yield self._gauge("num_requests_running", "Requests that hold a slot.", s.num_running)
-        yield self._gauge("num_requests_waiting", "Requests that wait for a slot.", s.num_waiting)
-        yield self._gauge("num_requests_waiting_by_reason",
-                          "Waiting requests: for capacity, or deferred behind another request's prompt.",
-                          by={"capacity": s.num_waiting - s.num_blocked, "deferred": s.num_blocked}, label="reason")
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1.", self._kv_usage)
-        yield self._gauge("kv_blocks", "KV blocks: used by requests, free with a reusable content (cached), or free.",
-                          by=blocks, label="state")
-        yield self._gauge("step_requests", "Requests in the last step.", label="phase",
-                          by={"prefill": s.num_prefills, "decode": s.num_scheduled - s.num_prefills})
+        yield gauge("num_requests_running", "Requests that hold a slot.", s.num_running)
+        yield gauge("num_requests_waiting", "Requests that wait for a slot.", s.num_waiting)
+        yield gauge("num_requests_waiting_by_reason",
+                    "Waiting requests: for capacity, or deferred behind another request's prompt.",
+                    by={"capacity": s.num_waiting - s.num_blocked, "deferred": s.num_blocked}, label="reason")
+        yield gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1.", self._kv_usage)
+        yield gauge("kv_blocks", "KV blocks: used by requests, free with a reusable content (cached), or free.",
+                    by=blocks, label="state")
+        yield gauge("step_requests", "Requests in the last step.", label="phase",
+                    by={"prefill": s.num_prefills, "decode": s.num_scheduled - s.num_prefills})
         age = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
-        yield self._gauge("last_step_age_seconds", "Seconds since the core last answered while it has work.", age)
+        yield gauge("last_step_age_seconds", "Seconds since the core last answered while it has work.", age)
         usages = [(role, usage) for role, pid in self._pids.items() if (usage := read_usage(pid)) is not None]
-        yield self._gauge("process_resident_bytes", "Memory of the server's processes.", label="process",
-                          by={role: usage.resident_bytes for role, usage in usages})
+        yield gauge("process_resident_bytes", "Memory of the server's processes.", label="process",
+                    by={role: usage.resident_bytes for role, usage in usages})
         if self._cache_info:
             info = {"engine": ENGINE, **self._cache_info}
             family = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV cache, as labels.", labels=[*info])
@@ -302,69 +222,47 @@ class PrometheusMetrics(Metrics):
             yield family
 
     def _counters(self) -> Iterator[Metric]:
-        s, phases = self._stats, self._phase_tokens
-        yield self._counter("prompt_tokens", "Prompt tokens, computed or found in the cache.", self._num_prompt_tokens)
-        yield self._counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", label=("source",),
-                            by={("local_compute",): phases["prefill"], ("local_cache_hit",): s.prefix_hits})
-        yield self._counter("prompt_tokens_cached", "Prompt tokens found in the cache.", s.prefix_hits)
-        yield self._counter("generation_tokens", "Tokens generated.", self._generated)
-        yield self._counter("delivered_tokens", "Generated tokens that were handed on.", self._delivered)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", s.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache at admission.", s.prefix_hits)
-        yield self._counter("num_preemptions", "Requests sent back to the queue to free blocks.", s.num_preempted)
-        yield self._counter("steps", "Steps of the engine.", self._num_steps)
-        yield self._counter("step_tokens", "Tokens computed in steps, by phase.", label=("phase",),
-                            by={(phase,): count for phase, count in phases.items()})
+        s, phases, counter = self._stats, self._phase_tokens, partial(self._family, CounterMetricFamily)
+        yield counter("prompt_tokens", "Prompt tokens, computed or found in the cache.", self._num_prompt_tokens)
+        yield counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", label="source",
+                      by={"local_compute": phases["prefill"], "local_cache_hit": s.prefix_hits})
+        yield counter("prompt_tokens_cached", "Prompt tokens found in the cache.", s.prefix_hits)
+        yield counter("generation_tokens", "Tokens generated.", self._generated)
+        yield counter("delivered_tokens", "Generated tokens that were handed on.", self._delivered)
+        yield counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", s.prefix_queries)
+        yield counter("prefix_cache_hits", "Prompt tokens found in the cache at admission.", s.prefix_hits)
+        yield counter("num_preemptions", "Requests sent back to the queue to free blocks.", s.num_preempted)
+        yield counter("steps", "Steps of the engine.", self._num_steps)
+        yield counter("step_tokens", "Tokens computed in steps, by phase.", label="phase", by=phases)
         for name, help, tally, label in (
-            ("request_success", "Requests that ended, by finish reason.", self._finished, ("finished_reason",)),
-            ("request_aborts", "Requests that were aborted, by cause.", self._aborts, ("cause",)),
-            ("admission_rejections", "Requests that were not taken, by reason.", self._rejections, ("reason",)),
-            ("http_requests", "HTTP requests answered.", self._http, ("route", "method", "status")),
+            ("request_success", "Requests that ended, by finish reason.", self._finished, "finished_reason"),
+            ("request_aborts", "Requests that were aborted, by cause.", self._aborts, "cause"),
+            ("admission_rejections", "Requests that were not taken, by reason.", self._rejections, "reason"),
+            ("http_requests", "HTTP requests answered.", self._http, "route method status"),
         ):
-            yield self._counter(name, help, by=tally.counts, label=label)
+            yield counter(name, help, by=tally.counts, label=label)
 
     def _histograms(self) -> Iterator[Metric]:
-        seconds = {"": self._first}
-        yield self._histogram("time_to_first_token_seconds", "From arrival to the first token.", seconds)
-        yield self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", {"": self._gap})
-        yield self._histogram("request_time_per_output_token_seconds",
-                              "Mean time per token after the first, one value per completion.", {"": self._per_token})
-        for part, histogram in self._request_times.items():
-            yield self._histogram(f"{part}_seconds", "Time of a request, whole or in one phase.", {"": histogram})
-        for name, histogram in self._lengths.items():
-            yield self._histogram(name, "Tokens of a request.", {"": histogram})
-        yield self._histogram("request_params_n", "Completions asked for.", {"": self._num_completions})
-        yield self._histogram("iteration_tokens_total", "Tokens computed in one step.", {"": self._iteration})
-        yield self._histogram("step_time_seconds", "Time of a step in the core, by part.", self._parts, "part")
-        yield self._histogram("event_loop_lag_seconds", "How late the server's event loop runs.", {"": self._lag})
+        histogram = partial(self._family, HistogramMetricFamily)
+        yield histogram("time_to_first_token_seconds", "From arrival to the first token.", self._first)
+        yield histogram("inter_token_latency_seconds", "Between two tokens of a request.", self._gap)
+        yield histogram("request_time_per_output_token_seconds",
+                      "Mean time per token after the first, one value per completion.", self._per_token)
+        for part, times in self._request_times.items():
+            yield histogram(f"{part}_seconds", "Time of a request, whole or in one phase.", times)
+        for name, lengths in self._lengths.items():
+            yield histogram(name, "Tokens of a request.", lengths)
+        yield histogram("request_params_n", "Completions asked for.", self._num_completions)
+        yield histogram("iteration_tokens_total", "Tokens computed in one step.", self._iteration)
+        yield histogram("step_time_seconds", "Time of a step in the core, by part.", by=self._parts, label="part")
+        yield histogram("event_loop_lag_seconds", "How late the server's event loop runs.", self._lag)
 
-    def _gauge(self, name: str, help: str, value: float = 0.0, *, by: dict[str, float] | dict[str, int] | None = None,
-               label: str = "") -> Metric:
-        family = GaugeMetricFamily(f"{self._prefix}:{name}", help, labels=[*self._labels, *([label] if label else ())])
-        for key, each in (by if label and by is not None else {"": value}).items():
-            family.add_metric([*self._labels.values(), *([key] if label else ())], each)
-        return family
-
-    def _counter(self, name: str, help: str, value: float = 0.0, *, by: dict[tuple[str, ...], float] | None = None,
-                 label: tuple[str, ...] = ()) -> Metric:
-        family = CounterMetricFamily(f"{self._prefix}:{name}", help, labels=[*self._labels, *label])
+    def _family(self, kind: Any, name: str, help: str, value: Sample = 0.0, *, by: Mapping[Any, Sample] | None = None,
+                label: str = "") -> Any:
+        """A family of one value, or of one for each value of `label` (several labels: for each tuple of them)."""
+        labels = label.split()
+        family = kind(f"{self._prefix}:{name}", help, labels=[*self._labels, *labels])
         for key, each in ({(): value} if by is None else by).items():
-            family.add_metric([*self._labels.values(), *key], each)
+            numbers = (each.buckets(), each.total) if isinstance(each, Histogram) else (each,)
+            family.add_metric([*self._labels.values(), *((key,) if isinstance(key, str) else key)], *numbers)
         return family
-
-    def _histogram(self, name: str, help: str, by: dict[str, Histogram], label: str = "") -> Metric:
-        family = HistogramMetricFamily(
-            f"{self._prefix}:{name}", help, labels=[*self._labels, *([label] if label else ())])
-        for key, histogram in by.items():
-            family.add_metric([*self._labels.values(), *([key] if label else ())], histogram.buckets(), histogram.total)
-        return family
-
-
-class _Samples(Collector):
-    """What the registry asks when it is scraped."""
-
-    def __init__(self, metrics: PrometheusMetrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        return self._metrics.collect()

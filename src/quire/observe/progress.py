@@ -1,7 +1,6 @@
 """A progress bar on standard error, or nothing."""
 
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -46,23 +45,15 @@ class Progress:
             self._bar.columns = ("{task.description}", *_columns(self._unit))
         self._bar.update(self._task, completed=done, total=total or None)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
 def _columns(unit: str) -> "tuple[ProgressColumn, ...]":
     """What shows how far something of a known size is."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich import progress
 
     if unit == "B":
-        return BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
-    return BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        return progress.BarColumn(), progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()
+    return progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()

@@ -8,7 +8,8 @@ template that would quote text twice never gets it.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -48,34 +49,20 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
         return mapping if isinstance(mapping, dict) else arguments
 
 
+PROBE_CALL = {"id": "probe0001", "type": "function",
+              "function": {"name": "probe_name", "arguments": '{"probe_key": "v"}'}}
 PROBE: list[dict[str, Any]] = [
-    {"role": "user", "content": "question"},
-    {
-        "role": "assistant",
-        "tool_calls": [
-            {
-                "id": "probe0001",
-                "type": "function",
-                "function": {"name": "probe_name", "arguments": '{"probe_key": "v"}'},
-            }
-        ],
-    },
-    {"role": "tool", "tool_call_id": "probe0001", "name": "probe_name", "content": "probe_result"},
-]
-
-PROBE_TOOL: dict[str, Any] = {  # some templates fail without any tool; its name is not the call's
-    "type": "function",
-    "function": {
-        "name": "other",
-        "description": "other",
-        "parameters": {"type": "object", "properties": {"other": {"type": "string", "description": "other"}}},
-    },
-}
+    {"role": "user", "content": "question"}, {"role": "assistant", "tool_calls": [PROBE_CALL]},
+    {"role": "tool", "tool_call_id": "probe0001", "name": "probe_name", "content": "probe_result"}]
+PROBE_TOOL: dict[str, Any] = {"type": "function", "function": {  # some templates fail without any; no call is to it
+    "name": "other", "description": "other",
+    "parameters": {"type": "object", "properties": {"other": {"type": "string", "description": "other"}}}}}
 
 
 def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]) -> CallStyle:
     """The style of a template, given its rendering of (messages, tools); the first style when none carries the call."""
-    for style in _styles():
+    for null_content, as_text in product((False, True), repeat=2):
+        style = CallStyle(arguments_as_text=as_text, null_content=null_content)
         try:
             text = render([style.apply(message) for message in PROBE], [PROBE_TOOL])
         except InvalidParameter:
@@ -83,9 +70,3 @@ def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], s
         if all(word in text for word in ("probe_name", "probe_key", "probe_result")):
             return style
     return CallStyle()
-
-
-def _styles() -> Iterator[CallStyle]:
-    for null_content in (False, True):
-        for as_text in (False, True):
-            yield CallStyle(arguments_as_text=as_text, null_content=null_content)

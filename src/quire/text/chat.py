@@ -14,8 +14,8 @@ import jinja2
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.text.calls import CallStyle, probe_style
 from quire.text.jinja import compile_template
-from quire.text.protocol import TextTokenizer
 from quire.text.special import SpecialTokens, read_json
+from quire.text.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 EXTRA_TEMPLATES = "additional_chat_templates"
@@ -65,16 +65,9 @@ class ChatTemplate:
         """The text of the template used for a request with or without tools."""
         return self.sources[self._choose(tools)]
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        adapt_tool_calls: bool = True,
-        **kwargs: Any,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+               add_generation_prompt: bool = True, continue_final_message: bool = False, adapt_tool_calls: bool = True,
+               **kwargs: Any) -> str:
         """The prompt for a conversation.
 
         messages   mappings with "role"; "content" is a string, or text parts, which are joined with newlines
@@ -85,10 +78,8 @@ class ChatTemplate:
         Errors: `InvalidParameter` with the template's own words when it refuses the messages.
         """
         if continue_final_message and add_generation_prompt:
-            raise InvalidParameter(
-                "continue_final_message and add_generation_prompt exclude each other: switch one off.",
-                param="continue_final_message",
-            )
+            raise InvalidParameter("continue_final_message and add_generation_prompt exclude each other: switch one "
+                                   "off.", param="continue_final_message")
         name = self._choose(tools is not None)
         chat = [_normal_message(message, at) for at, message in enumerate(_checked(messages))]
         if adapt_tool_calls and any("tool_calls" in message for message in chat):
@@ -113,10 +104,8 @@ class ChatTemplate:
             return "tool_use"
         if "default" in self.sources:
             return "default"
-        raise InvalidParameter(
-            f"the model has chat templates {sorted(self.sources)} and none is the default: name one as chat_template.",
-            param="messages",
-        )
+        raise InvalidParameter(f"the model has chat templates {sorted(self.sources)} and none is the default: name one "
+                               "as chat_template.", param="messages")
 
     def _render(self, name: str, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
         given = {"documents": None, "add_generation_prompt": False, **self._variables, **variables}
@@ -134,14 +123,11 @@ class ChatTemplate:
 
 def no_template(model: str) -> InvalidParameter:
     """The error for a chat request to a model without a template."""
-    return InvalidParameter(
-        f"{model} has no chat template (it is probably a base model): use plain completions, or give a template file "
-        "as chat_template.",
-        param="messages",
-    )
+    return InvalidParameter(f"{model} has no chat template (it is probably a base model): use plain completions, or "
+                            "give a template file as chat_template.", param="messages")
 
 
-def encode_chat(tokenizer: TextTokenizer, text: str) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a rendered conversation; the template wrote its special tokens, so none is added."""
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -160,9 +146,8 @@ def _folder_sources(folder: Path) -> dict[str, str]:
         template = {entry.get("name"): entry.get("template") for entry in template}
     if isinstance(template, dict) and all(isinstance(text, str) for item in template.items() for text in item):
         return template
-    raise UnsupportedModel(
-        f"{path}: chat_template must be a text, or a list of them with names: correct it, or give one as chat_template."
-    )
+    raise UnsupportedModel(f"{path}: chat_template must be a text, or a list of them with names: correct it, or give "
+                           "one as chat_template.")
 
 
 def _file_text(path: Path) -> str:
@@ -220,8 +205,7 @@ def _flat_content(content: Any, where: str) -> str:
             name = repr(kind) if kind else f"a {type(part).__name__} without a type"
             raise InvalidParameter(
                 f'{where}: this model reads text only; content part {name} must be {{"type": "text", "text": ...}}.',
-                param="messages",
-            )
+                param="messages")
         texts.append(text)
     return "\n".join(texts)
 
@@ -247,8 +231,6 @@ def _cut_at_mark(text: str, last: str) -> str:
     """The rendered text up to the end of the last message; trimmed there if the template trims messages."""
     at = text.rfind(CONTINUE_MARK.strip())
     if at < 0 or last.strip() not in text:
-        raise InvalidParameter(
-            "continue_final_message: the chat template drops or changes the last message; use another template.",
-            param="continue_final_message",
-        )
+        raise InvalidParameter("continue_final_message: the chat template drops or changes the last message; use "
+                               "another template.", param="continue_final_message")
     return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()

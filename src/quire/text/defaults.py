@@ -9,23 +9,17 @@ from typing import Any
 
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.contracts.sampling import SamplingParams
-from quire.text.protocol import TextTokenizer
 from quire.text.special import read_json
+from quire.text.tokenizer import Tokenizer
 
 GENERATION_FILE = "generation_config.json"
 MODEL_FILE = "config.json"
 # generation_config.json -> SamplingParams
-FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+SAME_NAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FIELDS = {name: name for name in SAME_NAME} | {"max_new_tokens": "max_tokens"}
 
 
-def load_eos_ids(folder: Path, tokenizer: TextTokenizer | None = None) -> tuple[int, ...]:
+def load_eos_ids(folder: Path, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
     """Ids that end a sequence, without repeats: the tokenizer's, then `generation_config.json`, then `config.json`.
 
     A checkpoint often lists some of them in one place only (an end of turn beside an end of text), so all count.
@@ -57,8 +51,7 @@ def load_generation_defaults(
     if unknown:
         known = ", ".join((*FIELDS, "do_sample"))
         raise InvalidParameter(
-            f"override_generation_config: {unknown[0]!r} is not known (one of {known}).", param=unknown[0]
-        )
+            f"override_generation_config: {unknown[0]!r} is not known (one of {known}).", param=unknown[0])
     config = {**(read_json(folder / GENERATION_FILE) if read else {}), **(override or {})}
     values = {field: config[key] for key, field in FIELDS.items() if config.get(key) is not None}
     if config.get("do_sample") is False and "temperature" not in (override or {}):
@@ -78,6 +71,5 @@ def _as_ids(value: Any, path: Path) -> list[int]:
     ids = value if isinstance(value, list) else [value]
     if any(type(i) is not int or not 0 <= i < 2**32 for i in ids):
         raise UnsupportedModel(
-            f"{path}: eos_token_id={value!r} must be a token id or a list of token ids. Correct the file."
-        )
+            f"{path}: eos_token_id={value!r} must be a token id or a list of token ids. Correct the file.")
     return ids

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Protocol
 
 from quire.text.pieces import PieceTable
-from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_CHAR_BYTES = 4  # UTF-8
@@ -35,13 +35,8 @@ class Detokenizer(Protocol):
         """The rest; an unfinished character shows as U+FFFD. Nothing may be pushed afterwards."""
 
 
-def detokenizer_for(
-    tokenizer: TextTokenizer,
-    prompt_ids: Sequence[int] = (),
-    *,
-    skip_special_tokens: bool = True,
-    spaces_between_special_tokens: bool = True,
-) -> Detokenizer:
+def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True,
+                    spaces_between_special_tokens: bool = True) -> Detokenizer:
     """A detokenizer for the output that follows `prompt_ids`; only the end of the prompt is looked at."""
     skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset()
     before = (i for i in map(int, reversed(prompt_ids)) if i not in skipped)
@@ -131,7 +126,7 @@ class _WindowDetokenizer:
     window = tokens already emitted, as context [0, read) | tokens not yet emitted [read, end)
     """
 
-    def __init__(self, tokenizer: TextTokenizer, context: list[int], skipped: frozenset[int], joined: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: list[int], skipped: frozenset[int], joined: bool) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._joined = joined

@@ -11,7 +11,6 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplingParams
 from quire.text.chat import ChatTemplate
 from quire.text.defaults import load_eos_ids, load_generation_defaults
-from quire.text.protocol import TextTokenizer
 from quire.text.tokenizer import Tokenizer
 
 SOURCES = ("auto", "none", "vllm")  # of sampling defaults; the last is what callers of other engines say for none
@@ -24,7 +23,7 @@ class TextSide:
     tokenizer   None with skip_tokenizer_init, and then there is no template either
     """
 
-    tokenizer: TextTokenizer | None
+    tokenizer: Tokenizer | None
     tokenizer_folder: Path
     chat_template: ChatTemplate | None
     eos_ids: tuple[int, ...]
@@ -40,12 +39,9 @@ def load_text(config: EngineConfig, folder: Path, *, tokenizer_folder: Path | No
     tokenizer_folder = tokenizer_folder or folder
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
     return TextSide(
-        tokenizer=tokenizer,
-        tokenizer_folder=tokenizer_folder,
+        tokenizer=tokenizer, tokenizer_folder=tokenizer_folder,
         chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template),
-        eos_ids=load_eos_ids(folder, tokenizer),
-        default_params=_default_params(config, folder),
-    )
+        eos_ids=load_eos_ids(folder, tokenizer), default_params=_default_params(config, folder))
 
 
 def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:

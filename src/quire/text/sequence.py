@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from quire.contracts.sampling import SamplingParams
 from quire.text.detokenizer import detokenizer_for
-from quire.text.protocol import TextTokenizer
 from quire.text.stops import StopMatcher
+from quire.text.tokenizer import Tokenizer
 
 
 class SequenceText:
@@ -22,7 +22,7 @@ class SequenceText:
                  whenever somebody wants to see the text
     """
 
-    def __init__(self, tokenizer: TextTokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """`tokenizer` may be None when `params.detokenize` is off: then there is no text, only a count."""
         self.num_tokens = 0
         self.stop: str | None = None
@@ -33,12 +33,8 @@ class SequenceText:
         self.stepwise = bool(params.stop_strings)
         self._detokenizer = None
         if params.detokenize and tokenizer is not None:
-            self._detokenizer = detokenizer_for(
-                tokenizer,
-                prompt_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-            )
+            self._detokenizer = detokenizer_for(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens,
+                                                spaces_between_special_tokens=params.spaces_between_special_tokens)
 
     @property
     def text(self) -> str:

@@ -50,8 +50,7 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
             return SpecialTokens(
                 named={name: _content(name, both[name]) for name in NAMED if both.get(name) is not None},
                 extra=_contents(extra, both.get(extra) or []),
-                added=_added_tokens(config.get("added_tokens_decoder") or {}),
-            )
+                added=_added_tokens(config.get("added_tokens_decoder") or {}))
         except _Damaged as error:
             file = "special_tokens_map.json" if error.name in older else "tokenizer_config.json"
             raise UnsupportedModel(f"{folder / file}: {error.name} must be {error}: fetch the file again.") from None

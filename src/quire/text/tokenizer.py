@@ -25,22 +25,29 @@ KEEPING = ("Isolated", "Contiguous", "MergedWithPrevious", "MergedWithNext")  # 
 class Tokenizer:
     """A checkpoint's tokenizer. Threads may share it: what changes after loading are answers that it remembers.
 
-    fewest_tokens   tokens that an encoding of a text has at least; see `length_bound`
+    vocab_size       number of tokens, added ones included (a model's logits may be wider: padding ids mean nothing)
+    bos_token_id, eos_token_id, pad_token_id   None where the folder names none
+    all_special_ids  ids that `skip_special_tokens` leaves out of a text
+    pieces           token id -> bytes; None for decoders whose tokens have no bytes of their own (WordPiece, ...)
+    fewest_tokens    tokens that an encoding of a text has at least; see `length_bound`
     """
 
     def __init__(self, backend: Backend, special: SpecialTokens | None = None) -> None:
         """Wrap `backend`, adding the tokens that only `special` names; truncation and padding are switched off."""
         self._backend = backend
-        self._special = special or SpecialTokens()
+        special = special or SpecialTokens()
         backend.no_truncation()
         backend.no_padding()
-        _add_missing(backend, self._special)
+        _add_missing(backend, special)
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.all_special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        named = {name: backend.token_to_id(token) for name, token in special.named.items()}
+        self.bos_token_id, self.eos_token_id = named.get("bos_token"), named.get("eos_token")
+        self.pad_token_id = named.get("pad_token")
         rule = decoder_rule(backend)
-        self._pieces = PieceTable(rule, backend.id_to_token) if rule else None
+        self.pieces = PieceTable(rule, backend.id_to_token) if rule else None
         self.fewest_tokens = length_bound(backend)
         self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # the last ones, spelled
 
@@ -57,44 +64,13 @@ class Tokenizer:
         if not path.is_file():
             raise UnsupportedModel(
                 f"{folder} has no {TOKENIZER_FILE}: convert its tokenizer once with transformers, "
-                f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`."
-            )
+                f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})`.")
         special = SpecialTokens.read(folder)
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every kind of damage
             raise UnsupportedModel(f"{path} cannot be read ({error}): fetch the file again.") from error
         return Tokenizer(backend, special)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
-        return self._vocab_size
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Id of the beginning-of-sequence token, if the folder names one."""
-        return self._named_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Id of the end-of-sequence token, if the folder names one."""
-        return self._named_id("eos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """Id of the padding token, if the folder names one."""
-        return self._named_id("pad_token")
-
-    @property
-    def all_special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of a text."""
-        return self._special_ids
-
-    @property
-    def pieces(self) -> PieceTable | None:
-        """Token id -> bytes, None for decoders whose tokens have no bytes of their own (WordPiece, ...)."""
-        return self._pieces
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; the post-processor adds its special tokens if `add_special_tokens`.
@@ -127,20 +103,20 @@ class Tokenizer:
             (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             raise InvalidParameter("token ids must be integers in [0, 2^32).", param="token_ids") from error
-        if skip_special_tokens or spaces_between_special_tokens or self._pieces is not None:
+        if skip_special_tokens or spaces_between_special_tokens or self.pieces is not None:
             return text
         return _join_added(text, [self._added.get(token_id) for token_id in ids])
 
     def token_text(self, token_id: int) -> str:
         """The text of one token inside a sentence; bytes that are no whole character show as U+FFFD."""
-        if self._pieces is not None:
-            return self._pieces.bytes_of(token_id).decode("utf-8", "replace")
+        if self.pieces is not None:
+            return self.pieces.bytes_of(token_id).decode("utf-8", "replace")
         return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token adds to a text; b"" for an id that names no token."""
-        if self._pieces is not None:
-            return self._pieces.bytes_of(token_id)
+        if self.pieces is not None:
+            return self.pieces.bytes_of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token_id(self, token: str) -> int | None:
@@ -164,10 +140,6 @@ class Tokenizer:
             self._bad_words = asked, sequences
         return sequences
 
-    def _named_id(self, name: str) -> int | None:
-        token = self._special.named.get(name)
-        return None if token is None else self._backend.token_to_id(token)
-
 
 def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> tuple[tuple[int, ...], ...]:
     """Forbidden token sequences from (word, ids at the start of a text, ids after a space), without repeats.
@@ -179,8 +151,7 @@ def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> t
     for word, bare, spaced in spelled:
         if not bare:
             raise InvalidParameter(
-                f"bad_words: {word!r} has no tokens in this model's vocabulary: remove it.", param="bad_words"
-            )
+                f"bad_words: {word!r} has no tokens in this model's vocabulary: remove it.", param="bad_words")
         found[tuple(bare)] = None
         if spaced[-len(bare) :] != bare:
             found[tuple(spaced)] = None
@@ -218,10 +189,8 @@ def invalid_text(text: object) -> InvalidParameter:
     if not isinstance(text, str):
         return InvalidParameter(f"a prompt must be a string, not {type(text).__name__}.", param="prompt")
     at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
-    return InvalidParameter(
-        f"the text is not valid Unicode: character {at} is half of a surrogate pair; send whole characters.",
-        param="prompt",
-    )
+    return InvalidParameter(f"the text is not valid Unicode: character {at} is half of a surrogate pair; send whole "
+                            "characters.", param="prompt")
 
 
 def _join_added(text: str, added: Sequence[str | None]) -> str:
@@ -250,11 +219,5 @@ def _add_missing(backend: Backend, special: SpecialTokens) -> None:
 
 
 def _token(spec: AddedTokenSpec) -> AddedToken:
-    return AddedToken(
-        spec.content,
-        special=spec.special,
-        lstrip=spec.lstrip,
-        rstrip=spec.rstrip,
-        single_word=spec.single_word,
-        normalized=spec.normalized,
-    )
+    return AddedToken(spec.content, special=spec.special, lstrip=spec.lstrip, rstrip=spec.rstrip,
+                      single_word=spec.single_word, normalized=spec.normalized)

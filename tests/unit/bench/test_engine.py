@@ -3,6 +3,8 @@
 import pytest
 
 from quire.bench.engine import CASES, Case, CoreTimes, _Load, measure_core
+from quire.contracts.step import StepPlan
+from quire.engine.mock_executor import MockExecutor
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -48,18 +50,18 @@ def test_the_mocks_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr(engine, "perf_counter_ns", lambda: now[0])
     load = _Load(Case(num_running=2, depth=1, churn=False))
-    collect, submit = load.executor._inner.collect, load.executor._inner.submit
+    collect, submit = engine.MockExecutor.collect, engine.MockExecutor.submit
 
-    def slow_collect() -> object:
+    def slow_collect(mock: MockExecutor) -> object:
         now[0] += 1_000_000
-        return collect()
+        return collect(mock)
 
-    def slow_submit(plan: object) -> None:
+    def slow_submit(mock: MockExecutor, plan: StepPlan) -> None:
         now[0] += 500_000
-        submit(plan)
+        submit(mock, plan)
 
-    monkeypatch.setattr(load.executor._inner, "collect", slow_collect)
-    monkeypatch.setattr(load.executor._inner, "submit", slow_submit)
+    monkeypatch.setattr(engine.MockExecutor, "collect", slow_collect)
+    monkeypatch.setattr(engine.MockExecutor, "submit", slow_submit)
     times = CoreTimes(case=CASES[0])
     load.step(times)
     assert now[0] == 1_500_000 and times.core == [0.0]

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.contracts.output import StepStats
 from quire.contracts.sampling import SamplingParams
 from quire.observe import metrics as module
-from quire.observe.metrics import Metrics, PrometheusMetrics
+from quire.observe.metrics import Metrics
 
 PEER_NAMES = """
 num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc prefix_cache_queries_total
@@ -25,8 +25,8 @@ STEP = StepStats(
     schedule_s=0.0002, execute_s=0.02, finish_s=0.0001)
 
 
-def ready(prefix: str = "quire") -> PrometheusMetrics:
-    metrics = PrometheusMetrics(prefix, "some/model")
+def ready(prefix: str = "quire") -> Metrics:
+    metrics = Metrics(prefix, "some/model")
     metrics.engine_ready(num_blocks=100, block_size=16, max_model_len=1000, cache_dtype="bfloat16", core_pid=None)
     return metrics
 
@@ -188,12 +188,3 @@ def test_two_servers_in_one_process_do_not_share_a_registry() -> None:
     first, second = ready(), ready()
     first.step(STEP, 4)
     assert value(first, "steps_total") == 1 and value(second, "steps_total") == 0
-
-
-def test_the_twin_without_effect_has_every_hook() -> None:
-    hooks = {name for name in vars(Metrics) if not name.startswith("_")}
-    assert hooks == {name for name in vars(PrometheusMetrics) if not name.startswith("_")} - {"collect"}
-    nothing = Metrics()
-    nothing.step(STEP, 4)
-    nothing.request_started(3, SamplingParams())
-    assert nothing.render()[0] == b"" and nothing.snapshot().num_running == 0

@@ -11,19 +11,18 @@ from tokenizers import decoders
 
 from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.detokenizer import detokenizer_for
-from quire.text.protocol import TextTokenizer
 from quire.text.tokenizer import Tokenizer
 
 IDS = st.lists(st.integers(0, 2**20), max_size=40)
 TEXT = st.text(st.sampled_from("ab hel中文é😀👩‍👧\u0301\ufffd.\n▁ 🏳️‍🌈"), max_size=30)
 
 
-def stream(tokenizer: TextTokenizer, ids: list[int], prompt: list[int] | None = None, **options: bool) -> list[str]:
+def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, **options: bool) -> list[str]:
     detokenizer = detokenizer_for(tokenizer, prompt or [], **options)
     return [detokenizer.push([i]) for i in ids] + [detokenizer.flush()]
 
 
-def in_vocabulary(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:
+def in_vocabulary(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [i % (tokenizer.vocab_size + 3) for i in ids]  # three ids beyond it: padding rows of a model's head
 
 
@@ -31,7 +30,7 @@ def in_vocabulary(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:
 @given(ids=IDS, skip=st.booleans(), data=st.data())
 def test_random_ids(families: dict[str, Tokenizer], ids: list[int], skip: bool, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["byte_level", "metaspace", "word_piece", "bytes"]))
-    tokenizer: TextTokenizer = ByteTokenizer() if name == "bytes" else families[name]
+    tokenizer: Tokenizer = ByteTokenizer() if name == "bytes" else families[name]
     ids = in_vocabulary(tokenizer, ids)
     if name == "word_piece":
         ids = [i for i in ids if i < tokenizer.vocab_size]

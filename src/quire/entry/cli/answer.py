@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,11 +80,12 @@ def print_answer(pieces: Iterator[Piece], *, whole_steps: bool = True) -> Answer
     """
     answer = Answer()
     try:
+        with interruptible() if whole_steps else nullcontext(threading.Event()) as stop:
+            _print_pieces(pieces, answer, stop)
+    except KeyboardInterrupt:
         if whole_steps:
-            with interruptible() as stop:
-                _print_pieces(pieces, answer, stop)
-        else:
-            _print_until_interrupted(pieces, answer)
+            raise  # the second one
+        answer.interrupted = True
     finally:
         if isinstance(pieces, Generator):
             pieces.close()
@@ -91,13 +93,6 @@ def print_answer(pieces: Iterator[Piece], *, whole_steps: bool = True) -> Answer
         sys.stdout.write("\n")
     sys.stdout.flush()
     return answer
-
-
-def _print_until_interrupted(pieces: Iterator[Piece], answer: Answer) -> None:
-    try:
-        _print_pieces(pieces, answer, threading.Event())
-    except KeyboardInterrupt:
-        answer.interrupted = True
 
 
 def _print_pieces(pieces: Iterator[Piece], answer: Answer, stop: threading.Event) -> None:

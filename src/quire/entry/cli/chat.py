@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
+from quire.config.flags import FlagParser, add_model_argument
 from quire.contracts.errors import EngineError, RequestError, RequestFailed
 from quire.entry.cli.answer import Answer, Piece, local_pieces, print_answer
-from quire.entry.cli.remote import add_remote_flags, remote_model
-from quire.entry.cli.sampling import add_sampling_flags, sampling_values
+from quire.entry.cli.remote import remote_model
+from quire.entry.cli.sampling import configure_asking, local_model, sampling_values
 from quire.entry.leaving import raise_on_interrupt
 
 SUMMARY = "talk to a model"
@@ -23,10 +23,7 @@ def configure(parser: FlagParser) -> None:
     add_model_argument(parser)
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer and leave")
     parser.add_argument("--system-prompt", metavar="TEXT", help="the first message of every conversation")
-    parser.add_argument("--no-stats", action="store_true", help="do not print counts and speed")
-    add_remote_flags(parser)
-    add_sampling_flags(parser)
-    add_engine_flags(parser, skip=("seed", "skip_tokenizer_init"))
+    configure_asking(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,15 +36,7 @@ def run(args: argparse.Namespace) -> int:
         if args.quick is None and sys.stdin.isatty():
             print(f"{asked.name} at {asked.where}", file=sys.stderr)
         return _converse(args, lambda messages: asked.stream_chat(messages, values), local=False)
-    engine_config(args)
-    from quire.contracts.sampling import OutputKind
-    from quire.entry.llm import LLM
-
-    with LLM(**given_options(args)) as llm:
-        raise_on_interrupt()  # not before: loading imports, too, and leaves nothing behind
-        for note in llm.engine.notes:
-            print(f"quire: note: {note}", file=sys.stderr)
-        params = llm.get_default_sampling_params().clone(**values, output_kind=OutputKind.DELTA)
+    with local_model(args, values) as (llm, params):
         return _converse(args, lambda messages: local_pieces(llm.stream_chat(messages, params)), local=True)
 
 

@@ -13,21 +13,11 @@ import sys
 from collections.abc import Iterator
 
 from quire import __version__
+from quire.config import env
 from quire.config.bundled import bundled_model
-from quire.config.env import (
-    cache_folder,
-    client_key,
-    environment_warnings,
-    hf_token,
-    hub_cache,
-    hub_home,
-    hub_offline,
-    proxies,
-    unknown_variables,
-)
 from quire.config.serve import server_names
 from quire.contracts.errors import ModelNotFound
-from quire.entry.cli.finding import BAD, OK, WARN, Finding
+from quire.entry.cli.doctor import BAD, OK, WARN, Finding
 from quire.entry.cli.table import format_bytes
 from quire.kernels.native.build import intact
 
@@ -107,14 +97,14 @@ def _number(version: str) -> tuple[int, ...]:
 
 def hub() -> Iterator[Finding]:
     """The hub's cache of models, whether there is a token, and whether the network may be used."""
-    cache = hub_cache()
+    cache = env.hub_cache()
     models = sorted(folder for folder in cache.glob("models--*") if folder.is_dir()) if cache.is_dir() else []
     size = sum(f.stat().st_size for m in models for f in (m / "blobs").glob("*") if f.is_file())
     yield Finding("hub cache", OK, f"{len(models)} models, {format_bytes(size)} in {cache}")
-    stored = (hub_home() / "token").is_file()
-    origin = "in the environment (HF_TOKEN)" if hf_token() else "stored by `hf auth login`" if stored else ""
+    stored = (env.hub_home() / "token").is_file()
+    origin = "in the environment (HF_TOKEN)" if env.hf_token() else "stored by `hf auth login`" if stored else ""
     yield Finding("hub token", OK, f"there is one, {origin}" if origin else "none; only gated models need one")
-    if hub_offline():
+    if env.hub_offline():
         yield Finding("hub", WARN, "offline by the environment (HF_HUB_OFFLINE): nothing is downloaded",
                       "unset it to download models")
 
@@ -131,7 +121,7 @@ def compiler() -> Iterator[Finding]:
 
 def kernel_cache() -> Iterator[Finding]:
     """Compiled kernels that are kept."""
-    folder = cache_folder() / "kernels"
+    folder = env.cache_folder() / "kernels"
     files = list(folder.glob("quire-*.so")) if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
     yield Finding("kernel cache", OK, f"{len(files)} libraries, {format_bytes(size)} in {folder}")
@@ -144,14 +134,14 @@ def kernel_cache() -> Iterator[Finding]:
 def environment() -> Iterator[Finding]:
     """Variables that are wrong, not read, or change how the network is reached."""
     names = tuple(server_names())
-    for name, near in unknown_variables(names).items():
+    for name, near in env.unknown_variables(names).items():
         if near is not None:
             yield Finding("environment", BAD, f"{name} is not known", f"did you mean {near}?")
-    for line in environment_warnings(names):
+    for line in env.environment_warnings(names):
         yield Finding("environment", WARN, line)
-    for name, text in proxies().items():
+    for name, text in env.proxies().items():
         yield Finding("proxy", OK, f"{name}={_without_password(text)}")
-    if client_key():
+    if env.client_key():
         yield Finding("api key", OK, "the environment holds one (not shown)")
 
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.config.flags import FlagParser
 
@@ -68,28 +69,6 @@ def commands_of(parser: FlagParser, path: tuple[str, ...] = (), summary: str = "
         yield from commands_of(child, (*path, name), text)
 
 
-BASH = """\
-_quire() {
-    local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" path="" words="" flags="" word
-    case "$cur" in =) cur="" ;; esac
-    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
-        case "$path $word" in
-@STEPS@
-        esac
-    done
-    case "$path $prev" in
-@CHOICES@
-        *) case "$path" in
-@WORDS@
-        esac ;;
-    esac
-    case "$cur" in -*) words="$flags" ;; esac
-    COMPREPLY=($(compgen -W "$words" -- "$cur"))
-    case "$cur" in -*) ;; *) COMPREPLY+=($(compgen -d -- "$cur")) ;; esac
-}
-complete -o filenames -F _quire quire"""
-
-
 def bash_script(commands: list[Command]) -> str:
     """Flags, values and subcommands for bash."""
     steps, choices, words = [], [], []
@@ -104,8 +83,7 @@ def bash_script(commands: list[Command]) -> str:
                 choices.append(f'        {spelt}) words="{" ".join(flag.choices)}" ;;')
         names = [name for flag in command.flags for name in flag.names]
         words.append(f'            "{at}") words="{" ".join(command.words)}" flags="{" ".join(names)}" ;;')
-    script = BASH.replace("@STEPS@", "\n".join(steps)).replace("@WORDS@", "\n".join(words))
-    return script.replace("@CHOICES@\n", "".join(f"{line}\n" for line in choices))
+    return _filled("bash", STEPS=steps, CHOICES=choices, WORDS=words)
 
 
 def zsh_script(commands: list[Command]) -> str:
@@ -117,22 +95,16 @@ def zsh_script(commands: list[Command]) -> str:
             entries += [_zsh(f"{_colons(name)}:{_colons(flag.help)}") for flag in command.flags for name in flag.names]
             cases.append(f"        ({' '.join(command.path)}) entries=({' '.join(entries)}) ;;")
     top = [_zsh(f"{c.path[0]}:{_colons(c.summary)}") for c in commands if len(c.path) == 1]
-    body = "\n".join(reversed(cases))
-    return f"""\
-#compdef quire
-_quire() {{
-    local -a entries
-    if (( CURRENT == 2 )); then
-        entries=({' '.join(top)})
-        _describe command entries
-        return
-    fi
-    case "$words[2]${{${{(M)words[2]:#bench}}:+ $words[3]}}" in
-{body.replace('(bench) ', '(bench*) ')}
-    esac
-    _describe -o argument entries || _files
-}}
-(( $+functions[compdef] )) && compdef _quire quire"""
+    cases = [case.replace("(bench) ", "(bench*) ") for case in reversed(cases)]
+    return _filled("zsh", TOP=[" ".join(top)], CASES=cases)
+
+
+def _filled(shell: str, **parts: list[str]) -> str:
+    """The script of a shell, beside this file, with lines for its @MARKS@."""
+    script = Path(__file__).with_suffix(f".{shell}").read_text().rstrip()
+    for name, lines in parts.items():
+        script = script.replace(f"@{name}@" if lines else f"@{name}@\n", "\n".join(lines))
+    return script
 
 
 def fish_script(commands: list[Command]) -> str:

@@ -103,7 +103,7 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
 
     seconds   since the process was started, where the system tells
     """
-    model, served = config.engine.model, served_name(config)
+    model, served = config.engine.model, config.model_names[0]
     source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
     tokens = ready.num_blocks * ready.block_size
     phases = ", ".join(f"{name} {each:.2f} s" for name, each in ready.phases.items())
@@ -144,13 +144,6 @@ def _kernels(ready: Ready) -> str:
     if len(whole) <= MAX_KERNELS:
         return whole
     return "; ".join(f"{', '.join(names)}: {text.split(' (')[0]}" for text, names in ops.items()) + " (see /version)"
-
-
-def served_name(config: ServerConfig) -> str:
-    """The main name under which the model is served."""
-    if config.serve.served_model_name:
-        return config.serve.served_model_name[0]
-    return config.engine.model.model or "quire-tiny"
 
 
 def access_text(config: ServerConfig) -> str:

@@ -7,12 +7,22 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from quire.config.flags import FlagParser
-from quire.entry.cli.finding import BAD, OK, WARN, Finding
 
 SUMMARY = "check this machine and this installation, and say what to do about what is wrong"
-MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+OK, WARN, BAD = "ok", "warn", "bad"
+MARKS = {OK: "ok  ", WARN: "warn", BAD: "BAD "}
+
+
+class Finding(NamedTuple):
+    """What was looked at, how bad it is ("ok", "warn", "bad"), what was found, and what to do about it."""
+
+    name: str
+    level: str
+    text: str
+    fix: str = ""
 
 
 def configure(parser: FlagParser) -> None:
@@ -26,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     findings = list(examine(args.port))
     if args.json:
         print(json.dumps({"ok": all(f.level != BAD for f in findings),
-                          "findings": [f.as_dict() for f in findings]}, indent=1))
+                          "findings": [f._asdict() for f in findings]}, indent=1))
     else:
         for finding in findings:
             print(f"{MARKS[finding.level]}  {finding.name:<14} {finding.text}")

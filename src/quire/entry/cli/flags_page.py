@@ -1,46 +1,16 @@
 """docs/flags.md: every flag of ours, and what each flag of vLLM means here. Printed by `quire serve --print-flags`."""
 
 from collections import Counter
+from pathlib import Path
 
 from quire.config.flags import flag_names, server_options
 from quire.config.peer_flags import PEER_FLAGS, Meaning, PeerFlag, Takes
 
-INTRO = """\
-# Flags
-
-Printed by `quire serve --print-flags`; a test compares. Every option is a flag, an environment variable and a key of
-the file that `--config` names. The command line wins over the environment, the environment over the file, the file over
-the default:
-
-    quire serve MODEL --max-model-len 32k      QUIRE_MAX_MODEL_LEN=32k      max-model-len: 32k
-
-Underscores and dashes are the same. Sizes take k, M, G (1000s in small letters, 1024s in capitals). Switches have a
-`--no-` form. Lists take several values after one flag, the flag several times, or in the environment commas.
-`quire serve --print-config` shows every value and where it came from.
-
-## Options of Quire
-
-| flag | default | what it does |
-|---|---|---|
-"""
-PEER_INTRO = """
-## Flags of vLLM
-
-A launch line of vLLM starts Quire, too: `vllm serve` becomes `quire serve`, and
-`python -m vllm.entrypoints.openai.api_server --model MODEL` becomes `python -m quire serve --model MODEL`. What a flag
-of vLLM does here:
-
-- **works**: the same flag, with the same meaning
-- **alias**: sets the option of Quire that is named
-- **no-op**: accepted with a note, because it changes nothing here
-- **refused**: an error before anything is loaded, unless its value asks for nothing
-
-"""
-
 
 def flags_page() -> str:
     """The whole page, as Markdown."""
-    return INTRO + _options() + PEER_INTRO + _counts() + "\n| flag | here | why |\n|---|---|---|\n" + _peers()
+    page = Path(__file__).with_suffix(".md").read_text()
+    return page.replace("@OPTIONS@", _options()).replace("@COUNTS@", _counts()).replace("@PEERS@", _peers())
 
 
 def _options() -> str:

@@ -10,6 +10,7 @@ import json
 import socket
 import ssl
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -66,7 +67,7 @@ class RemoteModel:
         return self._stream(CHAT, {"messages": messages, **fields})
 
     def _first_model(self) -> str:
-        with _Exchange(self, "GET", MODELS) as response:
+        with self._asked("GET", MODELS) as response:
             try:
                 found = _json(response.read(), self.where)
             except BROKEN as error:
@@ -78,7 +79,7 @@ class RemoteModel:
 
     def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[Piece, None, None]:
         body = {"model": self.name, **fields, "stream": True, "stream_options": {"include_usage": True}}
-        with _Exchange(self, "POST", path, body) as response:
+        with self._asked("POST", path, body) as response:
             ended, reason = False, None
             for data in _events(response, self.where):
                 if data == DONE:
@@ -103,54 +104,34 @@ class RemoteModel:
         """The server, as users type it."""
         return f"{self._scheme}://{self._host}:{self._port}"
 
-    def connect(self) -> http.client.HTTPConnection:
-        """A connection that is not open yet."""
-        if self._scheme == "https":
-            return http.client.HTTPSConnection(self._host, self._port, timeout=CONNECT_SECONDS)
-        return http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS)
-
-    def request(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:
-        """Send a request; what waits for its answer waits without end, for the model may be slow."""
+    @contextmanager
+    def _asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+        """One request and its answer, waited for without end, for the model may be slow; whatever goes wrong becomes an
+        error of ours, in one line."""
         headers = {"User-Agent": f"quire/{__version__}", "Accept": "application/json, text/event-stream"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         if body is not None:
             headers["Content-Type"] = "application/json"
-        connection.connect()
-        assert connection.sock is not None
-        connection.sock.settimeout(None)
-        connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
-
-
-class _Exchange:
-    """One request and its answer; whatever goes wrong becomes an error of ours, in one line."""
-
-    def __init__(self, server: RemoteModel, method: str, path: str, body: Any = None) -> None:
-        self._server, self._method, self._path, self._body = server, method, path, body
+        kind = http.client.HTTPSConnection if self._scheme == "https" else http.client.HTTPConnection
         try:
-            self._connection = server.connect()
+            connection = kind(self._host, self._port, timeout=CONNECT_SECONDS)
         except http.client.InvalidURL as error:
-            raise ConfigError(f"{server.where}: {error}.") from None
-
-    def __enter__(self) -> http.client.HTTPResponse:
-        where = self._server.where
-        try:
-            self._server.request(self._connection, self._method, self._path, self._body)
-            response = self._connection.getresponse()
-        except (*BROKEN, UnicodeError) as error:
-            self._connection.close()
-            raise _unreachable(error, where) from None
-        if response.status != http.client.OK:
+            raise ConfigError(f"{self.where}: {error}.") from None
+        with closing(connection):
             try:
-                raise _refusal(response, where, self._path)
-            except BROKEN as error:
-                raise _broken_off(error, where) from None
-            finally:
-                self._connection.close()
-        return response
-
-    def __exit__(self, *error: object) -> None:
-        self._connection.close()
+                connection.connect()
+                connection.sock.settimeout(None)
+                connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
+                response = connection.getresponse()
+            except (*BROKEN, UnicodeError) as error:
+                raise _unreachable(error, self.where) from None
+            if response.status != http.client.OK:
+                try:
+                    raise _refusal(response, self.where, path)
+                except BROKEN as error:
+                    raise _broken_off(error, self.where) from None
+            yield response
 
 
 def _split(url: str) -> tuple[str, str, int, str]:

@@ -1,9 +1,18 @@
-"""Flags of one request: how `complete` and `chat` sample."""
+"""What `complete` and `chat` have in common: the flags of a request, and a model in this process."""
 
 import argparse
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from quire.config.flags import FlagParser
+from quire.config.flags import FlagParser, add_engine_flags, engine_config, given_options
+from quire.entry.cli.remote import add_remote_flags
+from quire.entry.leaving import raise_on_interrupt
+
+if TYPE_CHECKING:
+    from quire.contracts.sampling import SamplingParams
+    from quire.entry.llm import LLM
 
 PREFIX = "sampling."
 FLAGS: dict[str, tuple[Any, str, str]] = {  # field of SamplingParams -> type, metavar, help
@@ -20,8 +29,10 @@ FLAGS: dict[str, tuple[Any, str, str]] = {  # field of SamplingParams -> type, m
 }
 
 
-def add_sampling_flags(parser: FlagParser) -> None:
-    """Add one flag per parameter; what is not given keeps the model's default."""
+def configure_asking(parser: FlagParser) -> None:
+    """Add the flags of whatever asks a model, here or at a server; what is not given keeps the model's default."""
+    parser.add_argument("--no-stats", action="store_true", help="do not print counts and speed")
+    add_remote_flags(parser)
     group = parser.add_argument_group("Sampling")
     for name, (kind, metavar, text) in FLAGS.items():
         group.add_argument(f"--{name.replace('_', '-')}", dest=PREFIX + name, type=kind, metavar=metavar, help=text,
@@ -30,6 +41,7 @@ def add_sampling_flags(parser: FlagParser) -> None:
                        help="stop before this text; may be repeated")
     group.add_argument("--ignore-eos", dest=PREFIX + "ignore_eos", action="store_true", default=argparse.SUPPRESS,
                        help="go on after the end of text")
+    add_engine_flags(parser, skip=("seed", "skip_tokenizer_init"))
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -42,3 +54,17 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     values = {name.removeprefix(PREFIX): v for name, v in vars(args).items() if name.startswith(PREFIX)}
     SamplingParams(**values)
     return values
+
+
+@contextmanager
+def local_model(args: argparse.Namespace, values: Mapping[str, Any]) -> "Iterator[tuple[LLM, SamplingParams]]":
+    """A model in this process, and the parameters of a stream of it; its notes are printed."""
+    engine_config(args)
+    from quire.contracts.sampling import OutputKind
+    from quire.entry.llm import LLM
+
+    with LLM(**given_options(args)) as llm:
+        raise_on_interrupt()  # not before: loading imports, too, and leaves nothing behind
+        for note in llm.engine.notes:
+            print(f"quire: note: {note}", file=sys.stderr)
+        yield llm, llm.get_default_sampling_params().clone(**values, output_kind=OutputKind.DELTA)

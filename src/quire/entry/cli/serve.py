@@ -6,15 +6,8 @@ Never imports torch: the engine runs in a process of its own.
 import argparse
 import sys
 
+from quire.config import flags
 from quire.config.env import PEER_KEY, peer_variables
-from quire.config.flags import (
-    FlagParser,
-    add_flags,
-    add_model_argument,
-    server_config,
-    server_options,
-    settings_of,
-)
 from quire.config.peer_args import add_peer_flags
 from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is_loopback
 from quire.config.sources import CONFIG_FILE
@@ -31,17 +24,17 @@ it is the default. Flags of vLLM are taken where they mean something here, and a
 """
 
 
-def configure(parser: FlagParser) -> None:
+def configure(parser: flags.FlagParser) -> None:
     """Add the command's flags, vLLM's included."""
     parser.description = DESCRIPTION
-    add_model_argument(parser)
+    flags.add_model_argument(parser)
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE",
                         help="YAML file of options: `max-model-len: 4096`")
     parser.add_argument("--print-config", action="store_true",
                         help="print every value and where it came from, as a file for --config, and leave")
     parser.add_argument("--print-flags", action="store_true",
                         help="print a page about every flag, and what vLLM's mean here, and leave")
-    add_flags(parser, server_options())
+    flags.add_flags(parser, flags.server_options())
     add_peer_flags(parser)
 
 
@@ -50,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
     if args.print_flags:
         print(flags_page(), end="")
         return 0
-    settings = settings_of(args, server=True)
-    config = server_config(settings)
+    settings = flags.settings_of(args, server=True)
+    config = flags.server_config(settings)
     if args.print_config:
         if settings.values.get("max_waiting") is None:
             origin = f"default: {WAITING_PER_SLOT} x max_num_seqs, at least {LEAST_WAITING}"
             settings.put("max_waiting", config.max_waiting, origin)
-        print(settings.describe(server_options()))
+        print(settings.describe(flags.server_options()))
     for note in [*settings.notes, *(secret_notes(config) if args.print_config else ())]:
         print(f"quire: note: {note}", file=sys.stderr)
     if args.print_config:

@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.bundled import bundled_model
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
 from quire.entry.cli.table import format_bytes, format_table
 
@@ -27,14 +26,10 @@ def configure(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table, or JSON."""
     from quire.weights.files import read_checkpoint
-    from quire.weights.folder import resolve_model_folder
+    from quire.weights.folder import resolve_folders
 
     config = engine_config(args)
-    if config.model.model:
-        folder = resolve_model_folder(config.model.model, revision=config.model.revision, offline=config.load.offline,
-                                      download_dir=config.load.download_dir, token=config.load.hf_token)
-    else:
-        folder = bundled_model()
+    folder = resolve_folders(config)[0]
     summary = summarize(folder, read_checkpoint(folder))
     print(json.dumps(summary, indent=1) if args.json else render(summary))
     return 0

@@ -6,68 +6,67 @@
     ApiKeys         only with keys; every path but /health, /ping, /live, /ready
     Gate            503 while the engine starts, drains or is dead
     routes          ops.py, openai/
-    JsonOnly        415, when the path and the method are right
+    json_only       415, when the path and the method are right
 """
 
 import difflib
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.config.serve import HttpConfig, ServerConfig, is_loopback
+from quire.config.text_table import read_rows
 from quire.contracts.errors import QuireError
-from quire.entry.http.answers import error_answer
-from quire.entry.http.auth import ApiKeys, OwnNames
+from quire.entry.http.auth import ApiKeys, Guard, OwnNames, json_only
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
-from quire.entry.http.errors import http_error
-from quire.entry.http.limits import JsonOnly, cors
+from quire.entry.http.errors import error_answer, http_error
 from quire.entry.http.openai.routes import routes as openai_routes
 from quire.entry.http.openapi import describe_api
-from quire.entry.http.ops import ALWAYS, Ops
+from quire.entry.http.ops import ALWAYS, ops_routes
 from quire.entry.http.readiness import Gate, LoadingBoard
 from quire.entry.http.request_scope import RequestScope
-from quire.entry.http.unserved import why_unserved
 from quire.observe.metrics import Metrics
 
+UNSERVED = {path: why for paths, why in read_rows(Path(__file__).with_name("unserved.txt")) for path in paths.split()}
+CORS: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "max_age": 3600,
+                        "expose_headers": ["x-request-id", "retry-after"]}
 
 def build_app(
     engine: ServedEngine, config: ServerConfig, metrics: Metrics, board: LoadingBoard | None = None
 ) -> Starlette:
     """The application over an engine, which may still be starting; `board` shows its progress."""
     board = board or LoadingBoard()
-    context = ServerContext(engine=engine, config=config, metrics=metrics, model_names=model_names(config),
+    context = ServerContext(engine=engine, config=config, metrics=metrics, model_names=config.model_names,
                             created=int(time.time()))
     routes: list[Route] = openai_routes(context)
-    routes += Ops(engine, config, metrics, board, lambda: describe_api(routes, config)).routes()
+    routes += ops_routes(engine, config, metrics, board, lambda: describe_api(routes, config))
     http, paths = config.http, sorted({route.path for route in routes})
+    origins = list(http.allowed_origins)
     layers = [
         Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
                    access_log=_log_line if http.access_log else None),
-        *([Middleware(OwnNames, host=http.host, allowed=http.allowed_hosts)] if _is_private(http) else []),
-        *cors(http.allowed_origins),
-        *([Middleware(ApiKeys, keys=http.api_key)] if http.api_key else []),
-        Middleware(Gate, engine=engine, board=board, always=ALWAYS),
+        *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if _is_private(http) else []),
+        *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),
+        *([Middleware(Guard, refusal=ApiKeys(http.api_key))] if http.api_key else []),
+        Middleware(Guard, refusal=Gate(engine, board, ALWAYS)),
     ]
     for route in routes:
-        route.app = JsonOnly(route.app)
+        route.app = Guard(route.app, json_only)
     app = Starlette(routes=routes, middleware=layers,
                     exception_handlers={HTTPException: _Refusals(paths).answer, QuireError: _quire_error})
     app.router.redirect_slashes = False  # a redirect would be built from the Host header
     return app
-
-
-def model_names(config: ServerConfig) -> tuple[str, ...]:
-    """The names under which the model is served, the main one first."""
-    model = config.engine.model.model
-    return config.serve.served_model_name or (model or "quire-tiny",)
 
 
 def _is_private(http: HttpConfig) -> bool:
@@ -88,7 +87,7 @@ class _Refusals:
     async def answer(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, method = request.scope["path"], request.method
-        if error.status_code == 404 and (why := why_unserved(path)) is not None:
+        if error.status_code == 404 and (why := _why_unserved(path)) is not None:
             return error_answer(404, f"{path[:200]} is not implemented yet: {why}.", "not_implemented")
         if error.status_code == 404:
             near = [known for known in self._paths if known.endswith(path) and len(path) > 1]
@@ -100,6 +99,11 @@ class _Refusals:
             message = f"{path} does not take {method}: use {allowed}."
             return error_answer(405, message, "method_not_allowed", headers=error.headers)
         return error_answer(error.status_code, str(error.detail), headers=error.headers)
+
+
+def _why_unserved(path: str) -> str | None:
+    """Why a path that other servers know is not served here; None for any other path."""
+    return next((why for known, why in UNSERVED.items() if path == known or path.startswith(known + "/")), None)
 
 
 async def _quire_error(request: Request, error: Exception) -> Response:

@@ -3,72 +3,91 @@ machine, nobody who was led here by a foreign name.
 
 Deny by default: a route that is added tomorrow needs a key without anybody remembering it. Keys are asked for by the
 path that the router matches, never by the Host header or a URL built from it. Knows nothing of what the routes do.
+Sizes and times of connections are limited in `protocol.py`.
 """
 
 import hmac
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.entry.http.answers import error_answer
+from quire.entry.http.errors import error_answer
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
+WITH_BODY = ("POST", "PUT", "PATCH")
 HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")  # a name or an address, and perhaps a port
 
 
-class ApiKeys:
-    """Middleware: a request shows one of the keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`, or gets 401."""
+class Guard:
+    """Middleware: what `refusal` has an answer for is answered so, and goes no further."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], Response | None]) -> None:
+        self._app, self._refusal = app, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            shown = _shown_keys(scope)
-            if not any([self._knows(key) for key in shown]):
-                message = "this API key is not known here." if any(shown) else "an API key is needed."
-                answer = error_answer(401, f"{message} Send it as `Authorization: Bearer KEY`.", "invalid_api_key",
-                                      headers={"www-authenticate": "Bearer"})
-                await answer(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        answer = self._refusal(scope) if scope["type"] == "http" else None
+        await (answer or self._app)(scope, receive, send)
 
-    def _knows(self, shown: bytes) -> bool:
-        """Compares with every key, each in constant time: the time says nothing about which one was near."""
-        known = False
-        for key in self._keys:
-            known |= hmac.compare_digest(key, shown)
-        return known
+
+class ApiKeys:
+    """A request shows one of the keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`, or gets 401."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def __call__(self, scope: Scope) -> Response | None:
+        if scope["path"] in OPEN_PATHS:
+            return None
+        shown = _shown_keys(scope)
+        # Every pair is compared, each in constant time: the time says nothing about which one was near.
+        if any([hmac.compare_digest(key, one) for one in shown for key in self._keys]):
+            return None
+        message = "this API key is not known here." if any(shown) else "an API key is needed."
+        return error_answer(401, f"{message} Send it as `Authorization: Bearer KEY`.", "invalid_api_key",
+                            headers={"www-authenticate": "Bearer"})
 
 
 class OwnNames:
-    """Middleware: the Host header names this machine or is one of `allowed`, or is not there; else 403.
+    """The Host header names this machine or is one of `allowed`, or is not there; else 403.
 
     A web page can let its own name lead to 127.0.0.1, and then read what a server there answers. It cannot do that
     with an address, nor with localhost or a name below it.
     """
 
-    def __init__(self, app: ASGIApp, host: str, allowed: Iterable[str] = ()) -> None:
-        self._app = app
+    def __init__(self, host: str, allowed: Iterable[str] = ()) -> None:
         self._names = {"localhost", *(name.lower().removesuffix(".") for name in (host, *allowed))}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope) -> Response | None:
         given = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
         foreign = next((host for host in given if not self._is_own(host)), None)
-        if scope["type"] == "http" and foreign is not None and scope["path"] not in OPEN_PATHS:
-            message = (f"the Host header says {foreign[:80]!r}: without a key, this server answers only to localhost "
-                       "and to addresses. Call it by those, or start it with --allowed-hosts NAME or --api-key.")
-            await error_answer(403, message, "foreign_host")(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        if foreign is None or scope["path"] in OPEN_PATHS:
+            return None
+        message = (f"the Host header says {foreign[:80]!r}: without a key, this server answers only to localhost "
+                   "and to addresses. Call it by those, or start it with --allowed-hosts NAME or --api-key.")
+        return error_answer(403, message, "foreign_host")
 
     def _is_own(self, given: str) -> bool:
         parts = HOST.fullmatch(given.strip().lower())
         name = parts[1].strip("[]").removesuffix(".") if parts else ""
         return name in self._names or name.endswith(".localhost") or _is_address(name)
+
+
+def json_only(scope: Scope) -> Response | None:
+    """A request with a body is declared as `application/json`, or gets 415.
+
+    Not out of love of order: a web page may send a body of any other type, or of no type, to a server on its visitor's
+    machine without asking, and may not send JSON.
+    """
+    if scope["method"] not in WITH_BODY or scope["path"] in OPEN_PATHS:
+        return None
+    given: bytes = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    if given.partition(b";")[0].strip().lower() == b"application/json":
+        return None
+    return error_answer(415, f"Content-Type is {given[:80].decode('latin-1')!r}: bodies are JSON; send "
+                             "`Content-Type: application/json`.", "unsupported_media_type")
 
 
 def _is_address(name: str) -> bool:

@@ -2,19 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import EngineStarting
-from quire.contracts.output import RequestOutput
-from quire.contracts.sampling import SamplingParams
-from quire.entry.completion import Generation
+from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import HttpError
-from quire.entry.http.request_stream import Sink
-from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
 from quire.text.load import TextSide
@@ -22,49 +17,6 @@ from quire.text.load import TextSide
 LOG = logging.getLogger("quire")
 LOADING = "the model is still loading: try again in a few seconds."
 MAX_LOGGED = 100  # names of unknown fields that are logged; more would let a client fill the log
-
-
-class Stream(Protocol):
-    """The outputs of all prompts of one request, as they arrive: lists of (prompt index, output)."""
-
-    @property
-    def generations(self) -> list[Generation]:
-        """By prompt index: token ids of the prompt, and more."""
-
-    def __aiter__(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
-        """The stream itself."""
-
-    async def __anext__(self) -> list[tuple[int, RequestOutput]]:
-        """Everything that came since the last call, at least one; raises `RequestError` or `EngineError`."""
-
-    def pour_into(self, sink: Sink) -> None:
-        """Offer a way to take outputs that does not wake whoever waits for them."""
-
-    def close(self) -> None:
-        """Abort what still runs; idempotent."""
-
-
-class Serving(Protocol):
-    """What routes ask of an engine."""
-
-    @property
-    def text(self) -> TextSide | None:
-        """Tokenizer and template; None until they are loaded."""
-
-    @property
-    def ready(self) -> Ready | None:
-        """The engine's facts; None until it is loaded."""
-
-    def open(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> Stream:
-        """Start all prompts or none; raises `RequestError` or `EngineError`."""
 
 
 class InFlight:
@@ -81,11 +33,8 @@ class InFlight:
         """Own an id for a while; 409 when somebody else does."""
         if request_id in self._ids:
             raise HttpError(
-                409,
-                f"request {request_id!r} is already running: wait for its answer, or send another X-Request-Id.",
-                code="duplicate_request_id",
-                param="request_id",
-            )
+                409, f"request {request_id!r} is already running: wait for its answer, or send another X-Request-Id.",
+                code="duplicate_request_id", param="request_id")
         self._ids.add(request_id)
         try:
             yield
@@ -112,7 +61,7 @@ class ServerContext:
     """What routes are built from. `model_names`: the names under which the model is served, the main one first;
     `created`: seconds since the epoch at which the server started; `huge_text`: held by whoever encodes one."""
 
-    engine: Serving
+    engine: ServedEngine
     config: ServerConfig
     metrics: Metrics
     model_names: tuple[str, ...]
@@ -142,9 +91,5 @@ class ServerContext:
         if name in self.model_names:
             return name
         served = ", ".join(self.model_names)
-        raise HttpError(
-            404,
-            f"the model {name[:200]!r} is not served here; served: {served}.",
-            code="model_not_found",
-            param="model",
-        )
+        raise HttpError(404, f"the model {name[:200]!r} is not served here; served: {served}.", code="model_not_found",
+                        param="model")

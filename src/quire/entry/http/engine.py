@@ -15,38 +15,18 @@ from typing import Any
 
 from quire.config.engine import EngineConfig
 from quire.config.serve import ServerConfig
-from quire.contracts.errors import (
-    EngineClosed,
-    EngineDead,
-    EngineError,
-    EngineStarting,
-    QueueTimeout,
-    QuireError,
-    RequestFailed,
-)
+from quire.contracts import errors
 from quire.contracts.sampling import SamplingParams
-from quire.entry.front import INTERNAL, FrontEnd, Limits, Taken
+from quire.engine.queue import check_fits
+from quire.entry.front import INTERNAL, FrontEnd, Taken
 from quire.entry.http.request_stream import RequestStream
-from quire.entry.http.room import check_room
 from quire.entry.http.tally import count_finished, count_refusal, count_step
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
+from quire.procs import messages
 from quire.procs.core_child import CoreChild
 from quire.procs.core_client import CoreClient, Launch
 from quire.procs.failures import rebuilt
-from quire.procs.messages import (
-    Abort,
-    Add,
-    Control,
-    CoreStart,
-    Failed,
-    FromCore,
-    Loading,
-    Outputs,
-    Ready,
-    Rejected,
-    Reply,
-)
 from quire.text.load import TextSide, load_text
 from quire.weights.folder import resolve_folders
 
@@ -77,21 +57,21 @@ class ServedEngine:
         self.config = replace(config.engine, scheduler=replace(config.engine.scheduler, max_waiting=self._bound))
         self.state = EngineState.STARTING
         self.text: TextSide | None = None
-        self.ready: Ready | None = None
+        self.ready: messages.Ready | None = None
         self.front: FrontEnd | None = None
-        self.failure: QuireError | None = None
+        self.failure: errors.QuireError | None = None
         self._serve, self._metrics = config.serve, metrics
         self._client = CoreClient(on_message=self._take, on_death=self._die,
                                   launch=launch or start_core_process)
-        self._on_loading: Callable[[Loading], None] = lambda message: None
-        self._starting: asyncio.Future[Ready] | None = None
+        self._on_loading: Callable[[messages.Loading], None] = lambda message: None
+        self._starting: asyncio.Future[messages.Ready] | None = None
         self._live: dict[int, tuple[RequestStream, int]] = {}  # first handle -> stream, prompt index
         self._queued: dict[RequestStream, float] = {}  # not begun -> when it is given up; in that order
         self._queue_timer: asyncio.TimerHandle | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_controls = 0
         self._on_idle: list[asyncio.Future[None]] = []
-        self._on_death: list[asyncio.Future[QuireError]] = []
+        self._on_death: list[asyncio.Future[errors.QuireError]] = []
         self._last_sign = 0.0  # of life; or when work came
 
     @property
@@ -104,14 +84,14 @@ class ServedEngine:
         """Seconds since the core last answered while prompts are live; None when none is."""
         return time.monotonic() - self._last_sign if self._live else None
 
-    async def start(self, on_loading: Callable[[Loading], None]) -> Ready:
+    async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
         """Find the model, start the core and load the text side meanwhile. Raises what keeps it from starting, as the
         class of error that the core met; nothing is left behind then."""
         self._on_loading = on_loading
-        starting: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
         try:
-            on_loading(Loading("model files"))
+            on_loading(messages.Loading("model files"))
             folder, tokenizer_folder = await asyncio.to_thread(resolve_folders, self.config)
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
@@ -121,38 +101,20 @@ class ServedEngine:
         except BaseException as error:
             starting.cancel()  # nobody waits for it any more
             words = f"the engine was not started ({type(error).__name__})."
-            self._die(error if isinstance(error, QuireError) else EngineClosed(words))
+            self._die(error if isinstance(error, errors.QuireError) else errors.EngineClosed(words))
             await self._client.close()
             raise
         self.text, self.ready = text, ready
-        limits = Limits(
-            max_model_len=ready.max_model_len,
-            vocab_size=ready.vocab_size,
-            max_logprobs=self.config.model.max_logprobs,
-            eos_ids=text.eos_ids,
-            by_priority=self.config.scheduler.scheduling_policy == "priority",
-        )
-        self.front = FrontEnd(text.tokenizer, limits, seed=self.config.model.seed)
-        self._metrics.engine_ready(
-            num_blocks=ready.num_blocks,
-            block_size=ready.block_size,
-            max_model_len=ready.max_model_len,
-            cache_dtype=ready.dtype,
-            enable_prefix_caching=self.config.cache.enable_prefix_caching,
-            core_pid=self._client.core.pid if self._client.core is not None else None,
-        )
+        self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids)
+        self._metrics.engine_ready(num_blocks=ready.num_blocks, block_size=ready.block_size,
+                                   max_model_len=ready.max_model_len, cache_dtype=ready.dtype,
+                                   enable_prefix_caching=self.config.cache.enable_prefix_caching,
+                                   core_pid=self._client.core.pid if self._client.core is not None else None)
         self.state = EngineState.READY
         return ready
 
-    def open(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> RequestStream:
+    def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
+             timeout: float | None = None) -> RequestStream:
         """Send all prompts of one request to the core, or none; the stream must be closed in the end.
 
         timeout   seconds for the whole request; the server's own limit holds, too
@@ -164,26 +126,23 @@ class ServedEngine:
         try:
             front = self._open_front()
             assert self.ready is not None
-            check_room(len(prompts), params, num_live=len(front), bound=self._bound, num_slots=self.ready.num_slots)
+            self._check_room(len(prompts), params, len(front), self.ready.num_slots)
             for i, prompt in enumerate(prompts):
-                generation, new = front.start(
-                    prompt,
-                    params,
-                    request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
-                    priority=priority,
-                    timeout=min(limits, default=None),
-                )
+                generation, new = front.start(prompt, params,
+                                              request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
+                                              priority=priority, timeout=min(limits, default=None))
                 stream.generations.append(generation)
                 requests.append(new)
         except Exception as error:
             for generation in stream.generations:
                 front.drop(generation)
             count_refusal(self._metrics, error)
-            if isinstance(error, QuireError):
+            if isinstance(error, errors.QuireError):
                 raise
             LOG.exception("request %s could not be made", request_id)
-            raise RequestFailed(f"request {request_id} could not be made: an internal error.", code=INTERNAL) from error
-        self._admit(stream, [Add(tuple(new)) for new in requests])
+            raise errors.RequestFailed(
+                f"request {request_id} could not be made: an internal error.", code=INTERNAL) from error
+        self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
     async def tokenized(self, prompt: Prompt) -> Prompt:
@@ -202,7 +161,7 @@ class ServedEngine:
         number = self._num_controls
         self._replies[number] = reply = asyncio.get_running_loop().create_future()
         try:
-            self._client.send(Control(number, name))
+            self._client.send(messages.Control(number, name))
             answer: bool | int | str | None = await reply
             return answer
         finally:
@@ -219,7 +178,7 @@ class ServedEngine:
             self._on_idle.append(asyncio.get_running_loop().create_future())
             await self._on_idle[-1]
 
-    async def closed(self) -> QuireError:
+    async def closed(self) -> errors.QuireError:
         """Wait until the engine is dead; returns why."""
         if self.failure is not None:
             return self.failure
@@ -228,7 +187,7 @@ class ServedEngine:
 
     async def close(self) -> None:
         """End every stream with `EngineClosed`, stop the core and free everything; idempotent."""
-        self._die(EngineClosed("the server is shutting down."))
+        self._die(errors.EngineClosed("the server is shutting down."))
         await self._client.close()
 
     # --- requests come and go -----------------------------------------------------------------------------------
@@ -238,12 +197,22 @@ class ServedEngine:
         if self.failure is not None:
             raise rebuilt(type(self.failure).__name__, str(self.failure))
         if self.front is None:
-            raise EngineStarting("the engine is being loaded: try again in a few seconds.")
+            raise errors.EngineStarting("the engine is being loaded: try again in a few seconds.")
         if self.state is EngineState.DRAINING and not draining:
-            raise EngineClosed("the server is shutting down and takes no new requests.")
+            raise errors.EngineClosed("the server is shutting down and takes no new requests.")
         return self.front
 
-    def _admit(self, stream: RequestStream, messages: Sequence[Add]) -> None:
+    def _check_room(self, num_prompts: int, params: SamplingParams, num_live: int, num_slots: int) -> None:
+        """All prompts of a request are taken, or none: is there queue and slots for all their completions, beside the
+        `num_live` that have not finished? The core asks again, prompt by prompt. What passed here passes there: the
+        core's requests are always among those that are live here, because an end is heard of later here."""
+        bound, places = self._bound, num_prompts * params.n
+        check_fits(places, bound, num_slots, "n" if params.n > 1 else "prompt")
+        if num_live + places > bound + num_slots:
+            raise errors.QueueFull(f"{num_live} completions run or wait already (max_num_seqs={num_slots} and "
+                                   f"max_waiting={bound}) and {places} more do not fit; try again later.")
+
+    def _admit(self, stream: RequestStream, adds: Sequence[messages.Add]) -> None:
         now = time.monotonic()
         if not self._live:
             self._last_sign = now
@@ -251,11 +220,11 @@ class ServedEngine:
         for i, generation in enumerate(stream.generations):
             self._live[generation.completions[0].handle] = (stream, i)
             self._metrics.request_started(len(generation.prompt_token_ids), generation.params)
-        if messages:
+        if adds:
             self._queued[stream] = now + self._serve.queue_timeout
             self._set_queue_timer()
-        for message in messages:
-            self._client.send(message)
+        for add in adds:
+            self._client.send(add)
 
     def _abandon(self, stream: RequestStream) -> None:
         """Its reader goes away."""
@@ -274,12 +243,12 @@ class ServedEngine:
                     count_finished(self._metrics, generation, "abort")
         stream.num_open = 0
         if dropped and self.state is not EngineState.DEAD:
-            self._client.send(Abort(tuple(dropped)))
+            self._client.send(messages.Abort(tuple(dropped)))
         if cause is not None:
             self._metrics.aborted(cause)
         self._tell_idle()
 
-    def _fail(self, stream: RequestStream, error: QuireError, cause: str | None) -> None:
+    def _fail(self, stream: RequestStream, error: errors.QuireError, cause: str | None) -> None:
         self._abort(stream, cause)
         stream.fail(error)
 
@@ -294,32 +263,32 @@ class ServedEngine:
         self._queue_timer, now = None, time.monotonic()
         for stream in [stream for stream, deadline in self._queued.items() if deadline <= now]:
             self._metrics.rejected("queue_timeout")
-            self._fail(stream, QueueTimeout(
+            self._fail(stream, errors.QueueTimeout(
                 f"request {stream.request_id} waited {self._serve.queue_timeout:g} s and could not start: the server "
                 "is busy, try again later."), "queue_timeout")
         self._set_queue_timer()
 
     # --- what the core says -------------------------------------------------------------------------------------
 
-    def _take(self, message: FromCore) -> None:
-        if isinstance(message, Outputs):
+    def _take(self, message: messages.FromCore) -> None:
+        if isinstance(message, messages.Outputs):
             self._take_outputs(message)
-        elif isinstance(message, Rejected):
+        elif isinstance(message, messages.Rejected):
             self._take_rejection(message)
-        elif isinstance(message, Reply):
+        elif isinstance(message, messages.Reply):
             reply = self._replies.get(message.id)
             if reply is not None and not reply.done():
                 reply.set_result(message.value) if message.error is None else reply.set_exception(
-                    EngineError(message.error))
-        elif isinstance(message, Loading):
+                    errors.EngineError(message.error))
+        elif isinstance(message, messages.Loading):
             self._on_loading(message)
-        elif isinstance(message, Ready):
+        elif isinstance(message, messages.Ready):
             if self._starting is not None and not self._starting.done():
                 self._starting.set_result(message)
-        elif isinstance(message, Failed):
+        elif isinstance(message, messages.Failed):
             self._die(rebuilt(message.kind, message.message))  # the core has logged the details
 
-    def _take_outputs(self, message: Outputs) -> None:
+    def _take_outputs(self, message: messages.Outputs) -> None:
         if self.front is None or self.state is EngineState.DEAD:
             return
         step, live = message.step, self._live
@@ -337,7 +306,7 @@ class ServedEngine:
                 found[0].mark(found[1])
                 streams[found[0]] = None
         if taken.stopped:
-            self._client.send(Abort(tuple(taken.stopped)))
+            self._client.send(messages.Abort(tuple(taken.stopped)))
         count_step(self._metrics, step, taken)
         if taken.finished:
             self._finish(taken)
@@ -353,23 +322,23 @@ class ServedEngine:
                 count_finished(self._metrics, generation, generation.completions[0].finish_reason or "abort")
         self._tell_idle()
 
-    def _take_rejection(self, message: Rejected) -> None:
+    def _take_rejection(self, message: messages.Rejected) -> None:
         found = self._live.get(message.handles[0])
         if found is not None:
             error = rebuilt(message.kind, message.message, message.param)
             count_refusal(self._metrics, error)
             self._fail(found[0], error, None)
 
-    def _die(self, error: QuireError) -> None:
+    def _die(self, error: errors.QuireError) -> None:
         """No request can be served any more; everybody who waits hears why. Only the first call counts."""
         if self.failure is not None:
             return
         self.state, self.failure = EngineState.DEAD, error
         if self._queue_timer is not None:
             self._queue_timer.cancel()
-        words = str(error)
+        words, kind = str(error), errors.EngineClosed if isinstance(error, errors.EngineClosed) else errors.EngineDead
         for stream in dict.fromkeys(stream for stream, _ in self._live.values()):
-            self._fail(stream, EngineClosed(words) if isinstance(error, EngineClosed) else EngineDead(words), "engine")
+            self._fail(stream, kind(words), "engine")
         for waiting in (self._starting, *self._replies.values()):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
@@ -386,15 +355,12 @@ class ServedEngine:
             self._on_idle.clear()
 
 
-def start_core_process(start: CoreStart) -> CoreChild:
+def start_core_process(start: messages.CoreStart) -> CoreChild:
     """Start a core in a process of its own."""
     return CoreChild(start, CORE_MODULE)
 
 
 def core_config(config: EngineConfig) -> EngineConfig:
     """What the core's process is given: no tokenizer, and a model that is on this machine by now."""
-    return replace(
-        config,
-        model=replace(config.model, tokenizer=None, skip_tokenizer_init=True, chat_template=None),
-        load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False),
-    )
+    return replace(config, model=replace(config.model, tokenizer=None, skip_tokenizer_init=True, chat_template=None),
+                   load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False))

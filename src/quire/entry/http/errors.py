@@ -6,23 +6,13 @@ request would fail again. Knows nothing of routes.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+from starlette.responses import Response
 
-from quire.contracts.errors import (
-    EngineClosed,
-    EngineDead,
-    EngineError,
-    EngineStarting,
-    InvalidParameter,
-    PromptTooLong,
-    QueueFull,
-    QueueTimeout,
-    QuireError,
-    RequestFailed,
-    UserError,
-)
+from quire.contracts import errors
 
 LOG = logging.getLogger("quire")
 
@@ -35,22 +25,14 @@ RETRY_LATER = 5  # seconds: a restart, another replica, a queue that has stood s
 DETERMINISTIC = (("x-should-retry", "false"),)
 
 
-class HttpError(QuireError):
+class HttpError(errors.QuireError):
     """An answer other than 2xx. Raised by the HTTP side itself, or made from another error by `http_error`.
 
     kind   "type" of the body;  headers   further response headers, (name, value) in ASCII
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = INVALID_REQUEST,
-        code: str | None = None,
-        param: str | None = None,
-        headers: tuple[tuple[str, str], ...] = (),
-    ) -> None:
+    def __init__(self, status: int, message: str, *, kind: str = INVALID_REQUEST, code: str | None = None,
+                 param: str | None = None, headers: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
@@ -62,8 +44,7 @@ class HttpError(QuireError):
     def body(self) -> bytes:
         """The JSON body."""
         return msgspec.json.encode(
-            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-        )
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
 
 
 @dataclass(frozen=True)
@@ -83,17 +64,17 @@ def _retry(seconds: int) -> tuple[tuple[str, str], ...]:
 DEADLINE = Answer(504, SERVER_ERROR, "deadline")
 INTERNAL = Answer(500, SERVER_ERROR, "internal_error", DETERMINISTIC)
 # The first class that an error is an instance of decides.
-ANSWERS: tuple[tuple[type[QuireError], Answer], ...] = (
-    (PromptTooLong, Answer(400, INVALID_REQUEST, "context_length_exceeded")),
-    (InvalidParameter, Answer(400, INVALID_REQUEST, "invalid_value")),
-    (QueueFull, Answer(429, RATE_LIMIT, "engine_overloaded", _retry(RETRY_SOON))),
-    (QueueTimeout, Answer(408, SERVER_ERROR, "queue_timeout", _retry(RETRY_LATER))),
-    (RequestFailed, Answer(500, SERVER_ERROR, None, DETERMINISTIC)),
-    (UserError, Answer(400, INVALID_REQUEST)),
-    (EngineDead, Answer(503, SERVER_ERROR, "engine_dead", _retry(RETRY_LATER))),
-    (EngineClosed, Answer(503, SERVER_ERROR, "engine_closed", _retry(RETRY_LATER))),
-    (EngineStarting, Answer(503, SERVER_ERROR, "engine_starting", _retry(RETRY_LATER))),
-    (EngineError, Answer(503, SERVER_ERROR, "engine_unavailable", _retry(RETRY_LATER))),
+ANSWERS: tuple[tuple[type[errors.QuireError], Answer], ...] = (
+    (errors.PromptTooLong, Answer(400, INVALID_REQUEST, "context_length_exceeded")),
+    (errors.InvalidParameter, Answer(400, INVALID_REQUEST, "invalid_value")),
+    (errors.QueueFull, Answer(429, RATE_LIMIT, "engine_overloaded", _retry(RETRY_SOON))),
+    (errors.QueueTimeout, Answer(408, SERVER_ERROR, "queue_timeout", _retry(RETRY_LATER))),
+    (errors.RequestFailed, Answer(500, SERVER_ERROR, None, DETERMINISTIC)),
+    (errors.UserError, Answer(400, INVALID_REQUEST)),
+    (errors.EngineDead, Answer(503, SERVER_ERROR, "engine_dead", _retry(RETRY_LATER))),
+    (errors.EngineClosed, Answer(503, SERVER_ERROR, "engine_closed", _retry(RETRY_LATER))),
+    (errors.EngineStarting, Answer(503, SERVER_ERROR, "engine_starting", _retry(RETRY_LATER))),
+    (errors.EngineError, Answer(503, SERVER_ERROR, "engine_unavailable", _retry(RETRY_LATER))),
 )
 
 
@@ -102,9 +83,9 @@ def http_error(error: BaseException) -> HttpError:
     if isinstance(error, HttpError):
         return error
     answer = next((answer for kind, answer in ANSWERS if isinstance(error, kind)), INTERNAL)
-    param = error.param if isinstance(error, InvalidParameter) else None
+    param = error.param if isinstance(error, errors.InvalidParameter) else None
     code, message = answer.code, str(error)
-    if isinstance(error, RequestFailed):
+    if isinstance(error, errors.RequestFailed):
         answer = DEADLINE if error.code == DEADLINE.code else answer
         code = error.code
     elif answer is INTERNAL:
@@ -123,9 +104,18 @@ def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str)
     """400 for a prompt that does not fit the context, alone or with the `asked` tokens after it."""
     wanted = "" if asked is None else f", and {asked} more were asked for"
     fix = "shorten the prompt" if not asked else "shorten the prompt or ask for fewer tokens"
-    return HttpError(
-        400,
-        f"the context holds {max_model_len} tokens; the prompt has {num_prompt}{wanted}: {fix}.",
-        code="context_length_exceeded",
-        param=param,
-    )
+    return HttpError(400, f"the context holds {max_model_len} tokens; the prompt has {num_prompt}{wanted}: {fix}.",
+                     code="context_length_exceeded", param=param)
+
+
+def error_json(status: int, message: str, code: str | None = None) -> bytes:
+    """The body of an error answer; its type follows from the status."""
+    kind = {401: AUTHENTICATION, 429: RATE_LIMIT}.get(status, SERVER_ERROR if status >= 500 else INVALID_REQUEST)
+    return HttpError(status, message, kind=kind, code=code).body()
+
+
+def error_answer(
+    status: int, message: str, code: str | None = None, *, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error as a response, for what is refused before and beside the routes."""
+    return Response(error_json(status, message, code), status, headers, "application/json")

@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from quire.contracts.errors import InvalidParameter
@@ -49,9 +48,7 @@ class Watch:
         self._listener = asyncio.get_running_loop().create_task(self._listen())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         self._listener.cancel()
         if not self._gone:
             return
@@ -99,8 +96,7 @@ class Exchange:
         elif from_body is not None:
             if not REQUEST_ID.fullmatch(from_body):
                 raise InvalidParameter(
-                    "request_id must be 1 to 128 printable ASCII characters without spaces.", param="request_id"
-                )
+                    "request_id must be 1 to 128 printable ASCII characters without spaces.", param="request_id")
             self.request_id = from_body
         return self.request_id
 
@@ -135,14 +131,8 @@ class Exchange:
         """A watch over the connection, for when the body has been read."""
         return Watch(self._receive)
 
-    async def reply(
-        self,
-        body: bytes,
-        *,
-        status: int = 200,
-        content_type: bytes = b"application/json",
-        headers: tuple[tuple[str, str], ...] = (),
-    ) -> None:
+    async def reply(self, body: bytes, *, status: int = 200, content_type: bytes = b"application/json",
+                    headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Answer in one piece."""
         raw = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *self._own_headers()]
         raw += [(name.encode(), value.encode("latin-1")) for name, value in headers]

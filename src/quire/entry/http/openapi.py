@@ -5,7 +5,7 @@ Knows types and paths; the text of a field's meaning is its type's docstring.
 
 import re
 from collections.abc import Iterable
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import msgspec
 from starlette.routing import Route
@@ -30,9 +30,8 @@ REFERENCE = "#/components/schemas/{name}"
 
 def describe_api(routes: Iterable[Route], config: ServerConfig) -> dict[str, object]:
     """The document for these routes."""
-    components: dict[str, Any] = {}
-    for kind in (kind for pair in BODIES.values() for kind in (*pair, schema.ErrorResponse) if kind is not None):
-        _describe(kind, components)
+    kinds = [kind for pair in BODIES.values() for kind in (*pair, schema.ErrorResponse) if kind is not None]
+    _, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
@@ -57,10 +56,8 @@ def _operation(path: str, method: str, *, locked: bool) -> dict[str, Any]:
     if path in STREAMED:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"description": "an error", "content": {"application/json": {"schema": _reference(schema.ErrorResponse)}}}
-    operation: dict[str, Any] = {
-        "operationId": f"{method.lower()}{re.sub(r'[^a-z]+', '_', path)}",
-        "responses": {"200": {"description": "done", "content": content}, "default": error},
-    }
+    operation: dict[str, Any] = {"operationId": f"{method.lower()}{re.sub(r'[^a-z]+', '_', path)}",
+                                 "responses": {"200": {"description": "done", "content": content}, "default": error}}
     if request is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
     if names := re.findall(r"\{(\w+)\}", path):
@@ -69,30 +66,6 @@ def _operation(path: str, method: str, *, locked: bool) -> dict[str, Any]:
     if locked and path not in OPEN_PATHS:
         operation["security"] = [{"key": []}]
     return operation
-
-
-def _describe(kind: Any, components: dict[str, Any]) -> Any:
-    """The JSON schema of a type, its structures in `components`. msgspec's own, but for a choice between structures
-    that no field tells apart: it decodes none and describes none, and answers have some."""
-    try:
-        (described,), found = msgspec.json.schema_components([kind], ref_template=REFERENCE)
-        components.update(found)
-        return described
-    except TypeError:
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            fields = msgspec.structs.fields(kind)
-            components[kind.__name__] = {
-                "title": kind.__name__,
-                "description": kind.__doc__,
-                "type": "object",
-                "properties": {field.encode_name: _describe(field.type, components) for field in fields},
-                "required": [field.encode_name for field in fields if field.required],
-            }
-            return _reference(kind)
-        arguments = [argument for argument in get_args(kind) if argument is not msgspec.UnsetType]
-        if get_origin(kind) is list:
-            return {"type": "array", "items": _describe(arguments[0], components)}
-        return {"anyOf": [_describe(argument, components) for argument in arguments]}
 
 
 def _reference(kind: type) -> dict[str, str]:

@@ -5,7 +5,7 @@
     /version what serves, and every choice     /metrics  Prometheus        /openapi.json  what the API takes
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from starlette.requests import Request
@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.config.bundled import NAME
 from quire.config.serve import ServerConfig
-from quire.entry.http.answers import error_json, json_answer
 from quire.entry.http.auth import OPEN_PATHS
 from quire.entry.http.engine import ServedEngine
+from quire.entry.http.errors import error_json
 from quire.entry.http.readiness import RETRY_AFTER, LoadingBoard, Readiness, readiness
 from quire.observe.metrics import Metrics
 
@@ -24,49 +25,28 @@ ALWAYS = OPEN_PATHS | {"/version", "/metrics", "/openapi.json"}  # answered in e
 RETRY_HEADERS = {"retry-after": str(RETRY_AFTER)}
 
 
-class Ops:
-    """The routes and what they look at."""
+def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics, board: LoadingBoard,
+               describe_api: Callable[[], dict[str, object]]) -> list[Route]:
+    """The routes over what they look at; `describe_api` makes the OpenAPI document."""
 
-    def __init__(
-        self,
-        engine: ServedEngine,
-        config: ServerConfig,
-        metrics: Metrics,
-        board: LoadingBoard,
-        describe_api: Callable[[], dict[str, object]],
-    ) -> None:
-        self._engine, self._config, self._metrics, self._board = engine, config, metrics, board
-        self._describe_api = describe_api
+    def state(may_ask: Callable[[Readiness], bool]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            now = readiness(engine, board, config.serve.hang_timeout)
+            content: dict[str, object] = {"status": now.status, "reason": now.reason}
+            if now.status == "starting" and board.last is not None:
+                content["loading"] = board.last
+            if may_ask(now):
+                return _json(content)
+            error = msgspec.json.decode(error_json(503, now.reason, f"engine_{now.status}"))
+            return _json(content | error, 503, headers=RETRY_HEADERS)
 
-    def routes(self) -> list[Route]:
-        """All of them."""
-        return [
-            Route("/health", self.health, methods=["GET"]),
-            Route("/ping", self.health, methods=["GET", "POST"]),
-            Route("/live", self.live, methods=["GET"]),
-            Route("/ready", self.ready, methods=["GET"]),
-            Route("/version", self.version, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/openapi.json", self.openapi, methods=["GET"]),
-        ]
+        return answer
 
-    async def health(self, request: Request) -> Response:
-        """200 while the engine runs, also while it drains; 503 while it starts or when it is dead."""
-        now = self._now()
-        return self._answer(now, ok=now.alive)
+    async def live(request: Request) -> Response:
+        return _json({"status": "live"})
 
-    async def live(self, request: Request) -> Response:
-        """Whoever gets this answer knows that the event loop turns."""
-        return json_answer({"status": "live"})
-
-    async def ready(self, request: Request) -> Response:
-        """200 when requests should come here; else 503 and why not."""
-        now = self._now()
-        return self._answer(now, ok=now.ready)
-
-    async def version(self, request: Request) -> Response:
-        """What serves: version, model, types, sizes and every choice with its reason."""
-        facts, model = self._engine.ready, self._config.engine.model
+    async def version(request: Request) -> Response:
+        facts, model = engine.ready, config.engine.model
         loaded = {} if facts is None else {
             "dtype": facts.dtype,
             "device": facts.device,
@@ -77,26 +57,21 @@ class Ops:
             "notes": facts.notes,
             "start_seconds": facts.phases,
         }
-        return json_answer({"version": __version__, "model": model.model or "quire-tiny",
-                            "revision": model.revision, **loaded})
+        return _json({"version": __version__, "model": model.model or NAME, "revision": model.revision, **loaded})
 
-    async def metrics(self, request: Request) -> Response:
-        """A scrape."""
-        body, content_type = self._metrics.render()
+    async def scrape(request: Request) -> Response:
+        body, content_type = metrics.render()
         return Response(body, headers={"content-type": content_type})
 
-    async def openapi(self, request: Request) -> Response:
-        """The API in the OpenAPI form."""
-        return json_answer(self._describe_api())
+    async def openapi(request: Request) -> Response:
+        return _json(describe_api())
 
-    def _now(self) -> Readiness:
-        return readiness(self._engine, self._board, self._config.serve.hang_timeout)
+    alive = state(lambda now: now.alive)  # also while it drains
+    return [Route("/health", alive, methods=["GET"]), Route("/ping", alive, methods=["GET", "POST"]),
+            Route("/live", live, methods=["GET"]), Route("/ready", state(lambda now: now.ready), methods=["GET"]),
+            Route("/version", version, methods=["GET"]), Route("/metrics", scrape, methods=["GET"]),
+            Route("/openapi.json", openapi, methods=["GET"])]
 
-    def _answer(self, now: Readiness, *, ok: bool) -> Response:
-        content: dict[str, object] = {"status": now.status, "reason": now.reason}
-        if now.status == "starting" and self._board.last is not None:
-            content["loading"] = self._board.last
-        if ok:
-            return json_answer(content)
-        error = msgspec.json.decode(error_json(503, now.reason, f"engine_{now.status}"))
-        return json_answer(content | error, 503, headers=RETRY_HEADERS)
+
+def _json(content: object, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")

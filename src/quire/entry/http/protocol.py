@@ -26,7 +26,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.config.serve import HttpConfig
-from quire.entry.http.answers import error_json
+from quire.entry.http.errors import error_json
 from quire.entry.http.sse import DIRECT_BODY
 
 LOG = logging.getLogger("quire")

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Scope
 
-from quire.entry.http.answers import error_answer
 from quire.entry.http.engine import EngineState, ServedEngine
+from quire.entry.http.errors import error_answer
 from quire.procs.messages import Loading
 
 RETRY_AFTER = 5  # seconds that a caller is told to wait for a server that starts, drains or has died
@@ -66,21 +67,14 @@ def readiness(engine: ServedEngine, board: LoadingBoard, hang_timeout: float) ->
 
 
 class Gate:
-    """Middleware: while the engine starts, drains or is dead, every path but `always` is answered 503 at once."""
+    """For `auth.Guard`: while the engine starts, drains or is dead, every path but `always` is answered 503 at once."""
 
-    def __init__(
-        self, app: ASGIApp, *, engine: ServedEngine, board: LoadingBoard, always: Collection[str]
-    ) -> None:
-        self._app, self._engine, self._board, self._always = app, engine, board, always
+    def __init__(self, engine: ServedEngine, board: LoadingBoard, always: Collection[str]) -> None:
+        self._engine, self._board, self._always = engine, board, always
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or self._engine.state is EngineState.READY
-            or scope["path"] in self._always
-        ):
-            await self._app(scope, receive, send)
-            return
+    def __call__(self, scope: Scope) -> Response | None:
+        if self._engine.state is EngineState.READY or scope["path"] in self._always:
+            return None
         now = readiness(self._engine, self._board, float("inf"))
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
-        await error_answer(503, now.reason, f"engine_{now.status}", headers=headers)(scope, receive, send)
+        return error_answer(503, now.reason, f"engine_{now.status}", headers=headers)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.entry.http.answers import error_answer
+from quire.entry.http.errors import error_answer
 from quire.observe.metrics import Metrics
 
 LOG = logging.getLogger("quire")

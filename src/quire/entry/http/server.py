@@ -23,13 +23,13 @@ from typing import Any, Protocol
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import DONE, FAILED, exit_code
-from quire.entry.http.app import build_app, model_names
+from quire.entry.http.app import build_app
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.readiness import LoadingBoard
 from quire.entry.http.signals import StopRequests
 from quire.entry.http.sockets import listen, release, url_of
-from quire.observe.metrics import Metrics, PrometheusMetrics, StatsLine
+from quire.observe.metrics import Metrics, StatsLine
 from quire.observe.process import watch_event_loop
 from quire.procs.messages import Loading, Ready
 
@@ -91,7 +91,7 @@ def run(config: ServerConfig, console: Console) -> int:
 
 async def serve(config: ServerConfig, listener: socket.socket, console: Console) -> int:
     """Serve on a listening socket until the end; returns the exit code. Raises the `QuireError` of a failed start."""
-    metrics = PrometheusMetrics(config.serve.metrics_prefix, model_names(config)[0])
+    metrics = Metrics(config.serve.metrics_prefix, config.model_names[0])
     engine = ServedEngine(config, metrics=metrics)
     board = LoadingBoard(console.loading)
     http = HttpListener(build_app(engine, config, metrics, board), config.http, listener, metrics)

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-from types import TracebackType
 
 from quire.entry.exit_codes import DONE, INTERRUPTED
 
@@ -32,9 +31,7 @@ class StopRequests:
             asyncio.get_running_loop().add_signal_handler(number, self._take, number)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number in SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
 

@@ -17,11 +17,8 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 DONE = b"data: [DONE]\n\n"
 DIRECT_BODY = "direct-body"  # the ASGI extension under which a server offers a `DirectBody`
 COMMENT = b": keep-alive\n\n"
-EVENT_STREAM: tuple[tuple[bytes, bytes], ...] = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
+EVENT_STREAM: tuple[tuple[bytes, bytes], ...] = ((b"content-type", b"text/event-stream; charset=utf-8"),
+                                                 (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class DirectBody(Protocol):
@@ -43,9 +40,7 @@ def frame(data: bytes) -> bytes:
 class EventStream:
     """One streamed response. `write` what there is, `end` it, and `stop_comments` in any case."""
 
-    def __init__(
-        self, send: Send, headers: RawHeaders, keep_alive: float, direct: DirectBody | None = None
-    ) -> None:
+    def __init__(self, send: Send, headers: RawHeaders, keep_alive: float, direct: DirectBody | None = None) -> None:
         """`keep_alive` seconds of silence bring a comment; 0: never. `direct`: the body, when the server offers it."""
         self._send = send
         self._direct = direct

@@ -6,28 +6,20 @@ token; it decodes, until its end.
 
 import time
 
-from quire.contracts.errors import (
-    EngineClosed,
-    EngineDead,
-    EngineStarting,
-    PromptTooLong,
-    QueueFull,
-    QueueTimeout,
-    RequestError,
-)
+from quire.contracts import errors
 from quire.contracts.output import StepOutputs
 from quire.entry.completion import Generation
 from quire.entry.front import Taken
 from quire.observe.metrics import Metrics
 
 REFUSALS: tuple[tuple[type[Exception], str], ...] = (
-    (QueueFull, "queue_full"),
-    (QueueTimeout, "queue_timeout"),
-    (PromptTooLong, "prompt_too_long"),
-    (RequestError, "invalid"),
-    (EngineClosed, "closed"),
-    (EngineStarting, "starting"),
-    (EngineDead, "dead"),
+    (errors.QueueFull, "queue_full"),
+    (errors.QueueTimeout, "queue_timeout"),
+    (errors.PromptTooLong, "prompt_too_long"),
+    (errors.RequestError, "invalid"),
+    (errors.EngineClosed, "closed"),
+    (errors.EngineStarting, "starting"),
+    (errors.EngineDead, "dead"),
 )
 
 

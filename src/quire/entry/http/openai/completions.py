@@ -6,22 +6,15 @@ from quire.contracts.output import CompletionOutput, LogprobsByToken, RequestOut
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
+from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.generate import Job, generate, make_job, shell, tail
-from quire.entry.http.openai.logprobs import LegacyColumns, TokenNames, joined, prompt_columns
-from quire.entry.http.openai.prompts import completion_prompts, spell_bad_words
+from quire.entry.http.openai.generate import Job, Writer, answer
+from quire.entry.http.openai.logprobs import LegacyColumns, joined, prompt_columns
+from quire.entry.http.openai.prompts import completion_prompts
 from quire.entry.http.openai.sampling import sampling_params
-from quire.entry.http.openai.schema import (
-    CompletionChoice,
-    CompletionDetails,
-    CompletionRequest,
-    CompletionResponse,
-    LegacyLogprobs,
-    Usage,
-)
-from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
 
-DECODER = RequestDecoder(CompletionRequest)
+DECODER = RequestDecoder(schema.CompletionRequest)
 MAX_TOKENS = 16  # OpenAI's default
 ENCODE = msgspec.json.Encoder().encode
 
@@ -29,43 +22,28 @@ ENCODE = msgspec.json.Encoder().encode
 async def complete(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request."""
     request = await DECODER.read(context, exchange)
-    request_id = exchange.name(request.request_id)
-    model, text = context.model(request.model), context.text()
-    params = _params(request, text.default_params, context.config.serve.stream_interval)
-    prompts = await completion_prompts(context, exchange, request)
-    await spell_bad_words(context, exchange, params)
-    job = make_job(context, exchange, request, request_id=request_id, model=model, prompts=prompts, params=params)
-    await generate(context, exchange, job, CompletionWriter(job, request, text.tokenizer))
+    await answer(context, exchange, request, _params, completion_prompts, CompletionWriter)
 
 
-def _params(request: CompletionRequest, defaults: SamplingParams, stream_interval: int) -> SamplingParams:
+def _params(request: schema.CompletionRequest, defaults: SamplingParams, stream_interval: int) -> SamplingParams:
     max_tokens = request.max_tokens
     if max_tokens is None:
         max_tokens = MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens
     params = sampling_params(
-        request, defaults, max_tokens=max_tokens, logprobs=request.logprobs, stream_interval=stream_interval
-    )
+        request, defaults, max_tokens=max_tokens, logprobs=request.logprobs, stream_interval=stream_interval)
     if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = request.logprobs
     return params
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Choices of /v1/completions as JSON."""
 
-    def __init__(self, job: Job, request: CompletionRequest, tokenizer: TextTokenizer | None) -> None:
-        self._job = job
+    def __init__(self, job: Job, request: schema.CompletionRequest, tokenizer: Tokenizer | None) -> None:
+        super().__init__(job, request, tokenizer, with_logprobs=request.logprobs is not None, prefix="cmpl",
+                         kind="text_completion", opening=b'"text":')
         self._echo = bool(request.echo)
-        self._with_logprobs = request.logprobs is not None
-        self._with_prompt_logprobs = request.prompt_logprobs is not None
-        self._with_ids = bool(request.return_token_ids)
-        self._plain = not (self._with_logprobs or self._with_ids)
-        self._names = TokenNames(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         self._columns: dict[int, LegacyColumns] = {}
-        head = shell("cmpl", "text_completion", job)
-        self._heads = [head + b'{"index":%d,"text":' % choice for choice in range(job.num_choices)]
-        self._empty = head
-        self._tail = tail(job)
         self._going_on = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail
 
     def begin(self, prompt: int, output: RequestOutput) -> bytes:
@@ -99,55 +77,30 @@ class CompletionWriter:
         parts += [b'}],"usage":', usage, b"}\n\n"] if usage else [b"}", self._tail]
         return b"".join(parts)
 
-    def usage(self, usage: bytes) -> bytes:
-        """The event with the counts."""
-        return self._empty + b'],"usage":' + usage + b"}\n\n"
-
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
+    def whole(self, outputs: list[RequestOutput], usage: schema.Usage) -> bytes:
         """The answer in one piece."""
-        choices: list[CompletionChoice | CompletionDetails] = []
+        choices: list[schema.CompletionChoice] = []
         for prompt, output in enumerate(outputs):
             echoed = self._echoed(prompt, output) if self._echo else ""
             before = self._echoed_logprobs(echoed, output)
             for completion in output.outputs:
                 choices.append(self._choice(prompt, output, completion, echoed, before))
-        answer = CompletionResponse(
-            id=f"cmpl-{self._job.request_id}",
-            created=self._job.created,
-            model=self._job.model,
-            choices=choices,
-            usage=usage,
-        )
-        return ENCODE(answer)
+        return ENCODE(schema.CompletionResponse(**self._shared, choices=choices, usage=usage))
 
-    def _choice(
-        self,
-        prompt: int,
-        output: RequestOutput,
-        completion: CompletionOutput,
-        echoed: str,
-        before: LegacyLogprobs | None,
-    ) -> CompletionChoice | CompletionDetails:
+    def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput, echoed: str,
+                before: schema.LegacyLogprobs | None) -> schema.CompletionChoice:
         choice, logprobs = prompt * self._job.params.n + completion.index, before
         if self._with_logprobs:
             rows: list[LogprobsByToken] = completion.logprobs or []
             after = self._choice_columns(choice, len(echoed)).rows(completion.token_ids[: len(rows)], rows)
             logprobs = after if before is None else joined(before, after)
-        plain = CompletionChoice(
-            index=choice,
-            text=echoed + completion.text,
-            logprobs=logprobs,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-        )
-        if not (self._with_ids or self._with_prompt_logprobs):
-            return plain
-        return CompletionDetails(
-            **msgspec.structs.asdict(plain),
-            prompt_logprobs=output.prompt_logprobs if self._with_prompt_logprobs else None,
-            prompt_token_ids=output.prompt_token_ids if self._with_ids else None,
-            token_ids=completion.token_ids if self._with_ids else None,
-        )
+        plain = schema.CompletionChoice(index=choice, text=echoed + completion.text, logprobs=logprobs,
+                                        finish_reason=completion.finish_reason, stop_reason=completion.stop_reason)
+        if self._with_ids or self._with_prompt_logprobs:
+            plain.prompt_logprobs = output.prompt_logprobs if self._with_prompt_logprobs else None
+            plain.prompt_token_ids, plain.token_ids = (
+                (output.prompt_token_ids, completion.token_ids) if self._with_ids else (None, None))
+        return plain
 
     def _choice_columns(self, choice: int, offset: int = 0) -> LegacyColumns:
         columns = self._columns.get(choice)
@@ -170,7 +123,7 @@ class CompletionWriter:
                 self._choice_columns(choice, len(text or ""))
         return text or ""
 
-    def _echoed_logprobs(self, text: str, output: RequestOutput) -> LegacyLogprobs | None:
+    def _echoed_logprobs(self, text: str, output: RequestOutput) -> schema.LegacyLogprobs | None:
         if not (self._echo and self._with_logprobs and output.prompt_logprobs is not None):
             return None
         return prompt_columns(self._names, text, output.prompt_token_ids, output.prompt_logprobs)

@@ -6,23 +6,29 @@ every way out, so that nothing is generated for a client that is gone.
 
 import logging
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire.contracts.errors import EngineClosed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
-from quire.entry.http.context import ServerContext, Stream
+from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange, Watch
+from quire.entry.http.openai.logprobs import TokenNames
+from quire.entry.http.openai.prompts import spell_bad_words
 from quire.entry.http.openai.sampling import request_timeout
 from quire.entry.http.openai.schema import CachedTokens, SamplingFields, StreamOptions, Usage
-from quire.entry.http.request_stream import Batch
+from quire.entry.http.request_stream import Batch, RequestStream
 from quire.entry.http.sse import DONE, EventStream
 from quire.entry.prompts import Prompt
+from quire.text.tokenizer import Tokenizer
 
 LOG = logging.getLogger("quire")
+Request = TypeVar("Request", bound=SamplingFields)
 Piece = tuple[int, CompletionOutput]  # (choice, what is new of it)
 
 
@@ -51,57 +57,72 @@ class Job:
         return len(self.prompts) * self.params.n
 
 
-class Writer(Protocol):
-    """How the choices of one route look, as JSON bytes."""
+class Writer(ABC):
+    """How the choices of one route look, as JSON bytes.
 
+    prefix   of the answer's id;  kind  of a stream's events, as "object";  opening  of a choice after its index
+    """
+
+    def __init__(self, job: Job, request: SamplingFields, tokenizer: Tokenizer | None, *, with_logprobs: bool,
+                 prefix: str, kind: str, opening: bytes) -> None:
+        self._job, self._with_logprobs = job, with_logprobs
+        self._with_prompt_logprobs = request.prompt_logprobs is not None
+        self._with_ids = bool(request.return_token_ids)
+        self._plain = not (self._with_logprobs or self._with_ids)
+        self._names = TokenNames(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._shared: dict[str, Any] = {"id": f"{prefix}-{job.request_id}", "created": job.created, "model": job.model}
+        head = {"id": self._shared["id"], "object": kind, "created": job.created, "model": job.model}
+        self._empty = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self._heads = [self._empty + b'{"index":%d,' % choice + opening for choice in range(job.num_choices)]
+        # With `include_usage`, every event but the last says null.
+        self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
+
+    @abstractmethod
     def begin(self, prompt: int, output: RequestOutput) -> bytes:
         """Events that open the choices of a prompt, before their first piece."""
 
+    @abstractmethod
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
         """Events for what is new of a choice; b"" when it shows nothing. `usage`: its JSON, or b"" for none."""
 
     def usage(self, usage: bytes) -> bytes:
         """The event with the counts and no choice."""
+        return self._empty + b'],"usage":' + usage + b"}\n\n"
 
+    @abstractmethod
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
         """The answer in one piece."""
 
 
-def make_job(
-    context: ServerContext,
-    exchange: Exchange,
-    request: SamplingFields,
-    *,
-    request_id: str,
-    model: str,
-    prompts: list[Prompt],
-    params: SamplingParams,
-) -> Job:
-    """What both routes read off a request in the same way, beside its prompts and parameters."""
+async def answer(
+    context: ServerContext, exchange: Exchange, request: Request,
+    params_of: Callable[[Request, SamplingParams, int], SamplingParams],
+    prompts_of: Callable[[ServerContext, Exchange, Request], Awaitable[list[Prompt]]],
+    writer: Callable[[Job, Request, Tokenizer | None], Writer],
+) -> None:
+    """Answer one request; `params_of` is given the defaults and the server's stream interval, too."""
+    request_id = exchange.name(request.request_id)
+    model, text, serve = context.model(request.model), context.text(), context.config.serve
+    params = params_of(request, text.default_params, serve.stream_interval)
+    prompts = await prompts_of(context, exchange, request)
+    await spell_bad_words(context, exchange, params)
     options = request.stream_options or StreamOptions()
-    return Job(
-        prompts=prompts,
-        params=params,
-        request_id=request_id,
-        model=model,
-        created=exchange.now(),
-        stream=bool(request.stream),
-        priority=request.priority or 0,
-        timeout=request_timeout(exchange.header(b"x-request-timeout")),
-        include_usage=bool(options.include_usage) or context.config.serve.enable_force_include_usage,
-        running_usage=bool(options.continuous_usage_stats),
-    )
+    job = Job(prompts=prompts, params=params, request_id=request_id, model=model, created=exchange.now(),
+              stream=bool(request.stream), priority=request.priority or 0,
+              timeout=request_timeout(exchange.header(b"x-request-timeout")),
+              include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
+              running_usage=bool(options.continuous_usage_stats))
+    await generate(context, exchange, job, writer(job, request, text.tokenizer))
 
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:
-    """Answer one request. Errors before the first byte are raised; after it, the caller's `Exchange.fail` ends the
+    """Do the job. Errors before the first byte are raised; after it, the caller's `Exchange.fail` ends the
     stream."""
     with context.in_flight.hold(job.request_id):
         async with exchange.watch() as watch:
             await watch.look()  # its text may have been encoded in a thread for long
             stream = context.engine.open(
-                job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout
-            )
+                job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout)
             began = time.monotonic()
             try:
                 if job.stream:
@@ -117,20 +138,16 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
     await exchange.reply(answer)
 
 
-def _log(job: Job, stream: Stream, seconds: float) -> None:
+def _log(job: Job, stream: RequestStream, seconds: float) -> None:
     """One line for a request that has ended: sizes and how, no text."""
     completions = [c for generation in stream.generations for c in generation.completions]
-    LOG.info(
-        "request %s: %d prompt tokens, %d generated, %s, %.3f s",
-        job.request_id,
-        sum(len(prompt.token_ids or ()) for prompt in job.prompts),
-        sum(len(completion.token_ids) for completion in completions),
-        "+".join(sorted({completion.finish_reason or "aborted" for completion in completions})),
-        seconds,
-    )
+    LOG.info("request %s: %d prompt tokens, %d generated, %s, %.3f s", job.request_id,
+             sum(len(prompt.token_ids or ()) for prompt in job.prompts),
+             sum(len(completion.token_ids) for completion in completions),
+             "+".join(sorted({completion.finish_reason or "aborted" for completion in completions})), seconds)
 
 
-async def _whole(stream: Stream, job: Job, writer: Writer) -> bytes:
+async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
     finals: dict[int, RequestOutput] = {}
     async for batch in stream:
         finals.update(batch)
@@ -140,15 +157,13 @@ async def _whole(stream: Stream, job: Job, writer: Writer) -> bytes:
             check_end(completion)
     return writer.whole(
         outputs,
-        usage(
-            sum(len(output.prompt_token_ids) for output in outputs),
-            sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
-            sum(output.num_cached_tokens or 0 for output in outputs),
-        ),
+        usage(sum(len(output.prompt_token_ids) for output in outputs),
+              sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+              sum(output.num_cached_tokens or 0 for output in outputs)),
     )
 
 
-async def _events(events: EventStream, stream: Stream, progress: "Progress", watch: Watch) -> None:
+async def _events(events: EventStream, stream: RequestStream, progress: "Progress", watch: Watch) -> None:
     stream.pour_into(_Pushed(events, progress))
     try:
         async for batch in stream:
@@ -250,28 +265,11 @@ def _append(piece: CompletionOutput, newer: CompletionOutput) -> None:
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
     """The counts of a request."""
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_output,
-        total_tokens=num_prompt + num_output,
-        prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
-    )
+    return Usage(prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
+                 prompt_tokens_details=CachedTokens(cached_tokens=num_cached))
 
 
 def check_end(completion: CompletionOutput) -> None:
     """A completion that was aborted has no answer to give: the server is going down."""
     if completion.finish_reason == "abort":
         raise EngineClosed("the request was aborted, because the server stops: send it again.")
-
-
-def shell(prefix: str, kind: str, job: Job) -> bytes:
-    """The constant beginning of every event of a stream, up to the choices."""
-    head = {"id": f"{prefix}-{job.request_id}", "object": kind, "created": job.created, "model": job.model}
-    return b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
-
-
-def tail(job: Job) -> bytes:
-    """The constant end of an event: with `include_usage`, every event but the last says null."""
-    return b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
-
-

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from quire.contracts.output import Logprob, LogprobsByToken
 from quire.entry.http.openai.schema import ChatLogprob, ChatLogprobs, LegacyLogprobs, TokenLogprob
-from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity; forbidden tokens have a log-probability of minus infinity
 
@@ -16,7 +16,7 @@ LOWEST = -9999.0  # JSON has no infinity; forbidden tokens have a log-probabilit
 class TokenNames:
     """How tokens are written in answers."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, *, as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
         """`as_ids`, or no tokenizer: every token as "token_id:17"."""
         self.tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
@@ -144,12 +144,9 @@ def prompt_columns(
 
 def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
     """The columns of a text and of what follows it."""
-    return LegacyLogprobs(
-        text_offset=first.text_offset + second.text_offset,
-        token_logprobs=first.token_logprobs + second.token_logprobs,
-        tokens=first.tokens + second.tokens,
-        top_logprobs=first.top_logprobs + second.top_logprobs,
-    )
+    return LegacyLogprobs(text_offset=first.text_offset + second.text_offset,
+                          token_logprobs=first.token_logprobs + second.token_logprobs,
+                          tokens=first.tokens + second.tokens, top_logprobs=first.top_logprobs + second.top_logprobs)
 
 
 def chat_logprobs(
@@ -165,8 +162,7 @@ def chat_logprobs(
                 logprob=number(entry[token]),
                 bytes=names.bytes_of(token),
                 top_logprobs=[
-                    TokenLogprob(token=names.text(i), logprob=number(e), bytes=names.bytes_of(i)) for i, e in others
-                ],
+                    TokenLogprob(token=names.text(i), logprob=number(e), bytes=names.bytes_of(i)) for i, e in others],
             )
         )
     return ChatLogprobs(content=content)

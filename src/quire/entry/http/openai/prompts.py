@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -17,44 +17,13 @@ from quire.entry.http.openai.schema import ChatRequest, CompletionRequest, Messa
 from quire.entry.prompts import Prompt
 from quire.text.chat import TEXT_PARTS, ChatTemplate
 from quire.text.load import TextSide
-from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
 
 LONG = 8_192  # bytes of a request from which its texts take long enough (1 to 5 ms) to leave the event loop
 HUGE = 2**20  # bytes from which encoding takes hundreds of megabytes for a while (7.5 M: 0.7 to 2 GB)
 RESERVED = ("messages", "tools", "documents", "chat_template", "adapt_tool_calls")  # not for chat_template_kwargs
 OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """What a chat template is given: the same fields of every route that reads messages."""
-
-    messages: list[Message]
-    add_generation_prompt: bool
-    continue_final_message: bool
-    variables: dict[str, Any]
-
-    @staticmethod
-    def of(request: ChatRequest | TokenizeRequest, messages: list[Message]) -> "Conversation":
-        """Take the fields of a request. Errors: `InvalidParameter` for variables that a request cannot set."""
-        variables = dict(request.chat_template_kwargs or {})
-        for name in (*RESERVED, *OWN_FIELDS):
-            if name in variables:
-                hint = "send it as a field of its own" if name in OWN_FIELDS else "leave it out"
-                raise InvalidParameter(
-                    f"chat_template_kwargs may not hold {name}: {hint}.", param="chat_template_kwargs"
-                )
-        if request.documents is not None:
-            variables["documents"] = request.documents
-        open_end = bool(request.continue_final_message)
-        generation = request.add_generation_prompt
-        return Conversation(
-            messages=messages,
-            add_generation_prompt=not open_end if generation is None else generation,
-            continue_final_message=open_end,
-            variables=variables,
-        )
 
 
 async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
@@ -68,12 +37,11 @@ async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
         return await asyncio.to_thread(work)
 
 
-def tokenizer_of(text: TextSide, param: str) -> TextTokenizer:
+def tokenizer_of(text: TextSide, param: str) -> Tokenizer:
     """The tokenizer, or 400 when the server runs without one."""
     if text.tokenizer is None:
         raise InvalidParameter(
-            "this server has no tokenizer (skip_tokenizer_init): use /v1/completions with token ids.", param=param
-        )
+            "this server has no tokenizer (skip_tokenizer_init): use /v1/completions with token ids.", param=param)
     return text.tokenizer
 
 
@@ -85,9 +53,7 @@ async def spell_bad_words(context: ServerContext, exchange: Exchange, params: Sa
         await away(context, exchange.size, lambda: tokenizer.bad_word_ids(words))
 
 
-async def completion_prompts(
-    context: ServerContext, exchange: Exchange, request: CompletionRequest
-) -> list[Prompt]:
+async def completion_prompts(context: ServerContext, exchange: Exchange, request: CompletionRequest) -> list[Prompt]:
     """The prompts of /v1/completions, encoded and fitted to the context."""
     given = _several(request.prompt)
     check_choices(len(given), request)
@@ -102,43 +68,31 @@ async def completion_prompts(
     return [_fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts]
 
 
-async def chat_prompt(context: ServerContext, exchange: Exchange, request: ChatRequest) -> Prompt:
+async def chat_prompts(context: ServerContext, exchange: Exchange, request: ChatRequest) -> list[Prompt]:
     """The prompt of a conversation, encoded and fitted to the context."""
     check_choices(1, request)
     longest = _longest(context, request)
     prompt = await conversation_prompt(context, exchange, request, request.messages, longest)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return _fitted(context, request, prompt, asked, "messages")
+    return [_fitted(context, request, prompt, asked, "messages")]
 
 
-async def conversation_prompt(
-    context: ServerContext,
-    exchange: Exchange,
-    request: ChatRequest | TokenizeRequest,
-    messages: list[Message],
-    longest: int | None,
-) -> Prompt:
+async def conversation_prompt(context: ServerContext, exchange: Exchange, request: ChatRequest | TokenizeRequest,
+                              messages: list[Message], longest: int | None) -> Prompt:
     """Render and encode messages; the template writes its own special tokens. `longest`: see `_encoded`."""
     text = context.text()
     tokenizer = tokenizer_of(text, "messages")
     template = text.chat_template
     if template is None:
-        raise InvalidParameter(
-            f"{context.model_names[0]} has no chat template (it is probably a base model): use /v1/completions, "
-            "or start the server with --chat-template.",
-            param="messages",
-        )
-    conversation = Conversation.of(request, messages)
-    _add_effort(exchange, template, conversation, request.reasoning_effort)
-    special = bool(request.add_special_tokens)
+        raise InvalidParameter(f"{context.model_names[0]} has no chat template (it is probably a base model): use "
+                               "/v1/completions, or start the server with --chat-template.", param="messages")
+    variables = _variables(exchange, template, request)
+    special, open_end = bool(request.add_special_tokens), bool(request.continue_final_message)
+    generation = not open_end if request.add_generation_prompt is None else request.add_generation_prompt
 
     def render() -> Prompt:
-        rendered = template.render(
-            _plain_messages(messages, template),
-            add_generation_prompt=conversation.add_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            **conversation.variables,
-        )
+        rendered = template.render(_plain_messages(messages, template), add_generation_prompt=generation,
+                                   continue_final_message=open_end, **variables)
         return _encoded(tokenizer, rendered, special, longest, "messages")
 
     return await away(context, exchange.size, render)
@@ -149,15 +103,12 @@ def _longest(context: ServerContext, request: SamplingFields) -> int | None:
     return context.ready().max_model_len if request.truncate_prompt_tokens is None else None
 
 
-def _encoded(tokenizer: TextTokenizer, text: str, special: bool, longest: int | None, param: str) -> Prompt:
+def _encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str) -> Prompt:
     """The prompt of a text. Errors: 400, without the work, when it surely has more than `longest` tokens."""
     if longest is not None and (fewest := tokenizer.fewest_tokens(text)) > longest:
-        raise HttpError(
-            400,
-            f"the context holds {longest} tokens; the prompt has at least {fewest}: shorten the prompt.",
-            code="context_length_exceeded",
-            param=param,
-        )
+        raise HttpError(400,
+                        f"the context holds {longest} tokens; the prompt has at least {fewest}: shorten the prompt.",
+                        code="context_length_exceeded", param=param)
     return Prompt(text=text, token_ids=tokenizer.encode(text, special))
 
 
@@ -172,15 +123,11 @@ def _several(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[i
         return [cast(list[int], prompt)]
     if kinds == {str} or kinds == {list}:
         return cast(list[str | list[int]], prompt)
-    raise InvalidParameter(
-        "prompt mixes texts, token ids and lists: give a text, a list of texts, token ids, or a list of lists of ids.",
-        param="prompt",
-    )
+    raise InvalidParameter("prompt mixes texts, token ids and lists: give a text, a list of texts, token ids, or a "
+                           "list of lists of ids.", param="prompt")
 
 
-def _fitted(
-    context: ServerContext, request: SamplingFields, prompt: Prompt, asked: int | None, param: str
-) -> Prompt:
+def _fitted(context: ServerContext, request: SamplingFields, prompt: Prompt, asked: int | None, param: str) -> Prompt:
     """The prompt cut as asked, with its salt. Errors: 400 when it and `asked` tokens exceed the context."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
     text = prompt.text
@@ -195,14 +142,23 @@ def _fitted(
     return replace(prompt, text=text, token_ids=ids, cache_salt=request.cache_salt or "")
 
 
-def _add_effort(exchange: Exchange, template: ChatTemplate, conversation: Conversation, effort: str | None) -> None:
-    """Templates of reasoning models read `reasoning_effort`; with others it changes nothing, and the client is told."""
-    if effort is None:
-        return
-    if "reasoning_effort" in template.source():
-        conversation.variables.setdefault("reasoning_effort", effort)
-    else:
+def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Further variables of the template. Errors: `InvalidParameter` for some that a request cannot set.
+
+    Templates of reasoning models read `reasoning_effort`; with others it changes nothing, and the client is told.
+    """
+    variables = dict(request.chat_template_kwargs or {})
+    for name in (*RESERVED, *OWN_FIELDS):
+        if name in variables:
+            hint = "send it as a field of its own" if name in OWN_FIELDS else "leave it out"
+            raise InvalidParameter(f"chat_template_kwargs may not hold {name}: {hint}.", param="chat_template_kwargs")
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None and "reasoning_effort" in template.source():
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    elif request.reasoning_effort is not None:
         exchange.warn("reasoning_effort is ignored: the chat template does not read it")
+    return variables
 
 
 def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -212,8 +168,7 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
     for at, message in enumerate(messages):
         if message.content is None and not _says_otherwise(message):
             raise InvalidParameter(
-                f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages"
-            )
+                f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages")
         if not isinstance(message.content, str):
             for part in message.content or ():
                 if part.type not in TEXT_PARTS:

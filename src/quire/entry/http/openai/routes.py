@@ -8,8 +8,7 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
-from quire.entry.http.openai.models import list_models, show_model
-from quire.entry.http.openai.tokenize import detokenize, tokenize, tokenizer_info
+from quire.entry.http.openai.models import detokenize, list_models, show_model, tokenize, tokenizer_info
 from quire.entry.http.sse import Send
 
 Handler = Callable[[ServerContext, Exchange], Awaitable[None]]
@@ -44,7 +43,5 @@ class Endpoint:
 
 def routes(context: ServerContext) -> list[Route]:
     """All routes over one context."""
-    return [
-        Route(path, Endpoint(context, handler), methods=[method], name=handler.__name__)
-        for method, path, handler in HANDLERS
-    ]
+    return [Route(path, Endpoint(context, handler), methods=[method], name=handler.__name__)
+            for method, path, handler in HANDLERS]

@@ -8,39 +8,16 @@ from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.entry.http.openai.schema import MAX_CHOICES, SamplingFields
 
 SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
-    "n",
-    "temperature",
-    "frequency_penalty",
-    "presence_penalty",
-    "stop",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "skip_reading_prefix_cache",
-)
+    "n temperature frequency_penalty presence_penalty stop logit_bias top_k min_p repetition_penalty min_tokens "
+    "ignore_eos stop_token_ids include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
+    "allowed_token_ids bad_words prompt_logprobs logprob_token_ids skip_reading_prefix_cache"
+).split()
 MAX_LISTED = 2**18  # entries of a request's lists over all its completions: each completion brings them to the engine
 SMALLEST_TOP_P = 1e-9  # OpenAI allows 0, which means: the likeliest token only
 
 
-def sampling_params(
-    request: SamplingFields,
-    defaults: SamplingParams,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    stream_interval: int,
-) -> SamplingParams:
+def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None,
+                    stream_interval: int) -> SamplingParams:
     """The parameters of a request.
 
     max_tokens, logprobs   as the route understands them
@@ -65,18 +42,14 @@ def check_choices(num_prompts: int, request: SamplingFields) -> None:
     """Bound the completions of one request, and what they bring along."""
     n = request.n or 1
     if num_prompts * n > MAX_CHOICES:
-        raise InvalidParameter(
-            f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: at most {MAX_CHOICES} per request.",
-            param="n" if n > 1 else "prompt",
-        )
+        raise InvalidParameter(f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: at most "
+                               f"{MAX_CHOICES} per request.", param="n" if n > 1 else "prompt")
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words"):
         entries = getattr(request, name) or ()
         if len(entries) * num_prompts * n > MAX_LISTED:
             raise InvalidParameter(
                 f"{name} with {len(entries)} entries for {num_prompts * n} completions: at most {MAX_LISTED} entries "
-                "over all completions of a request; ask for fewer at once.",
-                param=name,
-            )
+                "over all completions of a request; ask for fewer at once.", param=name)
 
 
 def request_timeout(header: str | None) -> float | None:
@@ -89,8 +62,7 @@ def request_timeout(header: str | None) -> float | None:
         asked = math.nan
     if not (math.isfinite(asked) and asked > 0):
         raise InvalidParameter(
-            f"X-Request-Timeout={header[:40]!r}: must be a number of seconds above 0.", param="X-Request-Timeout"
-        )
+            f"X-Request-Timeout={header[:40]!r}: must be a number of seconds above 0.", param="X-Request-Timeout")
     return asked
 
 

@@ -7,7 +7,7 @@ field may be null, which means "not given". Defaults are not here: they are the 
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quire.contracts.output import LogprobsByToken
 from quire.contracts.sampling import MAX_LOGPROB_IDS
@@ -208,21 +208,16 @@ class LegacyLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion; index = prompt index * n + number of the completion."""
+    """One completion; index = prompt index * n + number of the completion. The last three only when asked for."""
 
     index: int
     text: str
     logprobs: LegacyLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
-
-
-class CompletionDetails(CompletionChoice, kw_only=True):
-    """A completion with what was asked for beside it."""
-
-    prompt_logprobs: list[LogprobsByToken | None] | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
+    prompt_logprobs: list[LogprobsByToken | None] | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | None | UnsetType = UNSET
+    token_ids: list[int] | None | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -232,7 +227,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice | CompletionDetails]
+    choices: list[CompletionChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
 
@@ -267,19 +262,14 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer."""
+    """One answer; `token_ids` only when asked for."""
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
-
-
-class ChatDetails(ChatChoice, kw_only=True):
-    """An answer with its token ids."""
-
-    token_ids: list[int]
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
@@ -289,11 +279,11 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice | ChatDetails]
+    choices: list[ChatChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
-    prompt_logprobs: list[LogprobsByToken | None] | None | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[LogprobsByToken | None] | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
