@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire.contracts.errors import ConfigError
-from quire.kernels.cache import missing_compiler, use_cache_folder
+from quire.kernels.cache import use_cache_folder
+from quire.kernels.triton_runtime import missing
 from quire.platforms.cuda import CudaFacts, read_cuda_facts
 
 HERE = Path(__file__).parent
@@ -15,7 +16,7 @@ HERE = Path(__file__).parent
 def _missing() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device" if torch.version.cuda else "this PyTorch is a build without CUDA"
-    return missing_compiler()
+    return missing()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

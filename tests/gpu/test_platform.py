@@ -45,13 +45,13 @@ def build(device: str, dtype: str, facts: CudaFacts) -> Model:
 
 def test_the_driver_and_torch_see_the_same_gpu(facts: CudaFacts) -> None:
     probe = probe_driver()
-    assert probe.num_devices == torch.cuda.device_count() and probe.capability == facts.capability
+    assert not probe.missing and probe.capability == facts.capability
     assert resolve_device("auto").device == "cuda"
     print(facts)
 
 
 def test_facts_are_plausible(facts: CudaFacts) -> None:
-    assert 0 < facts.free_memory <= facts.total_memory and facts.num_sms > 0 and facts.l2_bytes > 1 << 20
+    assert 0 < facts.free_memory <= facts.total_memory and facts.num_sms > 0
     assert facts.driver_version != "unknown" and facts.others_memory is not None
     assert facts.free_memory + facts.others_memory <= facts.total_memory
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-from quire.assemble.cpu import assemble_cpu
 from quire.assemble.parts import Loading, Parts
+from quire.assemble.plain import assemble_plain
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_dtype
+from quire.config.resolve_cuda import gpu_only_options
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
@@ -25,7 +26,7 @@ from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import DevicePlan, resolve_device
 from quire.text.chat import ChatTemplate
 from quire.text.load import load_text
-from quire.text.protocol import TextTokenizer
+from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_folders
 
 LOG = logging.getLogger("quire")
@@ -48,7 +49,7 @@ class Engine:
     kernels: Kernels
     core: EngineCore
     worker: object
-    tokenizer: TextTokenizer | None
+    tokenizer: Tokenizer | None
     tokenizer_folder: Path
     chat_template: ChatTemplate | None
     eos_ids: tuple[int, ...]
@@ -102,10 +103,12 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
 
             parts = assemble_cuda(config, folder, args, dtype, on_loading=loading, end_phase=phases.end)
         else:
-            parts = assemble_cpu(config, folder, args, dtype, cpu, on_loading=loading, end_phase=phases.end)
+            parts = assemble_plain(config, folder, args, dtype, cpu, on_loading=loading, end_phase=phases.end,
+                                   free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
     core = _build_core(parts, dtype, device)
     phases.end("engine")
-    notes = (*device.notes, *_notes(args, dtype, parts.memory, config), *parts.notes)
+    unused = gpu_only_options(config) if device.device == "cpu" else ()
+    notes = (*_notes(args, dtype, parts.memory, config), *parts.notes, *unused)
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
@@ -139,8 +142,8 @@ def _build_core(parts: Parts, dtype: DTypePlan, device: DevicePlan) -> EngineCor
         block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len,
         vocab_size=parts.model.args.vocab_size,
-        plans={"device": str(device), "dtype": dtype, "memory": memory, "kernels": parts.model.kernels.choices}
-        | parts.plans,
+        plans={"device": ", ".join(filter(None, (str(device), parts.hardware))), "dtype": dtype, "memory": memory,
+               "kernels": parts.model.kernels.choices} | parts.plans,
     )
     root = namespace_digest(
         model=config.model.model or "quire-tiny",

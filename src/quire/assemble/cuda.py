@@ -1,4 +1,4 @@
-"""The CUDA half of the composition root: weights on the GPU, the KV cache in what is left, graphs, the executor."""
+"""The GPU's half of the composition root: weights, the KV cache in what is left, graphs, the executor."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,15 +8,25 @@ import numpy as np
 import torch
 
 from quire.assemble.parts import Loading, Parts
+from quire.assemble.plain import assemble_plain
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, resolve_geometry
-from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, CUDA_TOKENS, DeviceMemory, check_weights, resolve_cuda_memory
+from quire.config.resolve_cuda import (
+    CUDA_BLOCK_SIZE,
+    CUDA_TOKENS,
+    DeviceMemory,
+    check_weights,
+    no_room_for_steps,
+    resolve_cuda_memory,
+)
 from quire.contracts.blocks import KVGeometry
+from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
 from quire.kernels.attention import KVView
 from quire.kernels.cache import compiling_ahead, use_cache_folder
+from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.registry import build_model, kv_components
@@ -25,6 +35,7 @@ from quire.procs.launching import LaunchingExecutor
 from quire.weights.dummy import load_dummy
 from quire.weights.stream import stream_weights
 from quire.worker.cuda_worker import CudaWorker, Limits, graph_sizes, graph_tokens
+from quire.worker.packed import WORDS
 
 DEPTH = 2
 LAUNCH_SECONDS = 0.025  # of the host, for a step whose kernels are launched one by one
@@ -40,45 +51,45 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     end_phase   told the name of each part of the start when it is over
     """
     facts = read_cuda_facts()
-    cache, note = use_cache_folder()
     batch = replace(config.scheduler, max_num_batched_tokens=config.scheduler.token_budget(CUDA_TOKENS))
     config = replace(config, scheduler=batch)
-    end_phase("device")
-    model = build_model(args, dtype=dtype.dtype, device="cuda", platform=facts)
-    weights = sum(p.numel() * p.element_size() for _, p in model.named_parameters())
+    counted = list(build_model(args, dtype=dtype.dtype, device="meta", platform=facts).named_parameters())
+    weights = sum(p.nbytes for _, p in counted)
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=dtype.dtype)
-    if config.load.load_format == "dummy":
-        load_dummy(model, config.model.seed)
-        loaded = "dummy"
-    else:
-        loaded = str(stream_weights(model, folder, on_loading))
-    model.pack()
+    end_phase("device")
+    if why := missing():
+        parts = assemble_plain(config, folder, args, dtype, facts, on_loading=on_loading, end_phase=end_phase,
+                               free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0])  # fmt: skip
+        note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
+        return replace(parts, hardware=str(facts), notes=(note,))
+    cache, note = use_cache_folder()
+    model = build_model(args, dtype=dtype.dtype, device="cuda", platform=facts)
+    loaded = _load(model, config, folder, on_loading)
     end_phase("weights")
     geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size,
                                 CUDA_BLOCK_SIZE)  # fmt: skip
     limits = Limits(
-        num_slots=batch.max_num_seqs, max_tokens=batch.token_budget(),
-        max_model_len=config.model.max_model_len or args.max_position_embeddings,
-        block_size=geometry.block_size, graph_sizes=_graph_sizes(config),
-        graph_tokens=_graph_tokens(config, weights // 2), depth=config.device.async_depth or DEPTH,
+        num_slots=batch.max_num_seqs, max_tokens=batch.token_budget(), block_size=geometry.block_size,
+        max_model_len=config.model.max_model_len or args.max_position_embeddings, graph_sizes=_graph_sizes(config),
+        graph_tokens=_graph_tokens(config, sum(p.numel() for _, p in counted)),
+        depth=config.device.async_depth or DEPTH,
     )  # fmt: skip
-    compiled, working = _rehearse(model, geometry, limits)
+    try:
+        compiled, working, per_seq, per_token = _rehearse(model, geometry, limits)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(no_room_for_steps(weights, facts.free_memory, config)) from error
     end_phase("kernels")
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(DEVICE)
-    memory = resolve_cuda_memory(
-        geometry, config,
-        DeviceMemory(total=total, at_start=facts.free_memory, free=free, weights=weights, others=facts.others_memory,
-                     later=working + (len(limits.graph_sizes) + len(limits.graph_tokens)) * GRAPH_BYTES),
-        context=args.max_position_embeddings, dtype=dtype.dtype,
+    measured = DeviceMemory(
+        total=facts.total_memory, at_start=facts.free_memory, free=torch.cuda.mem_get_info(DEVICE)[0], weights=weights,
+        later=working + (len(limits.graph_sizes) + len(limits.graph_tokens)) * GRAPH_BYTES,
+        others=facts.others_memory, per_seq=per_seq, per_token=per_token,
     )  # fmt: skip
+    memory = resolve_cuda_memory(geometry, config, measured, context=args.max_position_embeddings, dtype=dtype.dtype)
     limits = replace(limits, max_model_len=memory.max_model_len)
     worker = _worker(model, geometry, memory.num_blocks + 1, limits)
     worker.warm_up()
     end_phase("graphs")
-    plans = {"device": str(facts), "compiled kernels": f"{compiled} in {cache}",
-             "graphs": f"{len(worker.graphs)}, decode steps of up to {max(limits.graph_sizes, default=0)} sequences",
-             "weights": loaded, "memory": str(memory.budget)}
     return Parts(
         config=config,
         model=model,
@@ -87,9 +98,22 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
         depth=limits.depth,
         memory=memory,
         weight_bytes=weights,
-        plans=plans,
+        hardware=str(facts),
+        plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
+               "graphs": f"{len(worker.graphs)}, decode steps of up to {max(limits.graph_sizes, default=0)} sequences"},
         notes=(note,) if note else (),
     )
+
+
+def _load(model: Model, config: EngineConfig, folder: Path, on_loading: Loading) -> str:
+    """Fill and pack a model; what was read, in words."""
+    loaded = "dummy"
+    if config.load.load_format == "dummy":
+        load_dummy(model, config.model.seed)
+    else:
+        loaded = str(stream_weights(model, folder, on_loading))
+    model.pack()
+    return loaded
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
@@ -116,23 +140,23 @@ def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits)
     return CudaWorker(model, views, limits, DEVICE)
 
 
-def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, int]:
-    """Compile every kernel and run the largest step once, on a cache that just holds it: (what was compiled, the bytes
-    of everything but weights and cache)."""
-    before = torch.cuda.memory_allocated(DEVICE)
+def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, int, int, int]:
+    """Compile every kernel and run the largest step once, on a cache that just holds it: (what was compiled; the bytes
+    of everything but weights and cache; those of them that a slot takes in tables; and a token in activations)."""
     blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
+    before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
     worker = _worker(model, geometry, blocks, limits)
+    tables = torch.cuda.memory_allocated(DEVICE) - before
     plans = [_largest_step(limits, seqs) for seqs in (1, limits.num_slots)]
     with compiling_ahead() as ahead:
-        for plan in plans:
-            worker.rehearse(plan)
-        worker.rehearse_graphs()
+        worker.rehearse(plans)
     torch.cuda.reset_peak_memory_stats(DEVICE)
     for plan in plans:
         worker.submit(plan)
         worker.collect()
-    peak = torch.cuda.max_memory_allocated(DEVICE) - before - (blocks * geometry.page_bytes)
-    return str(ahead.report()), peak
+    peak = torch.cuda.max_memory_allocated(DEVICE) - before
+    per_seq = (tables - 4 * WORDS) // limits.num_slots
+    return str(ahead.report()), peak, per_seq, (peak - tables) // limits.max_tokens
 
 
 def _largest_step(limits: Limits, num_seqs: int) -> StepPlan:

@@ -59,6 +59,15 @@ def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, 
                           f"{_size(missing)} are missing. Try {_advice(memory, config, dtype, SPARE)}")
 
 
+def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
+    """The message when the largest step found too little of the `free` bytes beside `weights` bytes of parameters."""
+    seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.token_budget(CUDA_TOKENS)
+    fewer = max(1, seqs // 4)
+    return (f"tables and activations of a step of {tokens} tokens and {seqs} sequences do not fit beside "
+            f"{_size(weights)} of weights in {_size(free)}. Try --max-num-seqs {fewer} --max-num-batched-tokens "
+            f"{max(fewer, tokens // 4)}, or a smaller model.")
+
+
 def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: DeviceMemory, *, context: int,
                         dtype: str) -> MemoryPlan:
     """Size the KV cache and the context length on a GPU.

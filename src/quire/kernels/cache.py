@@ -14,7 +14,6 @@ Knows Triton's runtime as of 3.6 (`JITFunction.run`, its asynchronous mode); kno
 
 import functools
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -27,11 +26,10 @@ from typing import Any
 
 import torch
 
-from quire.config.env import c_compiler, triton_cache_folder
+from quire.config.env import triton_cache_folder
 from quire.kernels.triton_runtime import INTERPRETED, triton  # type: ignore[attr-defined,unused-ignore]
 
 MAX_THREADS = 32
-COMPILERS = ("gcc", "clang")  # what Triton looks for, unless CC names one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,70 +68,46 @@ def use_cache_folder(folder: Path | None = None) -> tuple[Path, str]:
     return wanted, note
 
 
-@functools.cache
-def missing_compiler() -> str:
-    """Why Triton could not launch what it compiled, or "": it needs a C compiler."""
-    names = (named,) if (named := c_compiler()) else COMPILERS
-    if triton is None or INTERPRETED or triton.knobs.build.impl is not None or any(map(shutil.which, names)):
-        return ""
-    return f"there is no C compiler ({' or '.join(names)})"
-
-
 @dataclass(kw_only=True)
 class Ahead:
-    """What is being compiled. `on_progress(done, total)` is told, by any thread, whenever a kernel is ready."""
+    """What is being compiled."""
 
-    on_progress: Callable[[int, int], None] | None = None
     began: float = field(default_factory=perf_counter)
     seconds: float = 0.0
-    num_ready: int = 0
-    num_compiled: int = 0
     launching: str = ""
     kernels: list[tuple[str, "Future[Any]"]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def ready(self) -> None:
-        """One more kernel can be launched."""
-        with self.lock:
-            self.num_ready += 1
-            done = self.num_ready
-        if self.on_progress is not None:
-            self.on_progress(done, len(self.kernels))
+    on_disk: list[bool] = field(default_factory=list)
 
     def compiled(self, *, cache_hit: bool, **_: object) -> None:
         """Triton is done with a kernel; whether the disk had it."""
-        with self.lock:
-            self.num_compiled += not cache_hit
+        self.on_disk.append(cache_hit)
 
     def report(self) -> CompileReport:
         """What came of it; after the `with`."""
         failed = [(name, (str(error).strip().splitlines() or [type(error).__name__])[-1])
                   for name, future in self.kernels if (error := future.exception())]
-        return CompileReport(num_kernels=len(self.kernels), num_compiled=self.num_compiled, seconds=self.seconds,
-                             failed=tuple(failed))
+        return CompileReport(num_kernels=len(self.kernels), num_compiled=self.on_disk.count(False),
+                             seconds=self.seconds, failed=tuple(failed))
 
 
 @contextmanager
-def compiling_ahead(
-    on_progress: Callable[[int, int], None] | None = None, *, num_threads: int | None = None, load: bool = True
-) -> Iterator[Ahead]:
+def compiling_ahead() -> Iterator[Ahead]:
     """Turn every launch of a Triton kernel inside, by the caller's thread, into its compilation in a thread.
 
     Leaving waits for all. A kernel that cannot be compiled is in the report; launching it later raises its error.
-    `load=False` leaves out what needs a GPU.
     """
-    ahead = Ahead(on_progress=on_progress)
+    ahead = Ahead()
     if triton is None or INTERPRETED:
         yield ahead
         return
-    on_gpu = load and torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()
     enter = functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
-    count = min(MAX_THREADS, num_threads or os.cpu_count() or 1)
+    count = min(MAX_THREADS, os.cpu_count() or 1)
     compilation, listener = triton.knobs.compilation, triton.knobs.compilation.listener
     compilation.listener = ahead.compiled
     try:
         with ThreadPoolExecutor(count, thread_name_prefix="quire-compile", initializer=enter) as threads:
-            with _launching_nothing(ahead), _mode(threads, ahead, load):
+            with _launching_nothing(ahead), _mode(threads, ahead):
                 yield ahead
     finally:
         compilation.listener = listener
@@ -160,7 +134,7 @@ def _launching_nothing(ahead: Ahead) -> Iterator[None]:
         function.run = launch
 
 
-def _mode(threads: ThreadPoolExecutor, ahead: Ahead, load: bool) -> Any:
+def _mode(threads: ThreadPoolExecutor, ahead: Ahead) -> Any:
     """Triton's own mode for compiling in threads, with loading added to each compilation."""
     base: Any = triton.AsyncCompileMode
 
@@ -170,9 +144,7 @@ def _mode(threads: ThreadPoolExecutor, ahead: Ahead, load: bool) -> Any:
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
             def prepare() -> Any:
                 kernel = compile_fn()
-                if load:
-                    kernel.run  # noqa: B018 - the property builds the launcher and loads the kernel
-                ahead.ready()
+                kernel.run  # noqa: B018 - the property builds the launcher and loads the kernel
                 return kernel
 
             known = len(self.raw_futures)

@@ -16,7 +16,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "heads": ("triton", "native", "cpu", "ref"),
     "activation": ("triton", "native", "cpu", "ref"),
     "linear": ("cuda", "native", "cpu", "ref"),
-    "attention": ("triton", "native", "cpu", "ref"),
+    "attention": ("hopper", "triton", "native", "cpu", "ref"),
 }
 
 

@@ -5,10 +5,15 @@ Without Triton `jit` gives functions that cannot be called, and `missing` says w
 
 import functools
 import importlib.util
+import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from quire.config.env import c_compiler
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -24,6 +29,19 @@ else:
         """What stands for a kernel where there is none."""
         return function or jit
 
+GLUON_VERSIONS = ("3.6.",)  # of Triton: its lower level is experimental, so each must have been tried
+if triton is not None and triton.__version__.startswith(GLUON_VERSIONS) and not INTERPRETED:
+    from triton.experimental.gluon import jit as gluon_jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia import hopper as descriptors
+else:
+    gl = hopper = descriptors = None
+
+    def gluon_jit(function: Callable[..., Any]) -> Any:
+        """What stands for a kernel where there is none."""
+        return function
+
 
 @functools.cache
 def missing() -> str:
@@ -35,4 +53,18 @@ def missing() -> str:
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     major, minor = torch.cuda.get_device_capability()
-    return "" if major >= 8 else f"needs compute capability 8.0, this GPU has {major}.{minor}"
+    if major < 8:
+        return f"needs compute capability 8.0, this GPU has {major}.{minor}"
+    names = (named,) if (named := c_compiler()) else ("gcc", "clang")  # what Triton builds a kernel's launcher with
+    if not any(map(shutil.which, names)):
+        return f"Triton needs a C compiler ({' or '.join(names)}): install one, or name it in CC"
+    if not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
+        return "Triton needs Python's headers (Python.h): install python3-dev"
+    return ""
+
+
+def missing_gluon() -> str:
+    """Why kernels in Gluon, which the interpreter does not know, cannot run in this process, or ""."""
+    if why := missing():
+        return why
+    return "" if gl is not None else f"its kernels are tried with Triton {', '.join(GLUON_VERSIONS)}x only"

@@ -28,7 +28,7 @@ _DTYPES = {
 
 
 class KVArena:
-    """`num_blocks` pages (block 0 included) on `device`; on the CPU memory is touched only when written.
+    """`num_blocks` pages (block 0 included) on `device`; zeros, on the CPU touched only when written.
 
     data    [num_blocks * page_bytes] uint8, contiguous, starting at a multiple of 256 bytes
     pages   [num_blocks, page_bytes] uint8, a view of it
@@ -47,7 +47,8 @@ class KVArena:
         raw = memory.empty((size + PAGE_ALIGN,), torch.uint8, device)
         self.data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, size)
         self.pages = self.data.view(num_blocks, self.page_bytes)
-        self.pages[NULL_BLOCK].zero_()
+        # A GPU's kernels read blocks whole: what is not written yet must be finite. On a CPU zeroing would touch it.
+        (self.pages if device.type == "cuda" else self.pages[NULL_BLOCK]).zero_()
 
     @property
     def num_bytes(self) -> int:

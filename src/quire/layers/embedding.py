@@ -50,7 +50,7 @@ class LMHead(nn.Module):
         if tied is not None and "rows" in self.kernel.SUPPORT.features:
             tied.share(self.packed)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V] float32 logits."""
+    def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, hidden] -> [R, V] float32 logits; in the memory of `out` where that is given."""
         assert self.packed is not None, "run before pack()"
-        return unquantized.run_float(self.kernel, hidden, self.packed)
+        return unquantized.run_float(self.kernel, hidden, self.packed, out)

@@ -23,7 +23,7 @@ class Model(Protocol):
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
     layers: Sequence[Callable[..., Tensor]]  # (hidden, rotation, ctx, kv view) -> hidden
     norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
-    head: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, V] float32
+    head: Callable[..., Tensor]  # ([R, hidden], out=None) -> [R, V] float32, in `out` where that is given
     rotary: Rotary
 
     def pack(self) -> None:

@@ -29,6 +29,7 @@ def build_model(
 ) -> "Model":
     """An unloaded model: parameters are allocated, not filled. Next: load weights, then `model.pack()`.
 
+    device     the platform's, or "meta": nothing is allocated, and the parameters can be counted
     dtype      what to compute in: "float32" or "bfloat16"
     kernels    operation -> implementation to force; ConfigError with the reasons when it cannot be
     """
@@ -41,10 +42,10 @@ def build_model(
         raise UnsupportedModel(f"model_type {args.model_type!r} is not implemented (one of {', '.join(MODELS)}).")
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
-    if device != platform.device:
+    if device not in (platform.device, "meta"):
         raise ConfigError(f"device {device!r} does not match the platform {platform.device!r}.")
     module, _, name = MODELS[args.model_type].partition(":")
-    chosen = select_kernels(device, dtype, head_dim=args.head_dim, forced=kernels)
+    chosen = select_kernels(platform.device, dtype, head_dim=args.head_dim, forced=kernels)
     build = Build(getattr(torch, dtype), torch.device(device), chosen)
     model: Model = getattr(importlib.import_module(module), name)(args, build)
     return model

@@ -22,7 +22,7 @@ _NOT_AVAILABLE = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 class CudaFacts:
     """One GPU as seen by this process.
 
-    capability      compute capability (9, 0);  num_sms  multiprocessors;  l2_bytes  size of its second cache
+    capability      compute capability (9, 0);  num_sms  multiprocessors
     free_memory     bytes free when asked, this process's context already taken off;  total_memory  bytes
     others_memory   bytes that other processes hold; None: the driver does not tell
     """
@@ -30,7 +30,6 @@ class CudaFacts:
     name: str
     capability: tuple[int, int]
     num_sms: int
-    l2_bytes: int
     total_memory: int
     free_memory: int
     others_memory: int | None
@@ -71,7 +70,6 @@ def read_cuda_facts() -> CudaFacts:
         name=found.name,
         capability=capability,
         num_sms=found.multi_processor_count,
-        l2_bytes=found.L2_cache_size,
         total_memory=total,
         free_memory=free,
         others_memory=nvml.others_memory,

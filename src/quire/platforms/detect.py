@@ -23,20 +23,18 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"](\d+\.\d+)['\"]", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class DriverProbe:
-    """What the driver says: the GPUs this process may use and the capability of the first, or what is missing."""
+    """What the driver says: the compute capability of the first GPU this process may use, or what is missing."""
 
-    num_devices: int = 0
     capability: tuple[int, int] = (0, 0)
     missing: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """The device that is used, "cpu" or "cuda", and why. `notes` are lines for the user."""
+    """The device that is used, "cpu" or "cuda", and why."""
 
     device: str
     reason: str
-    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.device} ({self.reason})"
@@ -57,7 +55,7 @@ def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProb
         return DriverProbe(missing="the driver sees no GPU")
     driver.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, 0)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), MINOR, 0)
-    return DriverProbe(num_devices=count.value, capability=(major.value, minor.value))
+    return DriverProbe(capability=(major.value, minor.value))
 
 
 def torch_cuda_version() -> str:
@@ -76,20 +74,17 @@ def resolve_device(asked: str, probe: Callable[[], DriverProbe] = probe_driver,
                    built_for: Callable[[], str] = torch_cuda_version) -> DevicePlan:
     """From --device to a device. "auto" is a GPU that Quire's kernels run on, else the CPU, and says why.
 
-    "cuda" without a usable GPU raises `ConfigError`; one too old for the Triton kernels is used with others, as a note
-    says.
+    "cuda" without a usable GPU raises `ConfigError`; one too old for the Triton kernels is used, with others.
     """
     if asked == "cpu":
         return DevicePlan(device="cpu", reason="as asked")
     found = probe()
     missing = found.missing or ("" if built_for() else "the installed PyTorch is a build without CUDA")
-    capability = ".".join(map(str, found.capability))
-    if not missing and found.capability < MIN_CAPABILITY and asked == "auto":
-        missing = f"the GPU's compute capability {capability} is below {'.'.join(map(str, MIN_CAPABILITY))}"
     if asked == "auto":
+        if not missing and found.capability < MIN_CAPABILITY:
+            has, least = (".".join(map(str, version)) for version in (found.capability, MIN_CAPABILITY))
+            missing = f"the GPU's compute capability {has} is below {least}"
         return DevicePlan(device="cpu" if missing else "cuda", reason=missing or "there is a GPU")
     if missing:
         raise ConfigError(f"no CUDA device: {missing}; use --device cpu.")
-    notes = () if found.capability >= MIN_CAPABILITY else (
-        f"the GPU's compute capability is {capability}: no Triton kernel runs on it, slower ones are used.",)
-    return DevicePlan(device="cuda", reason="as asked", notes=notes)
+    return DevicePlan(device="cuda", reason="as asked")

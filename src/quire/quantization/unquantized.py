@@ -77,9 +77,10 @@ def run_norm_gated(kernel: ModuleType, x: Tensor, norm: Tensor, eps: float, pack
     return y
 
 
-def run_float(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
-    """x [T, K] -> [T, N] float32."""
-    y: Tensor = kernel.run_float(x, packed.weight, packed.bias)
+def run_float(kernel: ModuleType, x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+    """x [T, K] -> [T, N] float32; in `out` where that is given, to a kernel with the feature "out"."""
+    given = () if out is None else (out,)
+    y: Tensor = kernel.run_float(x, packed.weight, packed.bias, *given)
     return y
 
 

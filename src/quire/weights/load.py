@@ -4,24 +4,22 @@ import mmap
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from quire.layers.stack import Model
 from quire.quantization import unquantized
-from quire.weights.plan import DTYPES, LoadPlan, LoadReport, Place, plan_load
+from quire.weights.plan import DTYPES, LoadPlan, Place, plan_load
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes total)
 
 
-def load_weights(model: Model, folder: Path, progress: Progress | None = None) -> LoadReport:
+def load_weights(model: Model, folder: Path, progress: Progress | None = None) -> None:
     """Fill the parameters of `model` (not packed yet) from the safetensors files in `folder`, converting dtypes.
 
     Raises WeightsError in one line naming file, tensor and fix. `progress(done, total)` is called after each tensor.
     """
-    began = perf_counter()
     plan = plan_load(model, folder)
     total, done = plan.num_bytes, 0
     for place, data in _read(plan):
@@ -29,7 +27,6 @@ def load_weights(model: Model, folder: Path, progress: Progress | None = None) -
         done += data.numel() * data.element_size()
         if progress is not None:
             progress(done, total)
-    return LoadReport(len(plan.tensors), total, perf_counter() - began, plan.skipped)
 
 
 def _read(plan: LoadPlan) -> Iterator[tuple[Place, Tensor]]:

@@ -34,11 +34,9 @@ class Place:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Every tensor that is read, in the order in which it lies in the files, with its place; harmless ones that are
-    passed over."""
+    """Every tensor that is read, in the order in which it lies in the files, with its place."""
 
     tensors: tuple[tuple[StoredTensor, Place], ...]
-    skipped: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -48,12 +46,10 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded: tensors, bytes, seconds, and the harmless tensors that were passed over."""
+    """What was loaded, in how long."""
 
-    num_tensors: int
     num_bytes: int
     seconds: float
-    skipped: tuple[str, ...]
 
     def __str__(self) -> str:
         rate = self.num_bytes / max(self.seconds, 1e-9) / 1e9
@@ -67,10 +63,10 @@ def plan_load(model: Model, folder: Path) -> LoadPlan:
     """
     checkpoint = read_checkpoint(Path(folder))
     places = _places(model)
-    wanted, skipped = _match(checkpoint, NameIndex(model.name_map), places, model)
+    wanted = _match(checkpoint, NameIndex(model.name_map), places, model)
     order = {path: number for number, path in enumerate(checkpoint.files)}
     wanted.sort(key=lambda pair: (order[pair[0].file], pair[0].offset))
-    return LoadPlan(tuple((stored, places[target]) for stored, target in wanted), skipped)
+    return LoadPlan(tuple((stored, places[target]) for stored, target in wanted))
 
 
 def _places(model: Model) -> dict[Target, Place]:
@@ -85,18 +81,16 @@ def _places(model: Model) -> dict[Target, Place]:
 
 def _match(
     checkpoint: Checkpoint, index: NameIndex, places: dict[Target, Place], model: Model
-) -> tuple[list[tuple[StoredTensor, Target]], tuple[str, ...]]:
+) -> list[tuple[StoredTensor, Target]]:
     """Pair tensors with places before any byte is read. Both sides must come out even."""
     wanted: list[tuple[StoredTensor, Target]] = []
-    skipped, unknown = [], []
+    unknown = []
     for stored in checkpoint.tensors.values():
         target = index.target(stored.name)
         if target is not None and target in places:
             _check(stored, places[target])
             wanted.append((stored, target))
-        elif _harmless(stored.name, model):
-            skipped.append(stored.name)
-        else:
+        elif not _harmless(stored.name, model):
             unknown.append(stored)
     missing = set(places) - {target for _, target in wanted}
     if missing:
@@ -112,7 +106,7 @@ def _match(
             "use the config.json that belongs to these weights."
         )
     assert len({target for _, target in wanted}) == len(wanted) == len(places), "a part was loaded twice"
-    return wanted, tuple(skipped)
+    return wanted
 
 
 def _check(stored: StoredTensor, place: Place) -> None:

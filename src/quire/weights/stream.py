@@ -70,7 +70,7 @@ def stream_weights(model: Model, folder: Path, progress: Callable[[int, int], No
         count = max(1, min(num_threads, len(chunks)))
         lanes = [_Lane(device, chunk_bytes) for _ in range(count)]
         _run(lanes, chunks, handles, progress, plan.num_bytes)
-    return LoadReport(len(plan.tensors), plan.num_bytes, perf_counter() - began, plan.skipped)
+    return LoadReport(plan.num_bytes, perf_counter() - began)
 
 
 def cut_chunks(plan: LoadPlan, size: int) -> list[Chunk]:

@@ -5,7 +5,7 @@ depends on numbers the host has anyway (which slots, how many tokens), never on 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, RowLogprobs, StepPlan, StepResult, StepTimings
+from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, RowLogprobs, StepPlan, StepResult
 from quire.kernels.attention import KVView
 from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import triton as step
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
-from quire.worker.gpu_sampler import GpuSampler
-from quire.worker.graphs import Graphs
+from quire.worker.gpu_sampler import GpuSampler, Mode
+from quire.worker.graphs import Graphs, Key
 from quire.worker.packed import Change, PackedSteps
+from quire.worker.sampler import CODES
 from quire.worker.scoring import Scored, score_prompts, unscorable
 
-CODES = {1: "nan_logits", 2: "no_token"}
 SHARED_GROUPS = 8  # of decodes with a common prefix, in one step
 
 
@@ -49,13 +49,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class _Running:
-    """A step the device has not finished, and where its results will be."""
+    """A step the device has not finished, where its results will be, and what says that they are there."""
 
     plan: StepPlan
     slots: I32
     out: Tensor
-    began: torch.cuda.Event
-    sampling: torch.cuda.Event
     done: torch.cuda.Event
     logprobs: Callable[[], dict[int, RowLogprobs]] | None
     prompt_logprobs: dict[int, RowLogprobs]
@@ -91,8 +89,10 @@ class CudaWorker:
         self._logits = zeros(seqs, model.args.vocab_size, dtype=torch.float32)
         self._out = zeros(2, seqs, dtype=torch.int32)
         self._hidden: dict[tuple[int, bool], Tensor] = {}  # what the layers of a captured step leave
-        pinned = [torch.zeros((2, seqs), dtype=torch.int32, pin_memory=True) for _ in range(limits.depth + 1)]
-        self._results = deque(pinned)
+        self._results = deque(
+            (torch.zeros((2, seqs), dtype=torch.int32, pin_memory=device.type == "cuda"), torch.cuda.Event())
+            for _ in range(limits.depth + 1)
+        )
         self._running: deque[_Running] = deque()
         self._num_blocks = np.zeros(slots, np.int64)
         self._specs: dict[int, SamplerSpec] = {}
@@ -103,33 +103,31 @@ class CudaWorker:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         """Launch one step."""
-        began, sampling, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        began.record()
         changes = self._changes(plan)
-        shared = self._shared(plan)
+        bucket = self._bucket(plan)
+        shared = self._shared(plan, bucket or len(plan.slots))
         while left := self._packed.upload(plan, changes, shared):
             left = changes = self._packed.upload(None, left)
             step.apply_runs(self._packed.device)
         self._lengths[plan.slots] += plan.num_tokens
         slots = plan.slots[(plan.outputs & SAMPLE) != 0]
-        num_rows, hidden = self._forward(plan, len(slots), shared is not None)
-        prompts = self._score_prompts(plan, hidden) if hidden is not None else {}
-        sampling.record()
-        scored = None
-        if len(slots):
-            mode = self.sampler.mode(slots)
-            self.graphs.run(("sample", num_rows, mode), lambda: self.sampler.sample(self._logits[:num_rows], mode))
-            scored = self.sampler.logprobs(self._logits[: len(slots)], slots)
-        step.finish_step(self._packed.device, self.tables, self._buffers, self.sampler.tokens, self.sampler.codes,
-                         self._out, max_seqs=self.limits.num_slots)  # fmt: skip
-        out = self._results[0]
+        num_rows, prompts = bucket, {}
+        if bucket:
+            self.graphs.run(("decode", bucket, shared is not None), lambda: self._decode(bucket, shared is not None))
+        else:
+            num_rows, hidden = self._forward(plan, len(slots), shared is not None)
+            prompts = self._score_prompts(plan, hidden)
+        mode = self.sampler.mode(slots)
+        self.graphs.run(("sample", num_rows, mode), lambda: self._sample(num_rows, mode))
+        scored = self.sampler.logprobs(self._logits, slots)
+        out, done = self._results[0]
         self._results.rotate(-1)
         out.copy_(self._out, non_blocking=True)
         done.record()
-        self._running.append(_Running(plan, slots, out, began, sampling, done, scored, prompts))
+        self._running.append(_Running(plan, slots, out, done, scored, prompts))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step that was submitted."""
+        """Wait for the oldest step that was submitted. No timings: they take two more events a step."""
         run = self._running.popleft()
         run.done.synchronize()
         count = len(run.slots)
@@ -144,47 +142,40 @@ class CudaWorker:
             logprobs=run.logprobs() if run.logprobs else {},
             prompt_logprobs=run.prompt_logprobs,
             num_computed=int(run.plan.num_tokens.sum()),
-            timings=StepTimings(
-                forward=run.began.elapsed_time(run.sampling) / 1e3, sample=run.sampling.elapsed_time(run.done) / 1e3
-            ),
         )
 
-    def rehearse(self, plan: StepPlan) -> None:
-        """Submit a step whose kernels may have been compiled and not run: nobody looks at its results."""
-        self.submit(plan)
-        self._running.pop()
+    @torch.inference_mode()
+    def rehearse(self, plans: list[StepPlan]) -> None:
+        """Do once what these steps and `warm_up` do, with kernels that may be compiled and not run: no result counts.
+        """
+        for plan in plans:
+            self.submit(plan)
+            self._running.pop()
+        for _, work in self._captured():
+            work()
         torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def rehearse_graphs(self) -> None:
-        """Do once what `warm_up` captures."""
+    def warm_up(self) -> None:
+        """Capture what can be. The tables say that all sequences are empty."""
+        for key, work in self._captured():
+            self.graphs.capture(key, work)
+        torch.cuda.synchronize()
+
+    def _captured(self) -> Iterator[tuple[Key, Callable[[], None]]]:
+        """What is captured and its key in `graphs`: the layers of steps with prompts, decode steps, sampling; each
+        largest first."""
         for tokens in reversed(self.limits.graph_tokens):
             for shared in (False, True):
-                self._capture_mixed(tokens, shared)
+                yield ("mixed", tokens, shared), partial(self._mixed, tokens, shared)
         for size in reversed(self.limits.graph_sizes):
             for shared in (False, True):
-                self._decode(size, shared)
+                yield ("decode", size, shared), partial(self._decode, size, shared)
             for mode in self.sampler.modes:
-                self.sampler.sample(self._logits[:size], mode)
-        torch.cuda.synchronize()
+                yield ("sample", size, mode), partial(self._sample, size, mode)
 
-    @torch.inference_mode()
-    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture decode steps and sampling, largest first. The tables say that all sequences are empty."""
-        for tokens in reversed(self.limits.graph_tokens):
-            for shared in (False, True):
-                self.graphs.capture(("mixed", tokens, shared), partial(self._capture_mixed, tokens, shared))
-        buckets = self.limits.graph_sizes
-        for done, size in enumerate(reversed(buckets)):
-            for shared in (False, True):
-                self.graphs.capture(("decode", size, shared), partial(self._decode, size, shared))
-            for mode in self.sampler.modes:
-                self.graphs.capture(("sample", size, mode), partial(self.sampler.sample, self._logits[:size], mode))
-            on_progress(done + 1, len(buckets))
-        torch.cuda.synchronize()
-
-    def _shared(self, plan: StepPlan) -> I32 | None:
-        """What the kernels need of the prefixes that decodes share, for the size this step is padded to."""
+    def _shared(self, plan: StepPlan, num_seqs: int) -> I32 | None:
+        """What the kernels need of the prefixes that decodes share, in a step padded to `num_seqs` sequences."""
         if not plan.shared:
             return None
         decodes = plan.num_tokens == 1
@@ -192,8 +183,7 @@ class CudaWorker:
         members[plan.slots[decodes]] = True
         if not any(members[group.slots].sum() > 1 for group in plan.shared):
             return None
-        return pack_shared(plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS,
-                           num_seqs=self._bucket(plan) or len(plan.slots))  # fmt: skip
+        return pack_shared(plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS, num_seqs=num_seqs)
 
     def _bucket(self, plan: StepPlan) -> int:
         """The size of the graph that a step runs in; 0: it is launched one by one."""
@@ -201,22 +191,17 @@ class CudaWorker:
             return self._round_up(len(plan.slots))
         return 0
 
-    def _forward(self, plan: StepPlan, num_samples: int, shared: bool) -> tuple[int, Tensor | None]:
-        """Launch everything up to the logits: how many rows of them there are, padding included, and the hidden states
-        of a step with prompts."""
-        num_seqs = len(plan.slots)
-        bucket = self._bucket(plan)
-        if bucket:
-            self.graphs.run(("decode", bucket, shared), lambda: self._decode(bucket, shared))
-            return bucket, None
+    def _forward(self, plan: StepPlan, num_samples: int, shared: bool) -> tuple[int, Tensor]:
+        """Launch a step with prompts up to the logits: how many rows of them there are, padding included, and the
+        hidden states."""
         rows, tokens = self._round_up(num_samples) or num_samples, int(plan.num_tokens.sum())
         padded = next((size for size in self.limits.graph_tokens if size >= tokens), 0)
         if padded:
-            self.graphs.run(("mixed", padded, shared), lambda: self._capture_mixed(padded, shared))
+            self.graphs.run(("mixed", padded, shared), lambda: self._mixed(padded, shared))
             hidden = self._hidden[padded, shared]
         else:
             longest = int(self._lengths[plan.slots].max())
-            hidden = self._layers(tokens, max(num_seqs, rows), int(plan.num_tokens.max()), longest, shared)
+            hidden = self._layers(tokens, max(len(plan.slots), rows), int(plan.num_tokens.max()), longest, shared)
         if rows:
             self._head(hidden[self._buffers.sample_rows[:rows]])
         return rows, hidden
@@ -233,7 +218,7 @@ class CudaWorker:
             scored.append(Scored(slot, int(ends[i]) - count, count, position, self._specs[slot]))
         return score_prompts(scored, hidden, lambda rows: self.model.head(self.model.norm(rows)), self.tables.history)
 
-    def _capture_mixed(self, tokens: int, shared: bool) -> None:
+    def _mixed(self, tokens: int, shared: bool) -> None:
         most = self.limits.num_slots
         self._hidden[tokens, shared] = self._layers(tokens, most, tokens, self.limits.max_model_len, shared)
 
@@ -241,11 +226,18 @@ class CudaWorker:
         self._head(self._layers(size, size, 1, self.limits.max_model_len, shared))
 
     def _head(self, sampled: Tensor) -> None:
-        self._logits[: len(sampled)].copy_(self.model.head(self.model.norm(sampled)))
+        self.model.head(self.model.norm(sampled), out=self._logits[: len(sampled)])
+
+    def _sample(self, num_rows: int, mode: Mode) -> None:
+        """The step's end: sampling, if there is a row, then what is remembered of it."""
+        if num_rows:
+            self.sampler.sample(self._logits[:num_rows], mode)
+        step.finish_step(self._packed.device, self.tables, self._buffers, self.sampler.tokens, self.sampler.codes,
+                         self._out, max_seqs=self.limits.num_slots)  # fmt: skip
 
     def _round_up(self, count: int) -> int:
-        """The captured size that `count` sequences run in; 0 beyond the largest."""
-        return next((size for size in self.limits.graph_sizes if size >= count), 0)
+        """The captured size that `count` sequences run in; 0 for none, and beyond the largest."""
+        return next((size for size in self.limits.graph_sizes if size >= count > 0), 0)
 
     def _layers(self, tokens: int, seqs: int, max_query_len: int, max_seq_len: int, shared: bool) -> Tensor:
         """Launch everything before the head: hidden [tokens, hidden]. Sizes are upper bounds of the step's own."""

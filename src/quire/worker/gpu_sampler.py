@@ -48,16 +48,14 @@ class GpuSampler:
 
     modes = tuple(Mode)
 
-    def __init__(
-        self, row_slots: Tensor, row_positions: Tensor, history: Tensor, *, vocab_size: int, rewrites: bool = True
-    ) -> None:
+    def __init__(self, row_slots: Tensor, row_positions: Tensor, history: Tensor, *, vocab_size: int) -> None:
         device, num_slots, max_rows = history.device, history.shape[0], row_slots.shape[0]
         self.table = torch.zeros((num_slots, ROW_WORDS), dtype=torch.int32, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.codes = torch.zeros(max_rows, dtype=torch.uint8, device=device)
         self._vocab_size = vocab_size
         self._rows = kernels.Rows(row_slots, row_positions, self.table, history)
-        self._scratch = kernels.Scratch.make(max_rows, vocab_size, device, rewrites=rewrites)
+        self._scratch = kernels.Scratch.make(max_rows, vocab_size, device)
         self._needs = np.zeros(num_slots, np.uint8)
         self._edits: dict[int, Tensor] = {}
         self._scored: dict[int, SamplerSpec] = {}
@@ -88,9 +86,9 @@ class GpuSampler:
     def mode(self, slots: I32) -> Mode:
         """The least that serves rows of these slots."""
         needs = int(np.bitwise_or.reduce(self._needs[slots], initial=0))
-        if needs & (Needs.EDITS | Needs.PENALTIES):
+        if needs >= Needs.EDITS:
             return Mode.FULL
-        return Mode.FILTERED if needs & Needs.FILTERS else Mode.PLAIN if needs & Needs.NOISE else Mode.GREEDY
+        return Mode.FILTERED if needs >= Needs.FILTERS else Mode(needs)  # of NOISE alone, PLAIN
 
     def sample(self, logits: Tensor, mode: Mode) -> None:
         """Draw one token for each row of logits [r <= R, V] (float32, or what the head computes in; not modified)."""
@@ -105,11 +103,11 @@ class GpuSampler:
     def logprobs(self, logits: Tensor, slots: I32) -> Callable[[], dict[int, RowLogprobs]] | None:
         """Log-probabilities of the sampled tokens, slot -> its rows in order, for the slots that asked for any.
 
-        logits [r, V] raw and slots [r], after `sample`. Launches the work and the copies; what is returned may be
-        called once the device has come past them. None: nobody asked.
+        The first rows of the raw logits are those of slots [r]; after `sample`. Launches the work and the copies; what
+        is returned may be called once the device has come past them. None: nobody asked.
         """
         groups: dict[tuple[int, ...] | int | None, list[int]] = {}
-        for row, slot in enumerate(slots.tolist()):
+        for row, slot in enumerate(slots.tolist() if self._scored else ()):
             spec = self._scored.get(slot)
             if spec is not None:
                 whole = WHOLE_VOCABULARY if spec.num_logprobs == WHOLE_VOCABULARY else None

@@ -1,8 +1,11 @@
 """Work recorded as CUDA graphs: one memory pool for all of them, one launch each."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from typing import Any
 
 import torch
+
+Key = tuple[str, int, int]  # what it is, of what size, and the variant
 
 
 class Graphs:
@@ -13,10 +16,10 @@ class Graphs:
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool: object = None
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+    def run(self, key: Key, work: Callable[[], None]) -> None:
         """Replay what was captured under `key`, or do `work`."""
         graph = self._graphs.get(key)
         if graph is None:
@@ -24,7 +27,7 @@ class Graphs:
         else:
             graph.replay()
 
-    def capture(self, key: Hashable, work: Callable[[], None]) -> None:
+    def capture(self, key: Key, work: Callable[[], None]) -> None:
         """Run `work` once, which compiles what it needs, and capture it. Larger work first: its memory serves the rest.
         """
         stream = torch.cuda.Stream()
@@ -37,9 +40,6 @@ class Graphs:
             work()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
 
     def __len__(self) -> int:
         return len(self._graphs)

@@ -37,17 +37,18 @@ class StepInputs:
 
 def build_inputs(plan: StepPlan, tables: SlotTables, block_size: int) -> StepInputs:
     """Gather one step's inputs from the tables."""
-    slots = torch.from_numpy(plan.slots.astype(np.int64))
-    counts = torch.from_numpy(plan.num_tokens.astype(np.int64))
+    device = tables.computed.device
+    slots = torch.from_numpy(plan.slots.astype(np.int64)).to(device)
+    counts = torch.from_numpy(plan.num_tokens.astype(np.int64)).to(device)
     start = tables.computed[slots]
     seq_lens = start + counts
     bounds = np.concatenate(([0], np.cumsum(plan.num_tokens, dtype=np.int64)))
-    query_start = torch.from_numpy(bounds)
+    query_start = torch.from_numpy(bounds).to(device)
     row = torch.repeat_interleave(counts, output_size=int(bounds[-1]))  # which of the S slots a token belongs to
-    positions = torch.arange(len(row)) - query_start[row] + start[row]
+    positions = torch.arange(len(row), device=device) - query_start[row] + start[row]
     token_slot = slots[row]
     blocks = tables.block_table[token_slot, positions // block_size].long()
-    samples = torch.from_numpy(np.flatnonzero(plan.outputs & SAMPLE))
+    samples = torch.from_numpy(np.flatnonzero(plan.outputs & SAMPLE)).to(device)
     max_blocks = int(tables.num_blocks[plan.slots].max())
     return StepInputs(
         slots=slots,

@@ -20,11 +20,11 @@ Change = tuple[int, I32]  # device address, the words that go there
 
 @dataclass
 class _Staging:
-    """A pinned buffer, its numpy view, and when the device has read it."""
+    """A pinned buffer, its numpy view, and what says that a GPU has read it."""
 
     buffer: Tensor
     words: I32
-    read: torch.cuda.Event | None = None
+    read: torch.cuda.Event | None
 
 
 class PackedSteps:
@@ -47,7 +47,7 @@ class PackedSteps:
         self._ring: deque[_Staging] = deque()
         for _ in range(depth + 2):
             buffer = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
-            self._ring.append(_Staging(buffer, buffer.numpy()))
+            self._ring.append(_Staging(buffer, buffer.numpy(), torch.cuda.Event() if pinned else None))
         self.slots, self.starts, self.samples, self.shared = torch.split(
             self.device[HEADER : self._fixed], [max_seqs, max_seqs + 1, max_seqs, shared_words]
         )
@@ -78,8 +78,7 @@ class PackedSteps:
                 words[at : at + len(data)] = data
                 at += len(data)
         self.device[:at].copy_(staging.buffer[:at], non_blocking=True)
-        if self.device.is_cuda:
-            staging.read = torch.cuda.Event()
+        if staging.read is not None:
             staging.read.record()
         return left
 
@@ -109,7 +108,8 @@ class PackedSteps:
 
     def _write_step(self, words: I32, plan: StepPlan) -> None:
         count, size = len(plan.slots), self.max_seqs
-        slots, starts, samples, _shared = np.split(words[HEADER : self._fixed], [size, 2 * size + 1, 3 * size + 1])
+        slots, starts = words[HEADER : HEADER + size], words[HEADER + size : HEADER + 2 * size + 1]
+        samples = words[HEADER + 2 * size + 1 :]
         slots[:count] = plan.slots
         slots[count:] = self._dummy
         starts[0] = 0

@@ -6,7 +6,6 @@ a row's outcome depends on nothing but itself. Knows slots and rows; knows nothi
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,12 +14,13 @@ from quire.kernels.sampling.draw import draw_filtered, draw_greedy, draw_plain
 from quire.kernels.sampling.edits import edit_row, penalize
 from quire.kernels.sampling.logprobs import WHOLE_VOCABULARY, row_logprobs
 from quire.worker.sampling_table import Needs, SamplingTable
+from quire.worker.scoring import joined
 
 _BUDGET = 1 << 24  # logits copied at a time: 64 MiB
 _REWRITES = Needs.EDITS | Needs.PENALTIES
 
 _SOUND, _NAN, _NONE = 0, 1, 2
-_CODES = {_NAN: "nan_logits", _NONE: "no_token"}
+CODES = {_NAN: "nan_logits", _NONE: "no_token"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SampleOutput:
         """Row -> "nan_logits" (NaN or +inf in the raw logits) or "no_token" (every id masked). Waits for the device."""
         if not self.codes.any():
             return {}
-        return {row: _CODES[code] for row, code in enumerate(self.codes.tolist()) if code}
+        return {row: CODES[code] for row, code in enumerate(self.codes.tolist()) if code}
 
 
 class Sampler:
@@ -93,7 +93,7 @@ class Sampler:
                 columns = scored.ids.shape[1] if kind is not None else 1 + widths[i]
                 one = (scored.ids[i : i + 1, :columns], scored.logprobs[i : i + 1, :columns], scored.ranks[i : i + 1])
                 found.setdefault(slots[row], []).append(RowLogprobs(*one))
-        return {slot: _joined(rows) for slot, rows in found.items()}
+        return {slot: joined(rows) for slot, rows in found.items()}
 
     def _rewrite(self, logits: Tensor, slots: Tensor, positions: Tensor, history: Tensor) -> None:
         """Apply the rows' edits, then their penalties, in place."""
@@ -144,11 +144,3 @@ def _codes(peak: Tensor) -> Tensor:
     codes = torch.zeros_like(peak, dtype=torch.uint8)
     codes.masked_fill_(peak.isnan() | (peak == torch.inf), _NAN)
     return codes.masked_fill_(peak == -torch.inf, _NONE)
-
-
-def _joined(rows: list[RowLogprobs]) -> RowLogprobs:
-    if len(rows) == 1:
-        return rows[0]
-    ids = np.concatenate([row.ids for row in rows])
-    values = np.concatenate([row.logprobs for row in rows])
-    return RowLogprobs(ids, values, np.concatenate([row.ranks for row in rows]))

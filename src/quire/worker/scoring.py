@@ -42,7 +42,7 @@ def score_prompts(
             logits = logits_of(hidden[one.first + at : one.first + stop])
             parts.append(row_logprobs(logits, targets[at:stop], one.spec.num_prompt_logprobs))
         if parts:
-            found[one.slot] = _join(parts)
+            found[one.slot] = joined(parts)
     return found
 
 
@@ -51,9 +51,6 @@ def unscorable(scored: dict[int, RowLogprobs]) -> dict[int, str]:
     return {slot: "nan_logits" for slot, rows in scored.items() if np.isnan(rows.logprobs[:, 0]).any()}
 
 
-def _join(parts: list[RowLogprobs]) -> RowLogprobs:
-    return RowLogprobs(
-        np.concatenate([p.ids for p in parts]),
-        np.concatenate([p.logprobs for p in parts]),
-        np.concatenate([p.ranks for p in parts]),
-    )
+def joined(parts: list[RowLogprobs]) -> RowLogprobs:
+    """The rows of all parts, in order."""
+    return RowLogprobs(*map(np.concatenate, zip(*((p.ids, p.logprobs, p.ranks) for p in parts), strict=True)))

@@ -71,11 +71,11 @@ class Worker:
         rows = [Scored(slot, first, count, int(inputs.seq_lens[i]) - count, self.tables.sampling.specs[slot])
                 for i, slot, first, count in inputs.scored]  # fmt: skip
         scored = score_prompts(rows, hidden, self._logits, self.tables.sampling.history)
-        slots = inputs.sample_slots.int().numpy()
+        slots = inputs.sample_slots.int().cpu().numpy()
         return StepResult(
             step=step,
             slots=slots,
-            tokens=out.tokens.int().numpy()[:, None],
+            tokens=out.tokens.int().cpu().numpy()[:, None],
             num_accepted=np.ones(len(slots), np.int32),
             failed={int(slots[row]): code for row, code in out.failed.items()} | unscorable(scored),
             logprobs=self.sampler.logprobs(logits, inputs.sample_slots, out.tokens),

@@ -24,9 +24,10 @@ if not triton_runtime.INTERPRETED and __name__ != "__main__":
 
 from triton import compiler
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import _runtime
 from triton.runtime import interpreter
 
-from quire.kernels.attention import triton, triton_plan
+from quire.kernels.attention import hopper, triton, triton_plan
 from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
 
@@ -152,7 +153,7 @@ def test_items_cover_every_context_once(num_seqs: int) -> None:
         torch.cat((torch.zeros(1, dtype=torch.int32), rows.cumsum(0).int())), lens,
         torch.zeros(num_seqs, 9, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), None, 1,
     )  # fmt: skip
-    shape = triton_plan.Shape(4, 2, 64, 64, 0, False, 64, 64)
+    shape = triton_plan.Shape(4, 2, 64, 64, 0, 64, 64)
     items = triton_plan.plan_step(meta, shape, int(rows.sum())).items
     spans: dict[int, list[tuple[int, int, int, int]]] = {}
     for index, record in enumerate(items.tolist()):
@@ -205,21 +206,24 @@ def test_a_shared_prefix_is_read_once() -> None:
     assert min(record[3] for record in plan.items.tolist() if record[0] >= 0) == 256
 
 
-@pytest.mark.parametrize("lens", [(1,), (64, 1, 200), (33, 128)], ids=str)
-def test_fresh_rows_need_no_cache(lens: tuple[int, ...]) -> None:
-    q, kv, meta = inputs.make(Case(lens, lens, heads=(4, 2), head_dim=64, block_size=64), torch.float32)
-    expected = ref.paged_attention(q, kv, meta, 0.2)
-    k, v = (side[meta.kv_slots // 64, :, meta.kv_slots % 64] for side in (kv.k, kv.v))
-    wide = torch.cat((q, k, v), 1)
-    check(triton.fresh_attention(q, wide[:, 4:6], wide[:, 6:], on_device(meta), 0.2), expected)
-
-
-@pytest.mark.parametrize("case", [CASES[-4], CASES[-3]], ids=str)
-def test_copy_engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "PREFILL", {d: replace(c, copy_engine=True) for d, c in triton.PREFILL.items()})
-    monkeypatch.setattr(triton, "PREFILL_FEW", replace(triton.PREFILL_FEW, copy_engine=True))
-    q, kv, meta = inputs.make(case, torch.float32)
-    check(triton.paged_attention(q, kv, on_device(meta), 0.1), ref.paged_attention(q, kv, meta, 0.1))
+def test_tiles_that_see_most_come_first() -> None:
+    """Each tile of each sequence once, in the order of where they end."""
+    query_lens, seq_lens = (70, 1, 130, 64, 33), (70, 90, 400, 134, 400)
+    case = Case(query_lens, seq_lens, heads=(4, 2), head_dim=64, block_size=64)
+    _, _, meta = inputs.make(case, torch.float32)
+    shape = triton_plan.Shape(4, 2, 64, 64, 0, 64, 64)
+    tiles = triton_plan.plan_step(on_device(meta), shape, sum(query_lens)).tiles.tolist()
+    starts = [0, *np.cumsum(query_lens).tolist()]
+    expected = [
+        (min(at + 32, rows) + length - rows, s, starts[s] + at, min(rows - at, 32))
+        for s, (rows, length) in enumerate(zip(query_lens, seq_lens, strict=True)) if rows > 1
+        for at in range(0, rows, 32)
+    ]  # fmt: skip
+    live = [record for record in tiles if record[0] >= 0]
+    assert [(record[2] + record[1], record[0], record[1]) for record in live] == [
+        (end, row, rows) for end, _, row, rows in sorted(expected, key=lambda tile: (-tile[0], tile[1]))
+    ]
+    assert tiles[: len(live)] == live and {record[5] for record in live} == {len(live)}
 
 
 @pytest.mark.parametrize("rows, bad", [(1, "nan"), (1, "inf"), (3, "-inf"), (40, "nan"), (40, "-inf")])
@@ -247,12 +251,29 @@ def test_write_then_read_back() -> None:
     assert int(torch.isnan(kv.k[:, 0, :, 0]).sum()) == 96 - 5
 
 
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it(bad: str) -> None:
+    """Rows before it are as if it were not there, and so is who gets the rest of the block later."""
+    case = Case((40,), (40,), heads=(2, 2), head_dim=64, block_size=64)
+    q, kv, meta = inputs.make(case, torch.float32)
+    k, v = (side[meta.kv_slots // 64, :, meta.kv_slots % 64] for side in (kv.k, kv.v))
+    expected = ref.paged_attention(q, kv, meta, 0.2)
+    v[30, 1, 5] = float(bad)
+    triton.write_kv(k, v, kv, meta.kv_slots)
+    actual = triton.paged_attention(q, kv, on_device(meta), 0.2)
+    assert kv.v[int(meta.block_tables[0, 0]), :, :40].isfinite().all()
+    check(actual[:30], expected[:30])
+    assert (actual[30:, 1, 5].abs() > 1e30).all()
+
+
 def test_compiles_for_hopper(full: bool) -> None:
     """Every configuration of production, in a process whose kernels are not interpreted."""
     environment, command = os.environ | {"TRITON_INTERPRET": "0"}, [sys.executable, __file__, *(["full"] * full)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel"} <= set(done.stdout.split())
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel", "hopper"} <= {line[0] for line in lines}
+    assert all(int(shared) <= int(room) for _, shared, room in lines), lines
 
 
 class Compiling:
@@ -266,7 +287,7 @@ class Compiling:
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
         """The specialization of a launch on a GPU: tensors and divisible integers are multiples of 16."""
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
         names = self.kernel.arg_names
         bound = dict(zip(names, args, strict=False)) | kwargs
         constant = {p.name for p in self.kernel.params if p.is_constexpr}
@@ -279,11 +300,12 @@ class Compiling:
             (i,): even for i, n in enumerate(names)
             if n not in constants and (isinstance(bound[n], Tensor) or (n in whole and bound[n] % 16 == 0))
         }  # fmt: skip
-        source = compiler.ASTSource(
+        in_gluon = self.kernel.is_gluon()
+        source = (_runtime.GluonASTSource if in_gluon else compiler.ASTSource)(
             self.kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
         )
         made = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        self.report(self.kernel.__name__, made, (bound, options))
+        self.report("hopper" if in_gluon else self.kernel.__name__, made, (bound, options))
 
 
 def type_of(value: Any) -> str:
@@ -298,7 +320,7 @@ def type_of(value: Any) -> str:
         return "*" + types[value.dtype]
     if isinstance(value, int | float):
         return "i32" if isinstance(value, int) else "fp32"
-    return f"tensordesc<{types[value.base.dtype]}{value.block_shape}>"
+    return f"tensordesc<{types[value.base.dtype]}{value.block_shape},{value.layout!r}>"
 
 
 def launch_production(block_size: int, heads: tuple[int, int], dim: int, **options: Any) -> None:
@@ -312,22 +334,24 @@ def launch_production(block_size: int, heads: tuple[int, int], dim: int, **optio
         meta = DeviceMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 32768, shared=group)
         q = torch.empty(tokens, heads[0] + 2 * heads[1], dim, dtype=dtype, device=meta_device)
         queries, k, v = q.split((heads[0], heads[1], heads[1]), 1)
-        triton.paged_attention(queries, kv, meta, 0.1, **options)
-        if longest > 64 and not options:
-            triton.fresh_attention(queries, k, v, meta, 0.1)
+        for module in (triton, hopper) if dtype != torch.float32 else (triton,):
+            module.paged_attention(queries, kv, replace(meta, plans={}), 0.1, **options)
     triton.write_kv(k, v, kv, ints(9))
 
 
-def compile_production(report: Callable[[str, Any, Any], None], full: bool) -> None:
-    """Compile what the models this is made for launch; `full`: and each variant once."""
+def compile_production(report: Callable[[str, Any, Any], None], full: bool, shared: list[int]) -> None:
+    """Compile what the models this is made for launch, on a large and on a small GPU; `full`: and each variant once.
+    The last of `shared` is the memory of a program."""
     for name in ("decode_kernel", "prefill_kernel", "prefix_kernel", "_write_kernel"):
         setattr(triton, name, Compiling(getattr(triton, name), report))
+    hopper.prefill_kernel = Compiling(hopper.prefill_kernel, report)  # type: ignore[assignment]
     triton_plan._plan_kernel = Compiling(triton_plan._plan_kernel, report)  # type: ignore[assignment]
-    triton_plan.multiprocessors = lambda: 132  # type: ignore[assignment]
-    triton._multiprocessors = lambda: 132  # type: ignore[assignment]
-    triton._has_copy_engine = lambda: True  # type: ignore[assignment]
-    launch_production(64, (16, 8), 128)
+    for module in (triton_plan, triton, hopper):
+        module.multiprocessors = lambda: 132
+    triton.shared_memory = lambda: shared[-1]
     launch_production(128, (32, 8), 128)
+    shared.append(99 << 10)
+    launch_production(64, (16, 8), 128)
     if not full:
         return
     launch_production(16, (32, 8), 64)
@@ -338,4 +362,9 @@ def compile_production(report: Callable[[str, Any, Any], None], full: bool) -> N
 
 
 if __name__ == "__main__":
-    compile_production(lambda name, made, launch: print(name, made.metadata.shared), "full" in sys.argv)
+    room = [227 << 10]
+
+    def report(name: str, made: Any, _launch: Any) -> None:
+        print(name, made.metadata.shared, 227 << 10 if name == "hopper" else room[-1])
+
+    compile_production(report, "full" in sys.argv, room)

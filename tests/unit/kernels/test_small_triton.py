@@ -173,6 +173,9 @@ def test_both_ways_are_one_operation(rows: int) -> None:
         return
     close(cuda.run(x, packed, bias), exact.half())
     close(cuda.run_float(x, packed, bias).half(), exact.half())
+    out = torch.full((rows, 40), float("nan"))
+    assert cuda.run_float(x, packed, bias, out) is out
+    close(out.half(), exact.half())
     close(cuda.run_gated(x, packed, bias), activation_ref.silu_mul(exact).half())
     close(cuda.run_norm(x, scale, EPS, packed, bias), linear_ref.run(normed, weight, bias))
     close(cuda.run_norm_gated(x, scale, EPS, packed, bias),

@@ -34,6 +34,13 @@ def test_wrong_dtype_or_device_is_refused() -> None:
         build_model(ARGS, dtype="float32", device="cuda", platform=read_cpu_facts())
 
 
+def test_a_model_can_be_counted_without_being_there() -> None:
+    meta, real = (build_model(ARGS, dtype="float32", device=device, platform=read_cpu_facts())
+                  for device in ("meta", "cpu"))  # fmt: skip
+    sizes = [[(name, p.nbytes) for name, p in model.named_parameters()] for model in (meta, real)]
+    assert sizes[0] == sizes[1] and {p.device.type for _, p in meta.named_parameters()} == {"meta"}
+
+
 def test_facts_do_not_import_torch() -> None:
     code = (
         "import sys, quire.models.registry, quire.platforms.cpu, quire.weights.files, quire.weights.folder; "

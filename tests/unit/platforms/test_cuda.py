@@ -78,7 +78,7 @@ def test_no_management_library() -> None:
 
 def test_facts_are_one_line() -> None:
     facts = CudaFacts(
-        name="NVIDIA H200", capability=(9, 0), num_sms=132, l2_bytes=60 << 20, total_memory=140 * 1024**3,
+        name="NVIDIA H200", capability=(9, 0), num_sms=132, total_memory=140 * 1024**3,
         free_memory=139 * 1024**3, others_memory=0, driver_version="580.1", runtime_version="13.0",
         torch_version="2.11")
     assert str(facts) == ("NVIDIA H200, sm_90, 132 multiprocessors, 140.0 GiB; driver 580.1, CUDA 13.0, PyTorch 2.11")

@@ -28,7 +28,7 @@ MAX_DECODE = 8  # a step whose sequences all have at most this many rows has no 
 MAX_PARTS = 32  # items of one sequence
 ITEM_WORDS, TILE_WORDS = 16, 8
 WIDTHS = (64, 256, 1024, 4096)  # of steps, in sequences, that the plan's kernel is compiled for
-PREFIX_ROWS = 128  # rows of a tile over a shared prefix, where there are as many
+PREFIX_ROWS = 64  # rows of a tile over a shared prefix, where there are as many; two of them run on a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class DeviceMeta(AttentionMeta):
 class Shape:
     """What a plan depends on besides lengths.
 
-    heads   query heads, of which `group` share a KV head;  window   0: none;  fresh   no cache is read
+    heads   query heads, of which `group` share a KV head;  window   0: none
     tile    keys per iteration of a decode;  tile_rows   query rows (heads of a KV head times tokens) of a tile
     programs   of a decode that run on a multiprocessor at the same time
     """
@@ -114,7 +114,6 @@ class Shape:
     head_dim: int
     block_size: int
     window: int
-    fresh: bool
     tile: int
     tile_rows: int
     programs: int = 2
@@ -127,8 +126,8 @@ class Plan:
     limit      sequences with at most this many rows are decoded
     items      [I, ITEM_WORDS] int32: first row (-1: nothing to do), rows, context length, first and last + 1 token,
                parts of the sequence, the first of them, row of the block tables, prefix parts, the first of them
-    tiles      [J, TILE_WORDS] int32: first row (-1: nothing), rows, position of the first, row of the block tables,
-               row that position 0 has, or would have, in this step
+    tiles      [J, TILE_WORDS] int32, those that see most first: first row (-1: nothing), rows, position of the first,
+               row of the block tables, nothing, how many tiles there are
     counters   [I, Hkv] int32: parts that are done, by the first of them; zero between launches
     sums       [P, Hkv, rows, D] float32 and stats [P, Hkv, rows, 2] float32: weighted sum, maximum (base 2) and sum of
                weights of a part; parts 0 .. I are items, then come prefix_parts for every member of a group
@@ -157,7 +156,7 @@ def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
     assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
     device, num_seqs = meta.seq_lens.device, len(meta.seq_lens)
     extra = meta if isinstance(meta, DeviceMeta) else None
-    limit, mixed = _limit(meta, extra, shape)
+    limit, mixed = _limit(meta, extra)
     kv_heads = shape.heads // shape.group
     waves = -(-shape.programs * multiprocessors() // kv_heads)
     num_items = min(MAX_PARTS * num_seqs, num_seqs + 2 * waves) if limit else 0
@@ -184,10 +183,8 @@ def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
     return plan
 
 
-def _limit(meta: AttentionMeta, extra: DeviceMeta | None, shape: Shape) -> tuple[int, bool]:
+def _limit(meta: AttentionMeta, extra: DeviceMeta | None) -> tuple[int, bool]:
     """Rows of the longest sequence that is decoded, and whether there may be longer ones."""
-    if shape.fresh:
-        return 0, True
     longest = meta.max_query_len
     if longest is None:
         starts = as_list(meta.query_start)
@@ -200,7 +197,7 @@ def _limit(meta: AttentionMeta, extra: DeviceMeta | None, shape: Shape) -> tuple
 def _prefix_parts(shared: SharedBlocks, limit: int, shape: Shape) -> int:
     """Cuts of a shared context that fill the GPU once."""
     tiles = -(-len(shared.members) * limit * shape.group // PREFIX_ROWS)
-    return max(1, min(16, multiprocessors() // (tiles * (shape.heads // shape.group))))
+    return max(1, min(16, 2 * multiprocessors() // (tiles * (shape.heads // shape.group))))
 
 
 def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves: int) -> None:
@@ -231,6 +228,14 @@ def multiprocessors() -> int:
     if INTERPRETED:
         return 8
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Bytes that a program may have on this GPU: 99 KiB on the smallest of compute capability 8.x."""
+    if INTERPRETED:
+        return 99 << 10
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
 
 
 def unspecialized(*names: str) -> Callable[[Callable[..., Any]], Any]:
@@ -281,24 +286,36 @@ def _plan_kernel(
     else:
         entry = (program - item_programs) * BLOCK + tl.arange(0, BLOCK)
         parts = tl.where(rows > limit, tl.cdiv(rows, tile_tokens), 0)
-        backwards = tl.sum(parts, 0) - 1 - entry  # the last tiles of a sequence see most
-        seq, base, total = _locate(parts, backwards)
-        live = backwards >= 0
+        seq, base, total = _locate(parts, entry)
+        live = entry < total
         seq = tl.where(live, seq, 0)
         start = tl.load(query_start + seq)
         count = tl.load(query_start + seq + 1) - start
         past = tl.load(seq_lens + seq) - count
-        offset = (backwards - base) * tile_tokens
+        offset = (entry - base) * tile_tokens
         row = seq
         if table_rows is not None:
             row = tl.load(table_rows + seq)
-        record = tiles + entry * TILE_WORDS
+        length = tl.load(seq_lens + seqs, mask=real, other=0)
+        end = past + tl.minimum(offset + tile_tokens, count)
+        rank = tl.where(live, _later_tiles(seqs, parts, length, length - rows, seq, end, tile_tokens), entry)
+        record = tiles + rank * TILE_WORDS
         inside = entry < num_tiles
         tl.store(record, tl.where(live, start + offset, -1), mask=inside)
         tl.store(record + 1, tl.minimum(count - offset, tile_tokens), mask=inside)
         tl.store(record + 2, past + offset, mask=inside)
         tl.store(record + 3, row, mask=inside)
-        tl.store(record + 4, start - past, mask=inside)
+        tl.store(record + 5, total, mask=inside)
+
+
+@jit
+def _later_tiles(seqs, parts, length, past, seq, end, tile_tokens):
+    """How many tiles of the step end later in their context than at `end`; of two that end alike, the first sequence's
+    is the later one. Those see most, so they come first."""
+    above = end[:, None] - (seqs[None, :] < seq[:, None]) - past[None, :]
+    whole = parts[None, :] - 1  # tiles before a sequence's last one, which may be short
+    full = tl.maximum(whole - tl.maximum(above, 0) // tile_tokens, 0)
+    return tl.sum(full + ((parts > 0)[None, :] & ((length - past)[None, :] > above)).to(tl.int32), 1)
 
 
 @jit

@@ -2,8 +2,7 @@
 
 Scores are kept in base 2: scale carries log2(e). A row that has seen nothing has the finite maximum LOWEST, so that
 nothing becomes NaN that was not: what is NaN or infinite in a key or a value shows in the output. Rows of a tile are
-pairs (token, query head), the heads of one KV head side by side. SIZE is the block size; 0: keys and values lie in
-rows of this step and `table` is not used.
+pairs (token, query head), the heads of one KV head side by side. SIZE is the block size.
 """
 
 from __future__ import annotations
@@ -15,12 +14,19 @@ LOWEST = None if tl is None else tl.constexpr(-1e30)
 
 
 @jit
+def finite(values):
+    """Values for the cache: a weight of 0 must make nothing of them, for tiles are multiplied whole and their last rows
+    may be another's. The largest number stands for what is none, so that it shows where it counts."""
+    most: tl.constexpr = 65504.0 if values.dtype == tl.float16 else 3.38e38
+    wide = values.to(tl.float32)
+    return tl.where(tl.abs(wide) <= most, wide, most).to(values.dtype)
+
+
+@jit
 def block_ids(table, start, end, SIZE: tl.constexpr, TILE: tl.constexpr):
     """The block of the tile that begins at token `start`; of each of its tokens [TILE] when blocks are smaller. Nothing
     is read at and after `end`."""
-    if SIZE == 0:
-        ids = 0
-    elif SIZE >= TILE:
+    if SIZE >= TILE:
         ids = tl.load(table + start // SIZE, mask=start < end, other=0)
     else:
         tokens = start + tl.arange(0, TILE)
@@ -35,9 +41,7 @@ def load_tile(
 ):  # fmt: skip
     """Keys or values [TILE, DP] of one head; zero past `end` when GUARDED, and past D."""
     lanes, dims = tl.arange(0, TILE), tl.arange(0, DP)
-    if SIZE == 0:
-        pointers = base + start * stride_token + (lanes[:, None] * stride_token + dims[None, :])
-    elif SIZE >= TILE:
+    if SIZE >= TILE:
         first = base + ids.to(tl.int64) * stride_block + (start % SIZE) * stride_token
         pointers = first + (lanes[:, None] * stride_token + dims[None, :])
     else:
@@ -88,7 +92,7 @@ def attend(
     TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Tokens start .. end of one context and KV head; unless MASKED, (end - start) % TILE == 0 and every row sees all.
-    `k` and `v` point to the head in block 0 (in row 0), `table` to the sequence's blocks."""
+    `k` and `v` point to the head in block 0, `table` to the sequence's blocks."""
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):
         upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
@@ -96,24 +100,6 @@ def attend(
         values = load_tile(v, ids, at, end, stride_block, stride_token, MASKED, SIZE, TILE, D, DP)
         scores = tl.dot(q, tl.trans(keys), input_precision=EXACT)
         scores, rest = rescore(scores, positions, at, scale, cap, MASKED, WINDOW, CAPPED, TILE)
-        sums, top, weight = accumulate(scores, rest, values, sums, top, weight, EXACT)
-        ids = upcoming
-    return sums, top, weight
-
-
-@jit
-def attend_described(
-    q, sums, top, weight, k, v, table, head, start, end, scale, cap,
-    CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Like `attend`, unmasked, through descriptors of tiles [1, 1, TILE, D] of the cache: the copy engine reads."""
-    ids = block_ids(table, start, end, SIZE, TILE)
-    for at in tl.range(start, end, TILE):
-        upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
-        keys = k.load([ids, head, at % SIZE, 0]).reshape([TILE, D])
-        values = v.load([ids, head, at % SIZE, 0]).reshape([TILE, D])
-        scores = tl.dot(q, tl.trans(keys), input_precision=EXACT)
-        scores, rest = rescore(scores, 0, at, scale, cap, False, 0, CAPPED, TILE)
         sums, top, weight = accumulate(scores, rest, values, sums, top, weight, EXACT)
         ids = upcoming
     return sums, top, weight

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import KVView
+from quire.kernels.attention.triton_tiles import finite
 from quire.kernels.select import Support
 from quire.kernels.triton_runtime import jit, missing, tl
 
@@ -95,5 +96,5 @@ def _heads_kernel(
     tl.store(k + place, left, mask=is_k)
     tl.store(k + place + HALF, right, mask=is_k)
     is_v = inside & is_v
-    tl.store(v + place, left, mask=is_v)
-    tl.store(v + place + HALF, right, mask=is_v)
+    tl.store(v + place, finite(left), mask=is_v)
+    tl.store(v + place + HALF, finite(right), mask=is_v)

@@ -12,6 +12,7 @@ gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or
          first, then up's; silu(gate) * up of the product (`quire.kernels.activation`)
 norm     run_norm(x, norm_weight [K], eps, packed, bias) -> [T, N]: `run` of x after an RMS norm (`quire.kernels.norm`);
          run_norm_gated, the same before `run_gated`, where there is "gated" too
+out      run_float(x, packed, bias, out [T, N] float32) -> out
 plain    what is packed is the weight as it was, [N, K]
 rows     rows(packed, ids [T] int64) -> [T, K]: rows of the weight as they were; NaN for ids outside [0, N)
 """

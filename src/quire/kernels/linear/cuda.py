@@ -1,6 +1,7 @@
 """The matrix product on CUDA: cuBLAS for many rows, for few the kernels of gemv.py, which read the weight once.
 
-A packed weight is the weight as it was. Which of the two runs is decided by the shapes alone.
+A packed weight is the weight as it was. Which of the two runs is decided by the shapes alone; without Triton it is
+cuBLAS, and nothing is done on the way.
 """
 
 import torch
@@ -16,8 +17,7 @@ from quire.kernels.triton_runtime import missing
 SUPPORT = Support(
     devices=frozenset({"cuda"}),
     dtypes=frozenset({"float32", "bfloat16", "float16"}),
-    features=frozenset({"add", "gated", "norm", "plain", "rows"}),
-    missing=missing(),
+    features=frozenset({"add", "out"} | (set() if missing() else {"gated", "norm", "plain", "rows"})),
 )
 FEW_ROWS = 2  # up to these gemv.py takes any weight
 HEAD = 65536  # outputs of a weight for which it takes as many rows as it can
@@ -25,7 +25,7 @@ HEAD = 65536  # outputs of a weight for which it takes as many rows as it can
 
 def few(rows: int, weight: Tensor) -> bool:
     """Whether gemv.py runs a product; it takes numbers of 2 bytes in rows that start at 16."""
-    if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows:
+    if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows or weight.is_cuda and missing():
         return False
     return rows <= (gemv.MOST_ROWS if weight.shape[0] >= HEAD else FEW_ROWS)
 
@@ -45,15 +45,17 @@ def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return gemv.product(x, packed, bias) if few(x.shape[0], packed) else F.linear(x, packed, bias)
 
 
-def run_float(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """See `quire.kernels.linear`."""
-    shape = x.shape[0], packed.shape[0]
+    if out is None:
+        out = x.new_empty(x.shape[0], packed.shape[0], dtype=torch.float32)
     if few(x.shape[0], packed):
-        return gemv.product(x, packed, bias, out=x.new_empty(shape, dtype=torch.float32))
+        return gemv.product(x, packed, bias, out=out)
     if x.is_cuda and x.dtype != torch.float32:
-        product = torch.mm(x, packed.t(), out_dtype=torch.float32)
-        return product if bias is None else product.add_(bias)
-    return F.linear(x, packed, bias).float()
+        torch.mm(x, packed.t(), out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(x.float(), packed.float().t(), out=out)  # PyTorch's CPU has no products of two types
+    return out if bias is None else out.add_(bias)
 
 
 def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

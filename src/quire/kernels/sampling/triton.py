@@ -52,7 +52,7 @@ class Scratch:
     group_max, tile_mass   float32 per GROUP and per WIDE ids;  group_list  [R, G] int32
     values, ids, before    the candidates: [R, LIST] float32, [R, LIST] int32, [R, FEW] float64
     pending, masses, peaks [R] int32, float64, float32: what is left for the kernel of long lists
-    edited, tally          [R, V] float32 and int32: by far the most; empty where no row is rewritten
+    edited, tally          [R, V] float32 and int32: by far the most
     """
 
     vocab: int
@@ -72,9 +72,7 @@ class Scratch:
     tally: Tensor
 
     @staticmethod
-    def make(
-        rows: int, vocab: int, device: torch.device, *, rewrites: bool = True, few: int = FEW, longest: int = LIST
-    ) -> Scratch:
+    def make(rows: int, vocab: int, device: torch.device, *, few: int = FEW, longest: int = LIST) -> Scratch:
         """For at most `rows` rows. few, longest: powers of two; tests make them small."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -82,7 +80,6 @@ class Scratch:
 
         longest = min(longest, triton.next_power_of_2(vocab))
         tiles = triton.cdiv(vocab, WIDE)
-        copies = rows if rewrites else 0
         return Scratch(
             vocab=vocab,
             partial=zeros(rows, PARTS, dtype=torch.int64),
@@ -97,8 +94,8 @@ class Scratch:
             pending=zeros(rows),
             masses=zeros(rows, dtype=torch.float64),
             peaks=zeros(rows, dtype=torch.float32),
-            edited=zeros(copies, vocab, dtype=torch.float32),
-            tally=zeros(copies, vocab),
+            edited=zeros(rows, vocab, dtype=torch.float32),
+            tally=zeros(rows, vocab),
         )
 
 

@@ -1,4 +1,4 @@
-"""The CPU half of the composition root."""
+"""Where a worker runs each step to its end before it takes the next: on a CPU, and on a GPU without Triton."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +9,11 @@ from quire.assemble.parts import Loading, Parts
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, resolve_geometry, resolve_memory
-from quire.config.resolve_cuda import gpu_only_options
 from quire.kernels.attention import KVView
 from quire.kvstore.arena import KVArena
 from quire.models.registry import build_model, kv_components
-from quire.platforms.cpu import CpuFacts, read_cpu_facts
+from quire.platforms.cpu import CpuFacts
+from quire.platforms.cuda import CudaFacts
 from quire.procs.in_process import InProcessExecutor
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
@@ -22,13 +22,15 @@ from quire.worker.sampling_table import SamplingTable
 from quire.worker.slots import SlotTables
 from quire.worker.worker import Worker
 
-CPU = torch.device("cpu")
 
+def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, facts: CpuFacts | CudaFacts,
+                   *, free_bytes: Callable[[], int], on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
+    """Build what runs on the device of `facts`; raises a `UserError` that names the fix.
 
-def assemble_cpu(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, facts: CpuFacts, *,
-                 on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
-    """Build what runs on the CPU; raises a `UserError` that names the fix."""
-    model = build_model(args, dtype=dtype.dtype, device="cpu", platform=facts)
+    free_bytes   says how much of the device's memory is free
+    """
+    device = torch.device(facts.device)
+    model = build_model(args, dtype=dtype.dtype, device=facts.device, platform=facts)
     weight_bytes = sum(p.numel() * p.element_size() for _, p in model.named_parameters())
     if config.load.load_format == "dummy":
         load_dummy(model, config.model.seed)
@@ -44,12 +46,12 @@ def assemble_cpu(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTy
         config.cache,
         context=args.max_position_embeddings,
         max_num_seqs=num_slots,
-        free_bytes=read_cpu_facts().free_memory,
+        free_bytes=free_bytes(),
     )
-    arena = KVArena(geometry, memory.num_blocks + 1, CPU)
+    arena = KVArena(geometry, memory.num_blocks + 1, device)
     views = [KVView(*arena.views(layer)) for layer in range(args.num_layers)]
-    sampling = SamplingTable(num_slots, args.vocab_size, memory.max_model_len)
-    tables = SlotTables(sampling, num_slots, geometry.num_blocks(memory.max_model_len), CPU)
+    sampling = SamplingTable(num_slots, args.vocab_size, memory.max_model_len, facts.device)
+    tables = SlotTables(sampling, num_slots, geometry.num_blocks(memory.max_model_len), device)
     worker = Worker(model, views, tables, Sampler(sampling), block_size=geometry.block_size)
     return Parts(
         config=config,
@@ -59,5 +61,4 @@ def assemble_cpu(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTy
         depth=config.device.async_depth or 1,
         memory=memory,
         weight_bytes=weight_bytes,
-        notes=gpu_only_options(config),
     )

@@ -1,0 +1,86 @@
+"""Paged attention on Hopper (compute capability 9.0): `triton`, with a prefill whose warps have different jobs."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView, triton
+from quire.kernels.attention.hopper_prefill import prefill_kernel
+from quire.kernels.attention.triton_plan import TILE_WORDS, Plan, multiprocessors
+from quire.kernels.select import Support
+from quire.kernels.triton_runtime import descriptors, gl, missing_gluon
+
+write_kv = triton.write_kv
+
+ROWS = 128  # of a tile of queries
+DIMS = (64, 128)
+STAGES = 3  # 2 are up to 4% slower over long contexts (H200, docs/log.md)
+
+
+@functools.cache
+def _missing() -> str:
+    if why := missing_gluon():
+        return why
+    major, minor = torch.cuda.get_device_capability()
+    return "" if major == 9 else f"needs compute capability 9.0, this GPU has {major}.{minor}"
+
+
+SUPPORT = Support(
+    devices=frozenset({"cuda"}),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    features=triton.SUPPORT.features,
+    missing=_missing(),
+    max_head_dim=max(DIMS),
+)
+
+
+def paged_attention(
+    q: Tensor,
+    kv: KVView,
+    meta: AttentionMeta,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See `quire.kernels.attention`."""
+    return _Call(q, kv, meta, scale, window, soft_cap, sinks).run()
+
+
+class _Call(triton.Call):
+    """Takes the new way where tiles are whole, keys lie in blocks of whole tiles and heads have a common size."""
+
+    def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
+        """See `triton.Call`."""
+        q, kv = self.q, self.kv
+        dim, kv_heads, size = q.shape[2], kv.k.shape[1], kv.block_size
+        group = q.shape[1] // kv_heads
+        if config.rows != ROWS or dim not in DIMS or ROWS // 2 % group or size % 64 or q.stride(1) != dim:
+            super().prefill(plan, out, config)
+            return
+        tile = 128 if size % 128 == 0 else 64
+        block, head, _token, table, scale, cap = self.numbers()
+        prefill_kernel[(min(multiprocessors(), len(plan.tiles) * kv_heads),)](
+            out, _describe(q, q.shape, [ROWS // group, group, dim]), *(_rows(side, tile) for side in (kv.k, kv.v)),
+            self.meta.block_tables, plan.tiles, self.sinks, out.stride(0), block // dim, head // dim, table, scale, cap,
+            HEADS=kv_heads, GROUP=group, SIZE=size, TILE=tile, D=dim, STAGES=STAGES, WINDOW=self.window or 0,
+            CAPPED=self.soft_cap is not None, WORDS=TILE_WORDS, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+
+
+def _rows(side: Tensor, tile: int) -> object:
+    """A cache's keys or values as rows [R, D] from the first of block 0 on: what lies between is never read."""
+    blocks, heads, size, dim = side.shape
+    last = (blocks - 1) * side.stride(0) + (heads - 1) * side.stride(1) + size * dim
+    assert side.stride()[2:] == (dim, 1) and side.stride(0) % dim == 0 and side.stride(1) % dim == 0
+    return _describe(side, (last // dim, dim), [tile, dim])
+
+
+def _describe(base: Tensor, shape: tuple[int, ...], box: list[int]) -> object:
+    """Tiles of a tensor for the copy engine; all but its first dimension, or all of rows, is contiguous."""
+    strides = base.stride() if base.ndim == len(shape) else (shape[-1], 1)
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    return descriptors.TensorDescriptor(base, list(shape), list(strides), box, layout)

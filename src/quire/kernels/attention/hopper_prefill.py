@@ -1,0 +1,231 @@
+"""Attention of many rows on Hopper, in Gluon: the warps of a program have different jobs.
+
+One warp has the copy engine read queries, keys and values into rings of buffers; two groups of four warps take 64
+of a tile's rows each. A group asks for the scores of the next tile of keys and for the weighted sums of the last one
+at once, and works on the softmax of one while the matrix units are busy with the other (the schedule of
+FlashAttention-3, Shah et al. 2024). Programs stay: each takes several tiles of the plan, whose order makes their
+shares even.
+
+A tile of keys is always read whole, so every value in the cache must be a finite number: `quire.kernels.heads` and
+`write_kv` see to that. Contexts are walked backwards, because their end is what needs a mask.
+"""
+
+from __future__ import annotations
+
+from quire.kernels.triton_runtime import gl, gluon_jit, hopper
+
+if hopper is not None:
+    mbarrier, tma = hopper.mbarrier, hopper.tma
+    warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+
+
+@gluon_jit
+def _nth_work(turn, programs):
+    """What a program does in its turn: every other one backwards, so that long and short tiles meet."""
+    program = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
+
+
+@gluon_jit
+def _span(record, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """First row, rows and position of a tile of queries; then of its tiles of keys the first, the first and the end of
+    those that every row sees whole, and the last."""
+    row, rows, position = gl.load(record), gl.load(record + 1), gl.load(record + 2)
+    last = gl.cdiv(position + rows, TILE) - 1
+    whole_end = gl.minimum((position + 1) // TILE, last)
+    first, whole = 0, 0
+    if WINDOW > 0:
+        first = gl.maximum(position - WINDOW + 1, 0) // TILE
+        whole = gl.minimum(gl.cdiv(gl.maximum(position + rows - WINDOW, 0), TILE), whole_end)
+    return row, rows, position, first, whole, whole_end, last
+
+
+@gluon_jit
+def _read(
+    q_rows, k_rows, v_rows, table, tiles, queries, keys, values, bars, num_work, programs, block_rows, head_rows,
+    stride_table, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """The warp that reads. Keys come first: a tile's queries wait until nobody needs the last tile's."""
+    k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
+    count = 0
+    for turn in range(gl.cdiv(num_work, programs)):
+        work = _nth_work(turn, programs)
+        if work < num_work:
+            record = tiles + work // HEADS * WORDS
+            row, _rows, _position, first, _whole, _whole_end, last = _span(record, TILE, WINDOW)
+            blocks = table + gl.load(record + 3).to(gl.int64) * stride_table
+            head = work % HEADS
+            block = gl.load(blocks + last * TILE // SIZE)
+            for back in range(last - first + 1):
+                at = (last - back) * TILE
+                place = block * block_rows + head * head_rows + at % SIZE
+                block = gl.load(blocks + gl.maximum(at - TILE, 0) // SIZE)
+                stage, phase = count % STAGES, (count // STAGES) & 1
+                mbarrier.wait(k_free.index(stage), phase ^ 1)
+                mbarrier.expect(k_ready.index(stage), k_rows.block_type.nbytes)
+                tma.async_copy_global_to_shared(k_rows, [place, 0], k_ready.index(stage), keys.index(stage))
+                if back == 0:
+                    mbarrier.wait(q_free, (turn & 1) ^ 1)
+                    mbarrier.expect(q_ready, q_rows.block_type.nbytes)
+                    tma.async_copy_global_to_shared(q_rows, [row, head * GROUP, 0], q_ready, queries)
+                mbarrier.wait(v_free.index(stage), phase ^ 1)
+                mbarrier.expect(v_ready.index(stage), v_rows.block_type.nbytes)
+                tma.async_copy_global_to_shared(v_rows, [place, 0], v_ready.index(stage), values.index(stage))
+                count += 1
+
+
+@gluon_jit
+def _softmax(
+    scores, top, weight, positions, start, scale, cap,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """One tile of the running softmax in base 2: weights [64, TILE], maxima, sums of weights, decay of what was before.
+    Scale and cap as in `triton_tiles.rescore`."""
+    if CAPPED:
+        scores = cap * (1.0 - 2.0 / (gl.exp2(2.0 * 1.4426950408889634 * scale * scores) + 1.0))
+        scale = 1.0
+    if MASKED:
+        columns = start + gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        seen = columns[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            seen = seen & (columns[None, :] > positions[:, None] - WINDOW)
+        scores = gl.where(seen, scores, float("-inf"))
+    above = gl.maximum(top, gl.max(scores, 1) * scale)
+    weights = gl.exp2(scores * scale - above[:, None])
+    decay = gl.exp2(top - above)
+    return weights, above, weight * decay + gl.sum(weights, 1), decay
+
+
+@gluon_jit
+def _advance(
+    queries, weights, sums, top, weight, keys, values, bars, count, positions, start, scale, cap,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    SCORES: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Scores and weights of tile `count` of the ring, beside the sums of the tile before it."""
+    k_ready, v_ready, k_free, v_free, _q_ready, _q_free = bars
+    stage, before = count % STAGES, (count - 1) % STAGES
+    mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
+    scores = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
+                           use_acc=False, is_async=True)  # fmt: skip
+    mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
+    sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_free.index(stage))
+    exact, top, weight, decay = _softmax(scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED,
+                                         TILE, SCORES)  # fmt: skip
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    mbarrier.arrive(v_free.index(before))
+    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+    weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    return weights, sums, top, weight, count + 1
+
+
+@gluon_jit
+def _attend(
+    out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
+    HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """Four warps, with the first or second 64 rows of every tile. SCORES, SUMS: layouts of scores and of sums."""
+    k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    mine = queries.reshape([128, D]).slice(HALF * 64, 64)
+    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
+    count = 0
+    for turn in range(gl.cdiv(num_work, programs)):
+        work = _nth_work(turn, programs)
+        if work < num_work:
+            head = work % HEADS
+            row, rows, position, first, whole, whole_end, last = _span(tiles + work // HEADS * WORDS, TILE, WINDOW)
+            positions = position + (HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) // GROUP
+            mbarrier.wait(q_ready, turn & 1)
+            mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
+            scores = warpgroup_mma(mine, keys.index(count % STAGES).permute((1, 0)),
+                                   gl.zeros([64, TILE], gl.float32, SCORES), use_acc=False)  # fmt: skip
+            mbarrier.arrive(k_free.index(count % STAGES))
+            count += 1
+            top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
+            weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+            sums = gl.zeros([64, D], gl.float32, SUMS)
+            exact, top, weight, _decay = _softmax(scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW,
+                                                  CAPPED, TILE, SCORES)  # fmt: skip
+            weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+            for back in range(last - whole_end):
+                weights, sums, top, weight, count = _advance(
+                    mine, weights, sums, top, weight, keys, values, bars, count, positions, (last - 1 - back) * TILE,
+                    scale, cap, True, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
+                )  # fmt: skip
+            for _back in range(whole_end - whole):
+                weights, sums, top, weight, count = _advance(
+                    mine, weights, sums, top, weight, keys, values, bars, count, positions, 0,
+                    scale, cap, False, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
+                )  # fmt: skip
+            if WINDOW > 0:
+                for back in range(whole - first):
+                    weights, sums, top, weight, count = _advance(
+                        mine, weights, sums, top, weight, keys, values, bars, count, positions,
+                        (whole - 1 - back) * TILE, scale, cap, True, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
+                    )  # fmt: skip
+            mbarrier.arrive(q_free)
+            before = (count - 1) % STAGES
+            mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
+            sums = warpgroup_mma(weights, values.index(before), sums)
+            mbarrier.arrive(v_free.index(before))
+            weight = gl.convert_layout(weight, gl.SliceLayout(1, SUMS))
+            heads = head * GROUP + lane % GROUP
+            if sinks is not None:
+                sink = gl.load(sinks + heads).to(gl.float32) * 1.4426950408889634
+                weight += gl.exp2(sink - gl.convert_layout(top, gl.SliceLayout(1, SUMS)))
+            place = (row + lane // GROUP).to(gl.int64) * stride_out + heads * D
+            gl.store(out + place[:, None] + dims[None, :], (sums / weight[:, None]).to(out.dtype.element_ty),
+                     mask=(lane < rows * GROUP)[:, None])  # fmt: skip
+
+
+@gluon_jit
+def prefill_kernel(
+    out, q_rows, k_rows, v_rows, table, tiles, sinks, stride_out, block_rows, head_rows, stride_table, scale, cap,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """As many programs as multiprocessors, 4 warps and 168 registers a thread (they are dealt anew inside).
+
+    q_rows   descriptor of the queries [T, H, D] in tiles [128 / GROUP, GROUP, D]
+    k_rows, v_rows   of the cache as rows [R, D], in tiles [TILE, D]; a block is `block_rows` rows from the next and a
+                     head `head_rows`
+    tiles    `Plan.tiles` of 128 rows
+    """
+    queries = gl.allocate_shared_memory(k_rows.dtype, [128 // GROUP, GROUP, D], q_rows.layout)
+    keys = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], k_rows.layout)
+    values = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], v_rows.layout)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], bar)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)  # both groups
+        mbarrier.init(v_free.index(i), count=2)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=2)
+    bars = (k_ready, v_ready, k_free, v_free, q_ready, q_free)
+    num_work, programs = gl.load(tiles + 5) * HEADS, gl.num_programs(0)
+    gl.warp_specialize(
+        [
+            (_attend, (out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
+                       0, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS)),
+            (_attend, (out, tiles, sinks, queries, keys, values, bars, num_work, programs, stride_out, scale, cap,
+                       1, HEADS, GROUP, TILE, D, STAGES, WINDOW, CAPPED, WORDS)),
+            (_read, (q_rows, k_rows, v_rows, table, tiles, queries, keys, values, bars, num_work, programs, block_rows,
+                     head_rows, stride_table, HEADS, GROUP, SIZE, TILE, STAGES, WINDOW, WORDS)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""The GPU's half of the composition root, as far as it can be had without a GPU."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # for the tests that come after: Triton asks once
+
+import importlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.assemble import cuda
+from quire.assemble.parts import Parts
+from quire.config.bundled import bundled_model
+from quire.config.checkpoint import read_checkpoint_config
+from quire.config.engine import EngineConfig
+from quire.config.resolve import DTypePlan
+from quire.contracts.errors import ConfigError
+from quire.contracts.protocols import ExecutorFacts
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import SAMPLE, Admission, StepPlan
+from quire.kernels.select import IMPLEMENTATIONS, Needs, select
+from quire.platforms.cuda import CudaFacts
+
+GIB = 1 << 30
+FACTS = CudaFacts(
+    name="NVIDIA T", capability=(9, 0), num_sms=2, total_memory=16 * GIB, free_memory=15 * GIB, others_memory=0,
+    driver_version="1", runtime_version="2", torch_version="3", device="cpu",
+)  # fmt: skip
+
+
+def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str = "", **options: object) -> Parts:
+    monkeypatch.setattr(cuda, "read_cuda_facts", lambda: facts)
+    monkeypatch.setattr(cuda, "missing", lambda: why)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 16 * GIB))
+    folder = bundled_model()
+    return cuda.assemble_cuda(
+        EngineConfig.from_flat(max_num_seqs=4, max_model_len=64, **options), folder, read_checkpoint_config(folder),
+        DTypePlan(dtype="float32", reason=""), on_loading=lambda done, total: None, end_phase=lambda name: None,
+    )  # fmt: skip
+
+
+def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = assemble(monkeypatch, why="there is no abacus")
+    assert parts.hardware.startswith("NVIDIA T, sm_90") and "graphs" not in parts.plans
+    (note,) = parts.notes
+    assert "no Triton kernel can run (there is no abacus)" in note and "slower" in note
+    facts = ExecutorFacts(depth=1, decode_lag=1, num_slots=4, num_blocks=8, block_size=32, max_model_len=64,
+                          vocab_size=parts.model.args.vocab_size)  # fmt: skip
+    executor = parts.executor(facts)
+    prompt = Admission(slot=1, request_id="", token_ids=np.arange(5, dtype=np.int32), num_computed=0,
+                       block_ids=(np.array([1], np.int32),), sampler=SamplerSpec(seed=0, num_prompt=5))  # fmt: skip
+    one = np.array([1], np.int32)
+    executor.submit(StepPlan(step=1, slots=one, num_tokens=5 * one, num_rows=one, admitted=(prompt,),
+                             outputs=np.array([SAMPLE], np.uint8)))  # fmt: skip
+    assert executor.collect().tokens.shape == (1, 1)
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("op", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_without_triton_every_operation_has_what_runs_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, op: str, dtype: str
+) -> None:
+    for name in IMPLEMENTATIONS[op]:
+        module = importlib.import_module(f"quire.kernels.{op}.{name}")
+        if "triton" in name or "hopper" in name:
+            monkeypatch.setattr(module, "SUPPORT", replace(module.SUPPORT, missing="there is no abacus"))
+    choice, _ = select(op, Needs(device="cuda", dtype=dtype))
+    assert choice.name == ("cuda" if op == "linear" else "ref")
+    assert op == "linear" or "abacus" in str(choice)
+
+
+@pytest.mark.parametrize("why", ["", "there is no abacus"])
+def test_a_model_that_cannot_fit_is_refused_before_any_of_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    small = replace(FACTS, total_memory=GIB, free_memory=1 << 20, others_memory=None)
+    built: list[str] = []
+    monkeypatch.setattr(cuda, "build_model", lambda *args, build=cuda.build_model, **options: (
+        built.append(options["device"]), build(*args, **options))[1])  # fmt: skip
+    with pytest.raises(ConfigError, match=r"the weights need .* in float32.* are missing. Try "):
+        assemble(monkeypatch, small, why)
+    assert built == ["meta"]
+
+
+def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda, "_rehearse", full)
+    monkeypatch.setattr(cuda, "build_model", lambda *args, build=cuda.build_model, **options: build(
+        *args, **options | {"device": "meta" if options["device"] == "meta" else "cpu"}))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"8192 tokens and 4 seq.* 15.00 GiB.* --max-num-seqs 1 .*-tokens 2048"):
+        assemble(monkeypatch, load_format="dummy")

@@ -1,0 +1,68 @@
+"""The kernels around a forward pass, compiled for GPUs that are not there, with the sizes of production."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+def test_compiles_for_hopper() -> None:
+    """In a process whose kernels are not interpreted, and whose driver is a stand-in."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(done.stdout.split()) == {"_apply_kernel", "_inputs_kernel", "_finish_kernel"}
+
+
+def compile_production() -> None:
+    """Decode steps of one sequence, of the captured sizes, and steps with prompts; for 1, 256 and 1,024 slots."""
+    import torch
+
+    from quire.kernels.step import StepBuffers, Tables
+    from quire.kernels.step import triton as step
+    from quire.worker.cuda_worker import graph_sizes
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    packed = zeros(1 << 16, dtype=torch.int32)
+    step.apply_runs(packed)
+    for slots, block_size, length in ((1, 128, 4096), (256, 128, 40960), (1024, 16, 1000)):
+        tables = Tables(block_table=zeros(slots + 1, length // block_size + 1, dtype=torch.int32),
+                        computed=zeros(slots + 1), history=zeros(slots + 1, length, dtype=torch.int32),
+                        block_size=block_size)  # fmt: skip
+        buffers = StepBuffers(token_ids=zeros(8192), positions=zeros(8192), kv_slots=zeros(8192),
+                              seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(slots),
+                              sample_slots=zeros(slots), sample_positions=zeros(slots))  # fmt: skip
+        for size in graph_sizes(slots):
+            step.build_inputs(packed, tables, buffers, tokens=size, seqs=size, max_seqs=slots)
+        for tokens in (256, 1000, 8192):
+            step.build_inputs(packed, tables, buffers, tokens=tokens, seqs=slots, max_seqs=slots)
+        step.finish_step(packed, tables, buffers, zeros(slots), zeros(slots, dtype=torch.uint8),
+                         zeros(2, slots, dtype=torch.int32), max_seqs=slots)  # fmt: skip
+
+
+def main() -> None:
+    """Print the name of every kernel that is compiled."""
+    import triton
+
+    sys.path.append(str(Path(__file__).parents[1] / "kernels_sampling"))
+    from compile_sampling import Driver
+
+    driver = Driver()
+    triton.runtime.driver.set_active(driver)
+    triton.knobs.compilation.listener = lambda src, **_: print(src.fn.__name__)
+    for driver.capability in (90, 80):
+        compile_production()
+
+
+if __name__ == "__main__":
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        main()

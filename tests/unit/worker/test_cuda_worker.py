@@ -1,0 +1,237 @@
+"""The worker of a GPU against the CPU's on the same plans, its kernels in Triton's interpreter."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan, StepResult
+from quire.kernels import triton_runtime
+from quire.kernels.attention import KVView
+from quire.kernels.select import select_kernels
+from quire.layers.context import Build
+from quire.layers.stack import Model
+from quire.models.qwen3 import Qwen3
+from quire.worker.sampler import Sampler
+from quire.worker.sampling_table import SamplingTable
+from quire.worker.slots import SlotTables
+from quire.worker.worker import Worker
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+from quire.worker.cuda_worker import CudaWorker, Limits
+from quire.worker.gpu_sampler import Mode
+
+CPU = torch.device("cpu")
+BLOCK, SLOTS, LENGTH, VOCAB = 16, 4, 96, 64
+LIMITS = Limits(num_slots=SLOTS, max_tokens=64, max_model_len=LENGTH, block_size=BLOCK, graph_sizes=(),
+                graph_tokens=(), depth=2)  # fmt: skip
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+class Event:
+    """Stands for an event of a device that has always done everything."""
+
+    made = 0
+
+    def __init__(self, **_: object) -> None:
+        Event.made += 1
+
+    def record(self) -> None:
+        """At once."""
+
+    synchronize = record
+
+
+class Recording:
+    """Stands for the graphs: work runs as it comes, and its keys are kept."""
+
+    def __init__(self) -> None:
+        self.ran: list[object] = []
+        self.captured: list[object] = []
+
+    def run(self, key: object, work: Callable[[], None]) -> None:
+        self.ran.append(key)
+        work()
+
+    def capture(self, key: object, work: Callable[[], None]) -> None:
+        self.captured.append(key)
+
+
+def make_model(device: str) -> Model:
+    args = parse_checkpoint_config(CONFIG)
+    model = Qwen3(args, Build(torch.float32, CPU, select_kernels(device, "float32", head_dim=args.head_dim)))
+    random = torch.Generator().manual_seed(0)
+    for _, parameter in model.named_parameters():
+        parameter.data.normal_(0.0, 0.3, generator=random)
+    model.pack()
+    return model
+
+
+def make_cache() -> list[KVView]:
+    return [KVView(*torch.full((2, 32, 2, BLOCK, 16), float("nan"))) for _ in range(2)]
+
+
+@pytest.fixture
+def cuda_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CudaWorker]:
+    """Makes workers. The interpreter takes a scalar that was loaded as a loop's bound, which NumPy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def make(limits: Limits = LIMITS) -> CudaWorker:
+        worker = CudaWorker(make_model("cuda"), make_cache(), limits, CPU)
+        worker.graphs = Recording()  # type: ignore[assignment]
+        return worker
+
+    return make
+
+
+def cpu_worker() -> Worker:
+    table = SamplingTable(SLOTS, VOCAB, LENGTH)
+    tables = SlotTables(table, SLOTS, LENGTH // BLOCK, CPU)
+    return Worker(make_model("cpu"), make_cache(), tables, Sampler(table), block_size=BLOCK)
+
+
+def i32(*values: int) -> I32:
+    return np.array(values, np.int32)
+
+
+def admission(slot: int, num_tokens: int, blocks: tuple[int, ...], **spec: object) -> Admission:
+    ids = np.arange(7, 7 + num_tokens, dtype=np.int32) % VOCAB
+    return Admission(slot=slot, request_id=str(slot), token_ids=ids, block_ids=(i32(*blocks),), num_computed=0,
+                     sampler=SamplerSpec(num_prompt=num_tokens, **{"seed": 0, "temperature": 0.0} | spec))  # type: ignore[arg-type]
+
+
+def plan(
+    step: int, slots: tuple[int, ...], tokens: tuple[int, ...], outputs: tuple[int, ...], **more: object
+) -> StepPlan:
+    rows = [count if out & PROMPT_LOGPROBS else 1 for count, out in zip(tokens, outputs, strict=True)]
+    return StepPlan(step=step, slots=i32(*slots), num_tokens=i32(*tokens), num_rows=i32(*rows),
+                    outputs=np.array(outputs, np.uint8), **more)  # type: ignore[arg-type]
+
+
+# Chunks, decodes beside a chunk, sampling of every mode, logprobs of both kinds, a slot that is given to another.
+PLANS = (
+    plan(1, (2,), (30,), (PROMPT_LOGPROBS,),
+         admitted=(admission(2, 33, (1, 2, 3), seed=5, temperature=0.9, num_prompt_logprobs=2),)),
+    plan(2, (2, 0), (3, 5), (SAMPLE | PROMPT_LOGPROBS, SAMPLE),
+         admitted=(admission(0, 5, (4,), seed=6, temperature=0.7, top_p=0.9, num_logprobs=2),)),
+    plan(3, (0, 2), (1, 1), (SAMPLE, SAMPLE)),
+    plan(4, (0, 2, 1), (1, 1, 20), (SAMPLE, SAMPLE, 0), admitted=(admission(1, 24, (5, 6), repetition_penalty=1.5),)),
+    plan(5, (1, 2), (4, 1), (SAMPLE, SAMPLE)),
+    plan(6, (1, 3), (1, 7), (SAMPLE, SAMPLE), released=i32(0, 2), admitted=(admission(3, 7, (1,), seed=9),)),
+    plan(7, (1, 3), (1, 1), (SAMPLE, SAMPLE)),
+    plan(8, (1, 3), (1, 1), (SAMPLE, SAMPLE)),
+)  # fmt: skip
+
+
+def run_ahead(worker: CudaWorker, plans: tuple[StepPlan, ...]) -> list[StepResult]:
+    """Every step is launched before the one before it is collected."""
+    found = []
+    for number, each in enumerate(plans):
+        worker.submit(each)
+        if number:
+            found.append(worker.collect())
+    return [*found, worker.collect()]
+
+
+@pytest.mark.parametrize("sizes", [(), (2, 4)])
+def test_the_same_tokens_as_on_a_cpu(cuda_worker: Callable[..., CudaWorker], sizes: tuple[int, ...]) -> None:
+    """With sizes decodes and samples are padded, and whole steps of up to 48 tokens."""
+    oracle = cpu_worker()
+    worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
+    for expected, found in zip(map(oracle.run, PLANS), run_ahead(worker, PLANS), strict=True):
+        assert found.step == expected.step and found.num_computed == expected.num_computed
+        assert found.slots.tolist() == expected.slots.tolist() and found.tokens.tolist() == expected.tokens.tolist()
+        assert found.failed == expected.failed == {}
+        for one, other in ((found.logprobs, expected.logprobs), (found.prompt_logprobs, expected.prompt_logprobs)):
+            assert one.keys() == other.keys()
+            for slot, rows in one.items():
+                assert rows.ids.tolist() == other[slot].ids.tolist()
+                np.testing.assert_allclose(rows.logprobs, other[slot].logprobs, atol=1e-4)
+    assert torch.equal(worker.tables.computed[:SLOTS], oracle.tables.computed)
+
+
+def test_what_runs_is_what_was_captured(cuda_worker: Callable[..., CudaWorker]) -> None:
+    """One launch for the layers and one for all that comes after the logits; none are drawn where nothing is sampled.
+    """
+    worker = cuda_worker(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
+    worker.warm_up()
+    run_ahead(worker, PLANS[:4])
+    graphs = worker.graphs
+    assert isinstance(graphs, Recording) and len(set(graphs.captured)) == len(graphs.captured) == 2 + 2 * (2 + 4)
+    assert len(graphs.ran) == 2 * 4 and set(graphs.ran) - set(graphs.captured) == {("sample", 0, 0)}
+
+
+def test_rehearsing_leaves_no_result_and_does_what_is_captured(cuda_worker: Callable[..., CudaWorker]) -> None:
+    worker, did = cuda_worker(replace(LIMITS, graph_sizes=(2,), graph_tokens=(16,))), []
+    for name in ("_mixed", "_decode", "_sample"):
+        setattr(worker, name, lambda *args: did.append(args))
+    worker.rehearse([PLANS[2]])
+    assert did[2:] == [(16, False), (16, True), (2, False), (2, True), (2, 0), (2, 1), (2, 2), (2, 3)]
+    assert not worker._running
+
+
+def test_a_shared_prefix_changes_no_token(cuda_worker: Callable[..., CudaWorker]) -> None:
+    prompts = tuple(admission(slot, 40, (1, 2, 3 + slot), seed=slot, temperature=1.0) for slot in (0, 1))
+    plans = (
+        plan(1, (0,), (40,), (SAMPLE,), admitted=prompts[:1]),
+        plan(2, (1,), (8,), (SAMPLE,), admitted=(msgspec.structs.replace(prompts[1], num_computed=32),)),
+        *(plan(n, (0, 1), (1, 1), (SAMPLE, SAMPLE)) for n in (3, 4)),
+    )
+    together = tuple(each if each.step < 3 else plan(each.step, (0, 1), (1, 1), (SAMPLE, SAMPLE),
+                                                     shared=(SharedPrefix(i32(0, 1), 2),)) for each in plans)
+    alone, shared = run_ahead(cuda_worker(), plans), run_ahead(cuda_worker(), together)
+    assert [each.tokens.tolist() for each in alone] == [each.tokens.tolist() for each in shared]
+
+
+def test_a_batch_goes_through_what_its_rows_need(cuda_worker: Callable[..., CudaWorker]) -> None:
+    sampler = cuda_worker().sampler
+    specs = ({"temperature": 0.0}, {}, {"top_k": 3}, {"temperature": 0.0, "logit_bias": ((1, 2.0),)})
+    for slot, spec in enumerate(specs):
+        sampler.admit(slot, SamplerSpec(seed=0, num_prompt=1, **spec))  # type: ignore[arg-type]
+        assert sampler.mode(i32(0, slot)) == Mode(slot)
+    sampler.admit(0, SamplerSpec(seed=0, num_prompt=1, temperature=0.0, presence_penalty=0.5))
+    assert sampler.mode(i32(0, 2)) == Mode.FULL
+    sampler.release(0)
+    assert sampler.mode(i32(0, 1)) == Mode.PLAIN and sampler.mode(i32()) == Mode.GREEDY
+
+
+def test_steps_make_no_events(cuda_worker: Callable[..., CudaWorker]) -> None:
+    worker = cuda_worker()
+    before = Event.made
+    run_ahead(worker, PLANS[:3])
+    assert Event.made == before
+
+
+def test_a_row_that_is_not_a_number_fails_alone(cuda_worker: Callable[..., CudaWorker]) -> None:
+    worker = cuda_worker()
+    worker.submit(plan(1, (0, 1), (5, 6), (SAMPLE, SAMPLE), admitted=(admission(0, 5, (1,)), admission(1, 6, (2,)))))
+    worker.collect()
+    for view in worker._kv:
+        view.k[2] = float("nan")
+    worker.submit(plan(2, (0, 1), (1, 1), (SAMPLE, SAMPLE)))
+    assert worker.collect().failed == {1: "nan_logits"}
