@@ -35,7 +35,7 @@ class OfflineBench:
             "engine": f"quire {__version__}",
             "model": name,
             "engine_args": printable(options),
-            "device": "cpu",
+            "device": self.llm.engine.device.device,
             "import_s": round(imported - start, 2),
             "construct_s": round(time.perf_counter() - imported, 2),
             "runs": [],

@@ -5,6 +5,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,18 @@ from quire.contracts.errors import ConfigError
 from quire.entry.cli import bench_http, bench_kernels, bench_serve
 from quire.entry.cli.table import format_table
 from quire.entry.leaving import raise_on_interrupt
+from quire.platforms.detect import resolve_device
 
 if TYPE_CHECKING:
     from quire.bench.engine import CoreTimes
+    from quire.bench.offline import OfflineBench
+    from quire.bench.workload import Workload
 
-SUMMARY = "measure: latency, throughput, startup, engine, serve, http, kernels"
+SUMMARY = "measure: latency, throughput, profile, startup, engine, serve, http, kernels"
 KINDS = {
     "latency": "one request at a time: first token, inter-token time",
     "throughput": "batches of requests: tokens per second",
+    "profile": "where a GPU's time goes in a workload, by kernel and between steps",
     "startup": "process start to first token, by phase",
     "engine": "Python per step of the engine core, without a model",
     "serve": "a load on a running server: latencies, throughput, goodput",
@@ -28,6 +33,8 @@ KINDS = {
     "kernels": "every kernel against its floor and the library it replaces",
 }
 OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "http": bench_http, "kernels": bench_kernels}
+MOST_REQUESTS = 256  # of a profiled workload that nobody scaled: a thousand launch a million kernels
+KERNELS_SHOWN, KERNEL_WIDTH = 25, 60  # in a table; the JSON has all
 MODEL_HELP = """\
 MODEL is the name of a bundled configuration (random weights, no tokenizer), or a folder or hub id; default: qwen3-0.6b.
 """
@@ -56,11 +63,13 @@ def configure(parser: FlagParser) -> None:
         if name == "engine":
             kind.add_argument("--steps", type=_positive, default=400, metavar="N", help="steps to measure, at most 400")
             continue
-        kind.add_argument("--repeat", type=_positive, default=2 if name != "startup" else 3, metavar="N",
-                          help="runs; the fastest counts (default: %(default)s)")
+        if name != "profile":
+            kind.add_argument("--repeat", type=_positive, default=2 if name != "startup" else 3, metavar="N",
+                              help="runs; the fastest counts (default: %(default)s)")
         if name != "startup":
             kind.add_argument("--only", metavar="NAMES", help="workloads, separated by commas")
-            kind.add_argument("--scale", type=float, default=1.0, metavar="X", help="factor on the number of requests")
+            most = f" (default: at most {MOST_REQUESTS} are left)" if name == "profile" else ""
+            kind.add_argument("--scale", type=float, metavar="X", help=f"factor on the number of requests{most}")
             kind.add_argument("--max-len", type=_positive, metavar="N", help="bound on prompt and output lengths")
         add_model_argument(kind)
         add_engine_flags(kind)
@@ -72,21 +81,28 @@ def run(args: argparse.Namespace) -> int:
         code: int = OWN_FLAGS[args.kind].run(args)
         return code
     runs: dict[str, Callable[[argparse.Namespace], None]] = {
-        "latency": _workloads, "throughput": _workloads, "startup": _startup, "engine": _engine}
+        "latency": _workloads, "throughput": _workloads, "profile": _profile, "startup": _startup, "engine": _engine}
     runs[args.kind](args)
     return 0
 
 
-def _workloads(args: argparse.Namespace) -> None:
+def _make_bench(args: argparse.Namespace) -> "tuple[OfflineBench, list[Workload]]":
+    """The engine and the workloads that the flags ask for."""
     from quire.bench.offline import LATENCY_WORKLOAD, OfflineBench, choose_workloads
 
-    only = LATENCY_WORKLOAD if args.only is None and args.kind == "latency" else args.only
-    if args.scale <= 0:
-        raise ConfigError(f"--scale {args.scale}: must be above 0.")
-    works = choose_workloads(only.split(",") if only else (), args.scale, args.max_len)
+    scale = 1.0 if args.scale is None else args.scale
+    if scale <= 0:
+        raise ConfigError(f"--scale {scale}: must be above 0.")
+    only = args.only or {"latency": LATENCY_WORKLOAD, "profile": "decode_b64"}.get(args.kind)
+    works = choose_workloads(only.split(",") if only else (), scale, args.max_len)
     engine_config(args)
     bench = OfflineBench(given_options(args))
     raise_on_interrupt()
+    return bench, works
+
+
+def _workloads(args: argparse.Namespace) -> None:
+    bench, works = _make_bench(args)
     with bench.llm:
         for note in bench.llm.engine.notes:
             print(f"quire: note: {note}", file=sys.stderr)
@@ -103,6 +119,33 @@ def _workload_table(result: dict[str, Any]) -> str:
     table = format_table([c.replace("_", " ") for c in columns], [[row.get(c, "") for c in columns] for row in rows])
     return (f"{result['engine']}, {result['model']} on {result['device']}: import {result['import_s']} s, construct "
             f"{result['construct_s']} s\n\n{table}")
+
+
+def _profile(args: argparse.Namespace) -> None:
+    from quire.bench.profile import profile_workload
+
+    if resolve_device(engine_config(args).device.device).device != "cuda":
+        raise ConfigError("`quire bench profile` measures kernels of a GPU, and this would run on the CPU.")
+    bench, works = _make_bench(args)
+    with bench.llm:
+        most = None if args.scale else MOST_REQUESTS
+        works = [replace(work, prompts=work.prompts[:most], outputs=work.outputs[:most]) for work in works]
+        rows = [profile_workload(bench, work) for work in works]
+        result = bench.result | {"runs": rows}
+    _write(args, result)
+    _print(args, result, lambda: "\n\n".join(map(_profile_table, rows)))
+
+
+def _profile_table(row: dict[str, Any]) -> str:
+    steps = row["steps"] or {}
+    lines = [f"{row['workload']}: {row['seconds']} s for {row['requests']} requests; nothing ran for "
+             f"{row['idle']['total_ms']} ms ({row['idle']['share']:.1%})"]
+    if steps:
+        lines.append(f"{steps['count']} steps of {steps['launches']} launches, {steps['us_p50']} us each (median); "
+                     f"between two of them {steps['gap_us_p50']} us (median), {steps['gap_us_p99']} us (p99)")
+    cells = [[k["kernel"][:KERNEL_WIDTH], k["calls"], f"{k['total_ms']:.2f}", f"{k['share']:.1%}", k["us"]]
+             for k in row["kernels"][:KERNELS_SHOWN]]  # fmt: skip
+    return "\n".join(lines) + "\n\n" + format_table(("kernel", "calls", "total ms", "share", "us each"), cells)
 
 
 def _startup(args: argparse.Namespace) -> None:

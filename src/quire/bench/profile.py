@@ -1,0 +1,75 @@
+"""Where a GPU's time goes in a workload: by kernel, between kernels and between steps. Needs PyTorch's profiler."""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from quire.bench.offline import OfflineBench
+from quire.bench.workload import Workload
+
+LAST_OF_STEP = "_finish_kernel"  # runs once a step, last
+
+
+class Event(NamedTuple):
+    """A kernel or a copy on the GPU; nanoseconds."""
+
+    name: str
+    start: int
+    duration: int
+
+
+def profile_workload(bench: OfflineBench, work: Workload) -> dict[str, Any]:
+    """The row of one run, after one that warms up, with `where_time_goes` added; what is traced takes longer."""
+    from torch.profiler import ProfilerActivity, profile
+
+    list(bench.throughput([work], 1))
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        (row,) = bench.throughput([work], 1)
+    found = traced.profiler.kineto_results.events()  # not traced.events(), which makes slow objects of them
+    return row | where_time_goes(Event(event.name(), event.start_ns(), event.duration_ns()) for event in found
+                                 if event.device_type().name == "CUDA")  # fmt: skip
+
+
+def where_time_goes(events: Iterable[Event]) -> dict[str, Any]:
+    """Times of kernels and of the pauses between them; shares are of the time from the first start to the last end.
+
+    kernels   name, calls, total_ms, share and us of each, most time first; those that overlap count in full
+    idle      total_ms and share of the time in which nothing ran
+    steps     of those with the usual number of launches (where most decode, those that only decode): us_p50 from end to
+              end, gap_us_p50 and gap_us_p99 from a step's last kernel to the first of the next; None without any
+    """
+    ordered = sorted(events, key=lambda event: event.start)
+    if not ordered:
+        return {"kernels": [], "idle": {"total_ms": 0.0, "share": 0.0}, "steps": None}
+    idle, end = 0, ordered[0].start
+    calls, times = Counter[str](), Counter[str]()
+    for name, start, duration in ordered:
+        idle += max(0, start - end)
+        end = max(end, start + duration)
+        calls[name] += 1
+        times[name] += duration
+    span = max(1, end - ordered[0].start)
+    kernels = [{"kernel": name, "calls": calls[name], "total_ms": round(spent / 1e6, 3),
+                "share": round(spent / span, 4), "us": round(spent / calls[name] / 1e3, 2)}
+               for name, spent in times.most_common()]  # fmt: skip
+    return {"kernels": kernels, "idle": {"total_ms": round(idle / 1e6, 3), "share": round(idle / span, 4)},
+            "steps": _steps(ordered)}
+
+
+def _steps(ordered: list[Event]) -> dict[str, Any] | None:
+    last = [i for i, event in enumerate(ordered) if LAST_OF_STEP in event.name]
+    sizes = Counter(b - a for a, b in pairwise(last))
+    if not sizes:
+        return None
+    ((usual, count),) = sizes.most_common(1)
+    times, gaps = [], []
+    for a, b in pairwise(last):
+        if b - a == usual:
+            ended = ordered[a].start + ordered[a].duration
+            first = next(event for event in ordered[a + 1 : b + 1] if not event.name.startswith(("Memcpy", "Memset")))
+            gaps.append(max(0, first.start - ended))
+            times.append(ordered[b].start + ordered[b].duration - ended)
+    gaps.sort()
+    return {"count": count, "launches": usual, "us_p50": round(sorted(times)[count // 2] / 1e3, 2),
+            "gap_us_p50": round(gaps[count // 2] / 1e3, 2), "gap_us_p99": round(gaps[count * 99 // 100] / 1e3, 2)}

@@ -1,0 +1,218 @@
+"""What a GPU's bad states look like to users: no room, a device that fails, engines that come and go, no kernels."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.contracts.errors import ConfigError
+
+from ..e2e.serving import PATIENCE, SOURCE, running_server, wait_until
+from ..e2e.test_server_signals import FOREVER, start_streams
+
+DEVICE = "cuda"
+SMALL: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 256,
+                         "use_tqdm_on_load": False, "kv_cache_memory_bytes": 64 << 20}  # fmt: skip
+PROMPTS = ["To create a new file you", "The module provides a", "def main("]
+HUGE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 200_000, "hidden_size": 16_384,
+    "intermediate_size": 65_536, "num_hidden_layers": 90, "num_attention_heads": 128, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    return [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def python(program: str, *args: str, **environment: str | None) -> "subprocess.CompletedProcess[str]":
+    """Run a program in a process of its own; variables that are None are taken away."""
+    env = {name: value for name, value in (dict(os.environ) | environment).items() if value is not None}
+    path = os.pathsep.join([str(SOURCE), *filter(None, [env.get("PYTHONPATH")])])
+    return subprocess.run([sys.executable, "-c", program, *args], env=env | {"PYTHONPATH": path}, capture_output=True,
+                          text=True, timeout=3 * PATIENCE)  # fmt: skip
+
+
+# --- no room ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.001},
+     ("the weights need", "gpu_memory_utilization=0.001 allows", "are missing", "--gpu-memory-utilization 0.0")),
+    ({"kv_cache_memory_bytes": 3 << 20, "max_model_len": 4096},
+     ("max_model_len=4096 needs", "are missing", "--max-model-len", "kv_cache_memory_bytes")),
+    ({"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 10**8},
+     ("num_gpu_blocks_override asks for", "are free", "lower it to")),
+])  # fmt: skip
+def test_what_does_not_fit_says_how_much_is_missing(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LLM(**(SMALL | options))
+    print(refused.value)
+    assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
+
+
+def test_a_model_larger_than_the_gpu_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUGE))
+    began, before = time.monotonic(), torch.cuda.memory_allocated()
+    with pytest.raises(ConfigError, match="the weights need .* are missing. Try .*a smaller model") as refused:
+        LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device=DEVICE)
+    print(refused.value)
+    assert time.monotonic() - began < 30 and torch.cuda.memory_allocated() == before
+
+
+# --- a device that fails ----------------------------------------------------------------------------------------------
+
+# Python imports a module of this name when it starts. In the engine's process it waits for a file, then makes an
+# assertion of a kernel fail: from then on every CUDA call of that process fails. Another such module is run, too.
+HOOK = """
+import importlib.machinery, importlib.util, os, sys, threading, time
+
+def strike(trigger):
+    with open(trigger + ".pid", "w") as file:
+        file.write(str(os.getpid()))
+    while not os.path.exists(trigger):
+        time.sleep(0.001)
+    import torch
+    torch._assert_async(torch.zeros(1, device="cuda"))
+
+here = os.path.dirname(os.path.abspath(__file__))
+rest = [path for path in sys.path if os.path.abspath(path) != here]
+spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+if spec is not None and spec.loader is not None:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+if "quire.entry.core_process" in sys.orig_argv:
+    threading.Thread(target=strike, args=(os.environ["FAULT_TRIGGER"],), daemon=True).start()
+"""
+
+ALONE = """
+import json, sys, torch
+from quire import LLM, SamplingParams
+from quire.contracts.errors import EngineDead
+
+llm = LLM(**json.loads(sys.argv[1]))
+params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+llm.generate(["One"], params, use_tqdm=False)
+submit = llm.engine.worker.submit
+
+def strike(plan):
+    submit(plan)
+    torch._assert_async(torch.zeros(1, device="cuda"))
+
+llm.engine.worker.submit = strike
+for _ in range(2):
+    try:
+        llm.generate(["Two", "Three"], params, use_tqdm=False)
+    except EngineDead as error:
+        print("dead:", str(error).splitlines()[0], flush=True)
+llm.close()
+print("closed", flush=True)
+"""
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; without `ps`, which is not on every machine."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_cuda_error_ends_the_engine_and_every_stream_hears_of_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    trigger = tmp_path / "now"
+    path = os.pathsep.join([str(tmp_path), str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    flags = ("--device", DEVICE, "--dtype", "float32", "--max-num-seqs", "16", "--max-num-batched-tokens", "512",
+             "--kv-cache-memory-bytes", "1G")  # fmt: skip
+    with (running_server(*flags, PYTHONPATH=path, FAULT_TRIGGER=str(trigger)) as server,
+          ThreadPoolExecutor(16) as pool):  # fmt: skip
+        engine = int(Path(f"{trigger}.pid").read_text())
+        streams = start_streams(pool, server, 16, **FOREVER)
+        assert server.ask("/health").status == 200
+        trigger.touch()
+        told = time.monotonic()
+        messages = set()
+        for stream in streams:
+            error = stream.result().error()
+            assert error is not None and error["code"] == "engine_dead", error
+            messages.add(error["message"])
+        print(messages, f"{time.monotonic() - told:.1f} s")
+        assert time.monotonic() - told < 20.0
+        assert server.ask("/ready").status == server.ask("/health").status == 503
+        assert server.ask("/live").status == 200 and server.complete().status == 503
+        assert server.exit_code() == 1
+        wait_until(lambda: not is_there(engine), "the end of the engine's process")
+        assert "The engine died" in server.stderr
+
+
+def test_a_cuda_error_is_final_for_an_llm_and_its_process_ends() -> None:
+    """What the driver's libraries say while the process ends is theirs: its exit code is not looked at."""
+    done = python(ALONE, json.dumps(SMALL))
+    print(done.returncode, done.stdout, done.stderr[-2000:])
+    first, second, *_ = done.stdout.splitlines()
+    assert first == second and first.startswith("dead: the engine stopped: the step failed: ") and "CUDA" in first
+
+
+# --- engines that come and go -----------------------------------------------------------------------------------------
+
+
+def test_twenty_engines_leave_the_memory_as_it_was(device: torch.device) -> None:
+    free, held = [], []
+    for _ in range(20):
+        llm = LLM(**SMALL)
+        answers(llm)
+        llm.close()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info(device)[0] >> 20)
+        held.append(torch.cuda.memory_allocated(device) >> 20)
+    print("free MiB:", free, "held MiB:", held)
+    assert max(free[1:]) - min(free[1:]) <= 8 and max(held[1:]) - min(held[1:]) <= 1
+    assert held[-1] < 100, "an engine that was closed keeps its cache or its weights"
+
+
+# --- no kernels -------------------------------------------------------------------------------------------------------
+
+PLAIN = """
+import json, sys, torch
+options, prompts, old = map(json.loads, sys.argv[1:])
+if old:
+    torch.cuda.get_device_capability = lambda device=None: (7, 5)
+from quire import LLM, SamplingParams
+
+params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+with LLM(**options) as llm:
+    tokens = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+    print(json.dumps({"tokens": tokens, "notes": llm.engine.notes,
+                      "kernels": [str(choice) for choice in llm.engine.kernels.choices]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """The answers of the kernels that are there."""
+    with LLM(**SMALL) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("old, reason", [(False, "C compiler"), (True, "compute capability")])
+def test_without_triton_slower_kernels_answer_the_same(
+    old: bool, reason: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    without: dict[str, Any] = {} if old else {"PATH": str(tmp_path), "CC": None}
+    done = python(PLAIN, *map(json.dumps, (SMALL, PROMPTS, old)), **without)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found["notes"], found["kernels"])
+    assert found["tokens"] == expected
+    assert any(reason in note for note in found["notes"]), found["notes"]
+    attention = next(choice for choice in found["kernels"] if choice.startswith("attention: "))
+    assert not attention.startswith("attention: triton") and reason in attention

@@ -1,0 +1,386 @@
+"""The engine on a GPU: transformers' tokens on the same device, and the same tokens however a run is scheduled.
+
+Nothing here waits for the device but `collect`: calls that synchronize are counted while steps are launched.
+"""
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.config.bundled import bundled_model
+from quire.worker.graphs import Graphs
+
+from ..tiny_models import VOCAB, Oracle, Recorder, Tiny, generate, make_oracle, mixed_prompts, quieten
+
+DEVICE = "cuda"
+NUM_TOKENS = 64
+TIE = 0.05  # in bfloat16 the order of logits of about 1 that are closer than this is a matter of rounding
+ATOL = 2e-4
+TEXTS = ("To create a new file you", "The module provides a", "def main(", "Once upon a time", "import os\n\n",
+         "The quick brown fox", "A list is a", "In Python, a class", "Return the number of")  # fmt: skip
+NOTES = "Tomas lives in Mumbai.\nThe code of Tomas is 6423.\nThe code of Lakral is 5411.\nLakral likes tea.\n\n"
+SURE = (  # what the trained model knows well how to go on with
+    *(f"{NOTES}Question: {asked}\nAnswer:" for asked in (
+        "What is the code of Tomas?", "What is the code of Lakral?", "Where does Tomas live?")),
+    f"<|im_start|>user\n{NOTES}What does Lakral like?<|im_end|>\n<|im_start|>assistant\n",
+    *(f"def {name}(a, b):\n    return a {sign} b\n\n\n" * 4
+      for name, sign in zip(("add", "sub", "mul"), "+-*", strict=True)),
+    "1, 2, 3, 5, 8, 13, 21, 34; " * 4,
+)
+TINY = {
+    "qwen3": Tiny(family="qwen3", heads=(6, 3)),
+    "llama": Tiny(family="llama", heads=(4, 2), head_dim=64, tied=True),
+    "qwen2": Tiny(family="qwen2", heads=(4, 1), head_dim=128),
+    "mistral": Tiny(family="mistral", heads=(5, 5), head_dim=32),
+}
+NAMES = ("quire-tiny", *TINY)
+SAMPLED = (
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0},
+    {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "n": 2},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    {"temperature": 0.9, "logit_bias": {300: 4.0, 301: -100.0}, "bad_words": [" the"], "min_tokens": 20},
+    {"temperature": 1.0, "allowed_token_ids": list(range(500, 900))},
+)
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    """An engine that takes little of the GPU, so that several can be there at once."""
+    defaults: dict[str, Any] = dict(device=DEVICE, dtype="float32", max_num_seqs=8, max_num_batched_tokens=512,
+                                    use_tqdm_on_load=False, max_logprobs=-1)  # fmt: skip
+    if "num_gpu_blocks_override" not in options:
+        defaults["kv_cache_memory_bytes"] = 128 << 20
+    if folder != bundled_model():
+        defaults["skip_tokenizer_init"] = True
+    return LLM(str(folder), **(defaults | options))
+
+
+def greedy(count: int = NUM_TOKENS, **fields: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": count, "ignore_eos": True} | fields))
+
+
+def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(c.token_ids) for o in outputs for c in o.outputs]
+
+
+def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=dtype, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    return model.to(DEVICE).eval()
+
+
+def table(rows: Any) -> np.ndarray:
+    """[rows, V] of log-probabilities that were asked for with -1."""
+    return np.array([[row[i].logprob for i in range(len(row))] for row in rows if row is not None])
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
+    """Checkpoints by name, with transformers' model in float32 on the GPU."""
+    made: dict[str, Oracle] = {}
+
+    def get(name: str) -> Oracle:
+        if name not in made and name in TINY:
+            made[name] = make_oracle(TINY[name], mixed_prompts(), tmp_path_factory.mktemp, DEVICE)
+        elif name not in made:
+            made[name] = Oracle(bundled_model(), transformers_model(bundled_model(), torch.float32))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[LLM]:
+    """The trained model in float32, with captured graphs."""
+    with make(bundled_model(), max_num_seqs=16) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def qwen3(oracle: Callable[[str], Oracle]) -> Iterator[LLM]:
+    """A random model in float32, with blocks of 16."""
+    with make(oracle("qwen3").folder, block_size=16) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test begins with an empty prefix cache; afterwards no request may hold anything."""
+    engines = [request.getfixturevalue(name) for name in ("bundled", "qwen3") if name in request.fixturenames]
+    for llm in engines:
+        llm.reset_prefix_cache()
+    yield
+    for llm in engines:
+        assert not llm.engine.core.has_work
+        llm.engine.core.check()
+    gc.collect()
+
+
+def prompts_of(name: str, tokenizer: Any) -> list[list[int]]:
+    return [tokenizer.encode(text) for text in TEXTS] if name == "quire-tiny" else mixed_prompts()
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_logprobs_in_float32(name: str, oracle: Any, bundled: LLM) -> None:
+    """Of answers as they are sampled, and of every position of a prompt."""
+    checkpoint, prompts = oracle(name), prompts_of(name, bundled.get_tokenizer())
+    expected = checkpoint.greedy(prompts, NUM_TOKENS)
+    whole = [p + e for p, e in zip(prompts, expected, strict=True)]
+    truth = [checkpoint.logprobs(ids) for ids in whole]
+    llm = bundled if name == "quire-tiny" else make(checkpoint.folder, block_size=32)
+    outputs = run(llm, prompts, greedy(logprobs=-1 if name in TINY else 20))
+    assert tokens(outputs) == expected
+    for prompt, output, rows in zip(prompts, outputs, truth, strict=True):
+        given = output.outputs[0].logprobs
+        assert given is not None and len(given) == NUM_TOKENS
+        for step, row in enumerate(given):
+            values = rows[len(prompt) - 1 + step]
+            assert all(abs(values[i] - one.logprob) < ATOL for i, one in row.items())
+            assert row[output.outputs[0].token_ids[step]].rank == 1 and len(row) >= min(20, len(values))
+    scored = run(llm, whole[: 3 if name in TINY else 1], SamplingParams(max_tokens=0, prompt_logprobs=-1))
+    for out, rows in zip(scored, truth, strict=False):
+        np.testing.assert_allclose(table(out.prompt_logprobs), rows[:-1], atol=ATOL, rtol=0)
+    if llm is not bundled:
+        llm.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_in_bfloat16_up_to_the_first_tie(name: str, oracle: Any, bundled: LLM, tmp_path: Path) -> None:
+    """Logits are made about as large as 1: transformers rounds them to 8 bits, which is more than 0.05 for those of 10.
+    """
+    model, tokenizer, draw = copy.deepcopy(oracle(name).model), bundled.get_tokenizer(), np.random.default_rng(5)
+    if name == "quire-tiny":
+        quieten(model, 0.125)
+        prompts = [tokenizer.encode(text) for text in SURE]
+    else:
+        quieten(model, 0.25, layers=0.25)
+        prompts = [draw.integers(1, VOCAB, n).tolist() for n in range(1, 60, 2)]
+    model.save_pretrained(tmp_path)
+    expected = generate(transformers_model(tmp_path, torch.bfloat16), prompts, NUM_TOKENS)
+    with make(tmp_path, dtype="bfloat16", max_num_seqs=16) as llm:
+        assert llm.engine.dtype.dtype == "bfloat16"
+        found = tokens(run(llm, prompts, greedy()))
+    until = [next((n for n, lead in enumerate(leads) if lead < TIE), NUM_TOKENS) for _, leads in expected]
+    print(name, "tokens compared:", until)
+    assert sum(until) > NUM_TOKENS, "nearly nothing would be compared"
+    wrong = [i for i, n in enumerate(until) if found[i][:n] != expected[i][0][:n]]
+    assert wrong == [], [(found[i], expected[i], until[i]) for i in wrong]
+
+
+def test_a_long_prompt_in_chunks_and_its_long_context(oracle: Any, bundled: LLM) -> None:
+    """1,500 tokens: several tiles of queries, blocks of 128, decodes whose context is cut into parts."""
+    ids = bundled.get_tokenizer().encode("".join(f"Note {n}: box {n * 37 % 91} holds {n * 53 % 97} nails.\n"
+                                                 for n in range(200)))[:1500]  # fmt: skip
+    assert len(ids) == 1500
+    (expected, leads), = generate(oracle("quire-tiny").model, [ids], 32)
+    assert min(leads) > 1e-4, "the text is a matter of rounding: choose another"
+    assert tokens(run(bundled, [ids], greedy(32))) == [expected]
+
+
+# --- however it is scheduled ------------------------------------------------------------------------------------------
+
+
+def test_graphs_give_what_the_same_sizes_give_launch_by_launch(oracle: Any) -> None:
+    """Twenty requests that end one by one, so that many sizes of steps come: greedy and sampled ones, all with
+    log-probabilities."""
+    prompts = [*mixed_prompts(), *mixed_prompts(), *mixed_prompts()[1:]]
+    params = [SamplingParams(temperature=0.9 * (i % 3 == 0), top_p=0.95, seed=i, max_tokens=5 + 4 * i, ignore_eos=True,
+                             logprobs=5) for i in range(len(prompts))]  # fmt: skip
+    with make(oracle("qwen3").folder, max_num_seqs=32) as llm:
+        worker: Any = llm.engine.worker
+        assert DEVICE != "cuda" or len(worker.graphs) > 20
+        replayed = run(llm, prompts, params)
+        llm.reset_prefix_cache()
+        worker.graphs = Graphs()
+        launched = run(llm, prompts, params)
+    assert tokens(replayed) == tokens(launched)
+    for one, other in zip(replayed, launched, strict=True):
+        for a, b in zip(one.outputs[0].logprobs or (), other.outputs[0].logprobs or (), strict=True):
+            assert a.keys() == b.keys() and all(abs(a[i].logprob - b[i].logprob) <= 1e-5 for i in a)
+
+
+@pytest.mark.parametrize("options", [
+    {"enforce_eager": True}, {"async_depth": 1}, {"max_num_batched_tokens": 16, "block_size": 32},
+    {"cudagraph_capture_sizes": (2, 8)},
+], ids=str)  # fmt: skip
+def test_without_graphs_or_ahead_of_time_or_whole_prompts(options: dict[str, Any], oracle: Any) -> None:
+    checkpoint = oracle("qwen3")
+    with make(checkpoint.folder, **options) as llm:
+        assert tokens(run(llm, mixed_prompts(), greedy())) == checkpoint.greedy(mixed_prompts(), NUM_TOKENS)
+        llm.engine.core.check()
+
+
+def test_slots_are_used_again(oracle: Any, qwen3: LLM) -> None:
+    """Forty requests of many lengths through eight slots give what each gives alone."""
+    checkpoint = oracle("qwen3")
+    expected = checkpoint.greedy(mixed_prompts(), NUM_TOKENS)
+    cases = [(i % 7, 3 + i * 11 % 60) for i in range(40)]
+    prompts = [mixed_prompts()[i] for i, _ in cases]
+    outputs = run(qwen3, prompts, [greedy(count) for _, count in cases])
+    assert tokens(outputs) == [expected[i][:count] for i, count in cases]
+    qwen3.reset_prefix_cache()
+    alone = [run(qwen3, [prompt], greedy()) for prompt in mixed_prompts()]
+    assert [t for out in alone for t in tokens(out)] == expected
+
+
+def test_preempted_requests_go_on_where_they_were(oracle: Any) -> None:
+    """A cache that holds two of the seven, with chunks of prompts, with and without the prefix cache."""
+    checkpoint = oracle("qwen3")
+    expected = checkpoint.greedy(mixed_prompts(), NUM_TOKENS)
+    for caching in (True, False):
+        with make(checkpoint.folder, block_size=16, num_gpu_blocks_override=18, max_num_batched_tokens=16,
+                  enable_prefix_caching=caching) as llm:  # fmt: skip
+            assert tokens(run(llm, mixed_prompts(), greedy())) == expected
+            assert llm.engine.core.scheduler.num_preempted > 0
+            llm.engine.core.check()
+
+
+def test_a_cached_prefix_gives_the_same_tokens(oracle: Any, qwen3: LLM) -> None:
+    prompts = mixed_prompts()
+    expected = oracle("qwen3").greedy(prompts, NUM_TOKENS)
+    for caches in (False, True):
+        outputs = run(qwen3, prompts, greedy())
+        assert tokens(outputs) == expected
+        assert [o.num_cached_tokens for o in outputs] == [(len(p) - 1) // 16 * 16 * caches for p in prompts]
+    answered = [*prompts[6], *expected[6], 7]
+    (again,) = run(qwen3, [answered], greedy(8))
+    assert again.num_cached_tokens == (len(answered) - 2) // 16 * 16
+    assert tokens([again]) == oracle("qwen3").greedy([answered], 8)
+
+
+def test_a_prefix_that_decodes_share_is_read_once_and_right(
+    oracle: Any, bundled: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of six, with prefixes of 384 and 256 tokens, and a request that belongs to neither."""
+    tokenizer, core = bundled.get_tokenizer(), bundled.engine.core
+    first, second = (tokenizer.encode("".join(f"{word} {n} is at {n * n % 89}.\n" for n in range(60)))
+                     for word in ("Box", "Ship"))  # fmt: skip
+    prompts = [first[:384] + tokenizer.encode(text) for text in TEXTS[:6]]
+    prompts += [second[:256] + tokenizer.encode(text) for text in TEXTS[:6]]
+    prompts.append(tokenizer.encode(TEXTS[0]))
+    expected = generate(oracle("quire-tiny").model, prompts, 24)
+    until = [next((n for n, lead in enumerate(leads) if lead < 1e-4), 24) for _, leads in expected]
+    assert sum(until) > 200
+    for prefix in (prompts[0], prompts[6]):
+        run(bundled, [prefix], greedy(1))
+    recorder = Recorder(core.executor)
+    monkeypatch.setattr(core, "executor", recorder)
+    outputs = run(bundled, prompts, greedy(24))
+    blocks = bundled.engine.core.facts.block_size
+    assert [o.num_cached_tokens for o in outputs[:12]] == [384 // blocks * blocks] * 6 + [256 // blocks * blocks] * 6
+    groups = [plan.shared for plan in recorder.plans if (plan.num_tokens == 1).all()]
+    assert sum(len(shared) == 2 for shared in groups) > 10
+    assert [t[:n] for t, n in zip(tokens(outputs), until, strict=True)] == [
+        e[:n] for (e, _), n in zip(expected, until, strict=True)]  # fmt: skip
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_seeded_tokens_are_the_cpu_s(bundled: LLM) -> None:
+    params = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, **fields)
+              for seed, fields in product((3, 2**40 + 1), SAMPLED)]  # fmt: skip
+    prompts = [TEXTS[i % len(TEXTS)] for i in range(len(params))]
+    with LLM(device="cpu", dtype="float32", use_tqdm_on_load=False, max_num_seqs=16, max_model_len=512,
+             kv_cache_memory_bytes=64 << 20) as cpu:  # fmt: skip
+        expected = tokens(run(cpu, prompts, params))
+    assert len(set(map(tuple, expected))) > len(SAMPLED)
+    assert tokens(run(bundled, prompts, params)) == expected
+    alone = [t for prompt, one in zip(prompts, params, strict=True) for t in tokens(run(bundled, [prompt], one))]
+    assert alone == expected
+
+
+# --- nothing waits ----------------------------------------------------------------------------------------------------
+
+
+class Waits:
+    """Launches steps with every synchronizing call forbidden; `num_steps` and what was `found`."""
+
+    def __init__(self, worker: Any, patch: pytest.MonkeyPatch) -> None:
+        self.num_steps, self.found = 0, list[str]()
+        self._submit, self._launching = worker.submit, False
+        patch.setattr(worker, "submit", self.submit)
+        for owner, name in ((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"),
+                            (torch.cuda, "synchronize")):  # fmt: skip
+            patch.setattr(owner, name, self._watching(getattr(owner, name), f"{owner.__name__}.{name}"))
+
+    def submit(self, plan: Any) -> None:
+        """One step."""
+        self.num_steps += 1
+        self._launching = True
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._submit(plan)
+        except RuntimeError as error:
+            self.found.append(str(error))
+            raise
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            self._launching = False
+
+    def _watching(self, wait: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A wait for an event that has come is none: staging buffers look whether they have been read."""
+
+        def watched(*args: Any) -> Any:
+            if self._launching and not (args and isinstance(args[0], torch.cuda.Event) and args[0].query()):
+                self.found.append(name)
+            return wait(*args)
+
+        return watched
+
+
+class Calls:
+    """Stands for a worker: a plan is a function to call."""
+
+    def submit(self, plan: Callable[[], object]) -> None:
+        """Call it."""
+        plan()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="counts CUDA calls")
+@pytest.mark.parametrize("wait", [
+    lambda: torch.ones(1, device=DEVICE).item(), lambda: torch.ones(1, device=DEVICE).cpu(),
+    lambda: torch.cuda.synchronize(), lambda: torch.cuda.current_stream().synchronize(),
+], ids=["item", "cpu", "device", "stream"])  # fmt: skip
+def test_the_watch_notices_a_wait(wait: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Calls()
+    waits = Waits(worker, monkeypatch)
+    worker.submit(lambda: torch.ones(1, device=DEVICE).add_(1))
+    assert waits.found == []
+    with contextlib.suppress(RuntimeError):
+        worker.submit(wait)
+    assert waits.found and waits.num_steps == 2
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="counts CUDA calls")
+@pytest.mark.parametrize("mixed", [False, True], ids=["steady decode", "arrivals, every sampler and logprobs"])
+def test_no_step_waits_for_the_device(mixed: bool, bundled: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [TEXTS[i % len(TEXTS)] for i in range(30 if mixed else 16)]
+    params: Any = greedy(100)
+    if mixed:
+        fields = (*SAMPLED, {"temperature": 0.0}, {"temperature": 1.0, "logprobs": 5})
+        params = [SamplingParams(seed=i, max_tokens=10 + 7 * i % 50, ignore_eos=True, **fields[i % len(fields)])
+                  for i in range(len(prompts))]  # fmt: skip
+    expected = tokens(run(bundled, prompts, params))  # warms up
+    bundled.reset_prefix_cache()
+    waits = Waits(bundled.engine.worker, monkeypatch)
+    assert tokens(run(bundled, prompts, params)) == expected
+    assert waits.found == [] and waits.num_steps >= 50

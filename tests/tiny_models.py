@@ -1,0 +1,202 @@
+"""Tiny random checkpoints made by transformers, with its answers on any device; and an executor that records."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.contracts.protocols import Executor, ExecutorFacts
+from quire.contracts.step import StepPlan, StepResult
+
+MARGIN = 1e-3  # between the two largest logits of every greedy step: far above float32 noise
+VOCAB = 96
+CONTEXT = 256
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "theta": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1_000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What distinguishes one random checkpoint. `heads`: query and KV heads."""
+
+    family: str = "qwen3"
+    tied: bool = False
+    heads: tuple[int, int] = (4, 2)
+    rope: str = "default"
+    bias: bool = False
+    eos: tuple[int, ...] = ()
+    head_dim: int = 16
+
+
+@dataclass
+class Oracle:
+    """One checkpoint on disk and transformers' answers for it, where its model is."""
+
+    folder: Path
+    model: Any
+    _greedy: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """[len(ids), V] float32 of one sequence, no cache."""
+        return self.model(torch.tensor([list(ids)], device=self.model.device)).logits[0].float().cpu().numpy()
+
+    def logprobs(self, ids: Sequence[int]) -> np.ndarray:
+        """log_softmax of `logits`."""
+        return torch.log_softmax(torch.from_numpy(self.logits(ids)), -1).numpy()
+
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """`count` greedy tokens of each prompt by `generate`, never stopping early."""
+        missing = [list(p) for p in prompts if (tuple(p), count) not in self._greedy]
+        if missing:
+            for prompt, (tokens, _) in zip(missing, generate(self.model, missing, count), strict=True):
+                self._greedy[tuple(prompt), count] = tokens
+        return [self._greedy[tuple(p), count] for p in prompts]
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens of left-padded prompts, and by how much the largest logit of each step leads."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    top = torch.stack(out.logits).float().topk(2, dim=-1).values  # [count, prompts, 2]
+    leads = (top[..., 0] - top[..., 1]).T.tolist()
+    return list(zip(out.sequences[:, width:].tolist(), leads, strict=True))
+
+
+def mixed_prompts() -> list[list[int]]:
+    """Seven prompts of 1 to 61 tokens, no two alike; one is as long as two blocks of 16, one is a chunk of 7."""
+    lengths = (1, 7, 16, 23, 32, 45, 61)
+    return [[int(i) for i in np.random.default_rng(n).integers(1, VOCAB, n)] for n in lengths]
+
+
+def hf_config(spec: Tiny) -> Any:
+    """The transformers configuration of a tiny model."""
+    import transformers
+
+    heads, kv_heads = spec.heads
+    options: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=16 * heads,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        head_dim=spec.head_dim,
+        num_key_value_heads=kv_heads,
+        intermediate_size=80,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        tie_word_embeddings=spec.tied,
+        rope_parameters=dict(ROPES[spec.rope]),
+        bos_token_id=None,
+        pad_token_id=None,
+        eos_token_id=list(spec.eos) or None,
+        attn_implementation="eager",
+        dtype="float32",
+    )
+    classes = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+    if spec.family == "mistral":
+        options["sliding_window"] = None
+    if spec.family == "llama":
+        options |= {"attention_bias": spec.bias, "mlp_bias": spec.bias}
+    if spec.family == "qwen3":
+        options["attention_bias"] = spec.bias
+    return getattr(transformers, classes[spec.family])(**options)
+
+
+def random_model(spec: Tiny, seed: int) -> Any:
+    """A random model, its norms and biases too: left at one and zero they would go untested."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config(spec), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # the oracle never stops early
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+    return model
+
+
+@torch.no_grad()
+def quieten(model: Any, logits: float, layers: float = 1.0) -> None:
+    """Scale what a model says by `logits`, by way of its last norm, and the weights of its layers by `layers`.
+
+    In bfloat16 an error grows with the logits, and layers of random weights amplify it. Powers of two change no digit.
+    """
+    model.model.norm.weight.mul_(logits)
+    for parameter in model.model.layers.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(layers)
+
+
+def make_oracle(spec: Tiny, prompts: list[list[int]], new_folder: Callable[[str], Path], device: str = "cpu") -> Oracle:
+    """The checkpoint of a `Tiny`, saved; seeds are resampled until every greedy choice of 64 steps is clear."""
+    for seed in itertools.count():
+        model = random_model(spec, seed).to(device)
+        runs = generate(model, prompts, 64)
+        if min(min(leads) for _, leads in runs) > MARGIN:
+            break
+    folder = new_folder(f"{spec.family}-{spec.rope}")
+    model.generation_config.eos_token_id = list(spec.eos) or None
+    model.save_pretrained(folder)
+    model.generation_config.eos_token_id = None
+    return Oracle(folder, model, {(tuple(p), 64): t for p, (t, _) in zip(prompts, runs, strict=True)})
+
+
+class Recorder:
+    """An executor that notes what passes through the one it wraps."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.plans: list[StepPlan] = []
+        self.num_computed = 0  # tokens that the forward passes computed
+
+    def facts(self) -> ExecutorFacts:
+        return self._inner.facts()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._inner.submit(plan)
+
+    def release(self, step: int, late: dict[int, bytes]) -> None:
+        self._inner.release(step, late)
+
+    def collect(self) -> StepResult:
+        result = self._inner.collect()
+        self.num_computed += result.num_computed
+        return result
+
+    def control(self, message: str) -> object:
+        return self._inner.control(message)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
