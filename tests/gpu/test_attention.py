@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import SharedPrefix
-from quire.kernels.attention import KVView, hopper, triton
-from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, hopper, triton
+from quire.kernels.attention.triton_plan import pack_shared
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -50,7 +50,7 @@ STEPS = {
 
 def build(
     step: Step, heads: tuple[int, int], dim: int, size: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, KVView, DeviceMeta]:
+) -> tuple[Tensor, KVView, AttentionMeta]:
     """Random queries and a cache at the far end of an arena, NaN wherever nothing may be read; a padded step."""
     random = torch.Generator(DEVICE).manual_seed(7)
     counts = [-(-length // size) for length in step.seq_lens]
@@ -92,7 +92,7 @@ def build(
             side[where] = torch.where(fresh, data, side[where])
     q = torch.randn(sum(step.query_lens) + 5, heads[0] + 2 * heads[1], dim, generator=random, device=DEVICE).to(dtype)
     starts = torch.tensor([0, *step.query_lens, 0, 0], device=DEVICE).cumsum(0).int()
-    meta = DeviceMeta(
+    meta = AttentionMeta(
         query_start=starts,
         seq_lens=torch.tensor([*step.seq_lens, 0, 0], dtype=torch.int32, device=DEVICE),
         block_tables=tables,
@@ -106,7 +106,7 @@ def build(
 
 
 def reference(
-    q: Tensor, kv: KVView, meta: DeviceMeta, scale: float,
+    q: Tensor, kv: KVView, meta: AttentionMeta, scale: float,
     window: int | None = None, soft_cap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The contract in float32, a thousand rows at a time."""

@@ -171,7 +171,6 @@ def test_twenty_engines_leave_the_memory_as_it_was(device: torch.device) -> None
         llm = LLM(**SMALL)
         answers(llm)
         llm.close()
-        torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info(device)[0] >> 20)
         held.append(torch.cuda.memory_allocated(device) >> 20)
     print("free MiB:", free, "held MiB:", held)

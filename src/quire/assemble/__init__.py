@@ -1,5 +1,6 @@
 """The only composition root: configuration -> facts -> plans -> engine."""
 
+import gc
 import logging
 import time
 from dataclasses import dataclass
@@ -59,9 +60,12 @@ class Engine:
     notes: tuple[str, ...] = ()
 
     def close(self) -> None:
-        """Stop the worker and drop the tensors."""
+        """Stop the worker and give its memory back, the device's to the driver."""
         self.core.shutdown()
         del self.worker, self.core
+        gc.collect()  # modules that PyTorch imports late keep the frames of whoever was at work then
+        if self.device.device == "cuda":
+            torch.cuda.empty_cache()
 
 
 class _Phases:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, RowLogprobs, StepPlan, StepResult
-from quire.kernels.attention import KVView
-from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks
+from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import triton as step
 from quire.layers.context import StepContext
@@ -246,7 +246,7 @@ class CudaWorker:
         step.build_inputs(packed.device, self.tables, buffers, tokens=tokens, seqs=seqs,
                           max_seqs=self.limits.num_slots)  # fmt: skip
         words = SharedBlocks.words(SHARED_GROUPS, seqs)
-        meta = DeviceMeta(
+        meta = AttentionMeta(
             query_start=packed.starts[: seqs + 1],
             seq_lens=buffers.seq_lens[:seqs],
             block_tables=self.tables.block_table,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
-from quire.kernels.attention import AttentionMeta, KVView, inputs, ref
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, inputs, ref
 
 if not triton_runtime.INTERPRETED and __name__ != "__main__":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -29,7 +29,7 @@ from triton.runtime import interpreter
 
 from quire.kernels.attention import hopper, triton, triton_plan
 from quire.kernels.attention.inputs import Case
-from quire.kernels.attention.triton_plan import DeviceMeta, SharedBlocks, pack_shared
+from quire.kernels.attention.triton_plan import pack_shared
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 CASES = (
@@ -65,14 +65,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def on_device(meta: AttentionMeta, **changes: object) -> DeviceMeta:
+def on_device(meta: AttentionMeta, **changes: object) -> AttentionMeta:
     """The same step as a worker on a GPU gives it: a table of all slots, upper bounds, padded sequences."""
     assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
     tables, num_seqs = meta.block_tables, len(meta.seq_lens)
     slots = torch.full((num_seqs + 2, tables.shape[1]), 2**30, dtype=torch.int32)
     rows = torch.arange(num_seqs, 0, -1, dtype=torch.int32)
     slots[rows.long()] = tables
-    made = DeviceMeta(
+    made = AttentionMeta(
         query_start=torch.cat((meta.query_start, meta.query_start[-1:].expand(2))),
         seq_lens=torch.cat((meta.seq_lens, torch.zeros(2, dtype=torch.int32))),
         block_tables=slots,
@@ -331,7 +331,7 @@ def launch_production(block_size: int, heads: tuple[int, int], dim: int, **optio
     ints = lambda *size: torch.empty(size, dtype=torch.int32, device=meta_device)  # noqa: E731
     shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
     for tokens, longest, group in ((64, 1, None), (64, 1, shared), (256, 4, None), (64, 64, None), (4096, 4096, None)):
-        meta = DeviceMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 32768, shared=group)
+        meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 32768, shared=group)
         q = torch.empty(tokens, heads[0] + 2 * heads[1], dim, dtype=dtype, device=meta_device)
         queries, k, v = q.split((heads[0], heads[1], heads[1]), 1)
         for module in (triton, hopper) if dtype != torch.float32 else (triton,):

@@ -9,13 +9,16 @@ paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks
     KV head h // (Hq / Hkv). Softmax in float32. The result has q's dtype.
 
 Contract: all KV of the step is written before any row attends, so a sequence may read blocks that another sequence of
-the same step fills. Slots of a block past the sequence's length hold anything, NaN included, and are never read.
+the same step fills. Slots of a block past the sequence's length may hold any key, NaN included. On a GPU every value in
+the cache is a finite number, because tiles are multiplied whole: who writes it puts the largest where there is none.
 Features an implementation may declare: window, soft_cap, sinks, and
 
 tape  It can be recorded (kernels/native/tape.py) in a step where rows_only(meta, block_size) is true: no sequence has a
     chunk of a prompt. retarget(tape address, meta, block_size, num_heads, head_dim) gives what is recorded the rows of
     another such step, which must live until it has been played.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass, field
 
@@ -38,6 +41,33 @@ class KVView:
         return self.k.shape[2]
 
 
+@dataclass(frozen=True)
+class SharedBlocks:
+    """Decodes whose contexts begin with the same blocks, in groups; int32 on the device, of static sizes.
+
+    starts    [N + 1]: members starts[g] .. starts[g + 1] belong to group g; unused groups are empty
+    members   [M]: sequences of the step, each at most once
+    place     [S]: where a sequence is in `members`; -1: nowhere
+    blocks    [S]: how many leading blocks it shares with its group
+    """
+
+    starts: Tensor
+    members: Tensor
+    place: Tensor
+    blocks: Tensor
+
+    @staticmethod
+    def words(num_groups: int, num_seqs: int) -> int:
+        """Length of the array that holds all four, each on 16 bytes: kernels are compiled for that."""
+        return padded(num_groups + 1) + 3 * padded(num_seqs)
+
+    @staticmethod
+    def view(packed: Tensor, num_groups: int, num_seqs: int) -> SharedBlocks:
+        """The four parts of what `triton_plan.pack_shared` gives, on the device."""
+        starts, members, place, blocks = packed.split([padded(num_groups + 1), *[padded(num_seqs)] * 3])
+        return SharedBlocks(starts[: num_groups + 1], members[:num_seqs], place[:num_seqs], blocks[:num_seqs])
+
+
 @dataclass
 class AttentionMeta:
     """Who attends to what in one step; the same for all layers of a KV group.
@@ -49,6 +79,9 @@ class AttentionMeta:
     table_rows     [S] int32: the row of block_tables that belongs to each sequence; None: its own index
     max_query_len, max_seq_len   no sequence has more rows, or a longer context (upper bounds known without waiting for
                    the device); None: read from the tensors
+    decode_len     sequences of at most this many rows are decoded in a step that also has longer ones (1, or one more
+                   than the drafts to verify); 0: the step has no decodes
+    shared         which decodes share the beginning of their context, for implementations that read it once
     plans          scratch of the implementation: what it derives from the above, once per step, by block size
     """
 
@@ -59,9 +92,16 @@ class AttentionMeta:
     table_rows: Tensor | None = None
     max_query_len: int | None = None
     max_seq_len: int | None = None
+    decode_len: int = 1
+    shared: SharedBlocks | None = None
     plans: dict[int, object] = field(default_factory=dict)
 
 
 def as_list(values: Tensor | list[int]) -> list[int]:
     """Lengths as Python integers."""
     return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+def padded(words: int) -> int:
+    """Whole 16 bytes of int32: kernels are compiled for arrays that begin there."""
+    return -(-words // 4) * 4

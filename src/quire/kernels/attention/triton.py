@@ -122,7 +122,7 @@ class Call:
         return out
 
     def _decode_config(self, padded: int) -> Config:
-        if padded == 128 and getattr(self.meta, "shared", None) is not None:
+        if padded == 128 and self.meta.shared is not None:
             return DECODE_OWN
         return DECODE_MANY if padded == 128 and len(self.meta.seq_lens) in MANY else DECODE[max(64, padded)]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import I32, SharedPrefix
-from quire.kernels.attention import AttentionMeta, as_list
+from quire.kernels.attention import AttentionMeta, SharedBlocks, as_list, padded
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 MAX_DECODE = 8  # a step whose sequences all have at most this many rows has no tiles, only items
@@ -29,33 +29,6 @@ MAX_PARTS = 32  # items of one sequence
 ITEM_WORDS, TILE_WORDS = 16, 8
 WIDTHS = (64, 256, 1024, 4096)  # of steps, in sequences, that the plan's kernel is compiled for
 PREFIX_ROWS = 64  # rows of a tile over a shared prefix, where there are as many; two of them run on a multiprocessor
-
-
-@dataclass(frozen=True)
-class SharedBlocks:
-    """Decodes whose contexts begin with the same blocks, in groups; int32 on the device, of static sizes.
-
-    starts    [N + 1]: members starts[g] .. starts[g + 1] belong to group g; unused groups are empty
-    members   [M]: sequences of the step, each at most once
-    place     [S]: where a sequence is in `members`; -1: nowhere
-    blocks    [S]: how many leading blocks it shares with its group
-    """
-
-    starts: Tensor
-    members: Tensor
-    place: Tensor
-    blocks: Tensor
-
-    @staticmethod
-    def words(num_groups: int, num_seqs: int) -> int:
-        """Length of the array that holds all four, each on 16 bytes: kernels are compiled for that."""
-        return _even(num_groups + 1) + 3 * _even(num_seqs)
-
-    @staticmethod
-    def view(packed: Tensor, num_groups: int, num_seqs: int) -> SharedBlocks:
-        """The four parts of what `pack_shared` gives, on the device."""
-        starts, members, place, blocks = packed.split([_even(num_groups + 1), *[_even(num_seqs)] * 3])
-        return SharedBlocks(starts[: num_groups + 1], members[:num_seqs], place[:num_seqs], blocks[:num_seqs])
 
 
 def pack_shared(
@@ -75,7 +48,7 @@ def pack_shared(
     found = [(members, blocks) for members, blocks in found if len(members) > 1 and blocks]
     found.sort(key=lambda entry: -len(entry[0]) * entry[1])
     packed = np.zeros(SharedBlocks.words(num_groups, num_seqs), np.int32)
-    starts, members_of, place, blocks_of = np.split(packed, _even(num_groups + 1) + _even(num_seqs) * np.arange(3))
+    starts, members_of, place, blocks_of = np.split(packed, padded(num_groups + 1) + padded(num_seqs) * np.arange(3))
     place[:] = -1
     count = 0
     for g in range(num_groups):
@@ -85,19 +58,6 @@ def pack_shared(
                 count += 1
         starts[g + 1] = count
     return packed
-
-
-@dataclass
-class DeviceMeta(AttentionMeta):
-    """What the kernels of a GPU use beyond AttentionMeta; every tensor is on the device.
-
-    decode_len   sequences of at most this many rows are decoded in a step that also has longer ones (1, or one more
-                 than the drafts to verify); 0: the step has no decodes
-    shared       which decodes share the beginning of their context
-    """
-
-    decode_len: int = 1
-    shared: SharedBlocks | None = None
 
 
 @dataclass(frozen=True)
@@ -155,14 +115,13 @@ def plan_step(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
 def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
     assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
     device, num_seqs = meta.seq_lens.device, len(meta.seq_lens)
-    extra = meta if isinstance(meta, DeviceMeta) else None
-    limit, mixed = _limit(meta, extra)
+    limit, mixed = _limit(meta)
     kv_heads = shape.heads // shape.group
     waves = -(-shape.programs * multiprocessors() // kv_heads)
     num_items = min(MAX_PARTS * num_seqs, num_seqs + 2 * waves) if limit else 0
     tile_tokens = shape.tile_rows // shape.group
     num_tiles = num_rows // tile_tokens + num_seqs if mixed else 0
-    shared = extra.shared if extra is not None and limit and not shape.window else None
+    shared = meta.shared if limit and not shape.window else None
     prefix_parts = _prefix_parts(shared, limit, shape) if shared is not None else 0
     num_parts = num_items + (len(shared.members) * prefix_parts if shared is not None else 0)
     words = num_items * ITEM_WORDS + num_tiles * TILE_WORDS
@@ -183,7 +142,7 @@ def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
     return plan
 
 
-def _limit(meta: AttentionMeta, extra: DeviceMeta | None) -> tuple[int, bool]:
+def _limit(meta: AttentionMeta) -> tuple[int, bool]:
     """Rows of the longest sequence that is decoded, and whether there may be longer ones."""
     longest = meta.max_query_len
     if longest is None:
@@ -191,7 +150,7 @@ def _limit(meta: AttentionMeta, extra: DeviceMeta | None) -> tuple[int, bool]:
         longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
     if longest <= MAX_DECODE:
         return max(1, longest), False
-    return (1 if extra is None else extra.decode_len), True
+    return meta.decode_len, True
 
 
 def _prefix_parts(shared: SharedBlocks, limit: int, shape: Shape) -> int:
@@ -216,10 +175,6 @@ def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves
         ITEM_WORDS=ITEM_WORDS, TILE_WORDS=TILE_WORDS,
         num_warps=4 if width <= 256 else 8,
     )  # fmt: skip
-
-
-def _even(words: int) -> int:
-    return -(-words // 4) * 4
 
 
 @functools.cache
