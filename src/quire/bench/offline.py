@@ -2,13 +2,19 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from quire import __version__
 from quire.bench.target import printable, resolve_target
 from quire.bench.workload import Workload, fastest_run, load_workloads
 from quire.contracts.errors import ConfigError
+from quire.contracts.output import StepOutputs
 from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.contracts.step import I32
+from quire.engine.core import EngineCore
 
 LATENCY_WORKLOAD = "latency_b1"
 
@@ -42,10 +48,13 @@ class OfflineBench:
         }
 
     def throughput(self, works: Sequence[Workload], repeat: int) -> Iterator[dict[str, Any]]:
-        """Run each workload `repeat` times; yields the row of the fastest run. The prefix cache is emptied between."""
+        """Run each workload `repeat` times, the prefix cache emptied between; yields the row of the fastest run, with
+        inter-token times in milliseconds of all runs."""
         works = self._fitting(works)
         for work in works:
-            row = fastest_run(self.llm, SamplingParams, work, repeat)
+            with _watching(self.llm.engine.core) as steps:
+                row = fastest_run(self.llm, SamplingParams, work, repeat)
+            row |= _inter_token(steps)
             self.result["runs"].append(row)
             yield row
 
@@ -67,12 +76,8 @@ class OfflineBench:
         for piece in self.llm.stream({"prompt_token_ids": work.prompts[0]}, params):
             produced += len(piece.outputs[0].token_ids)
             times.append(time.perf_counter() - start)
-        gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False)) or [0.0]
-        return work.summary(times[-1], produced) | {
-            "first_token_ms": round(1000 * times[0], 2),
-            "inter_token_p50_ms": round(1000 * gaps[len(gaps) // 2], 2),
-            "inter_token_p99_ms": round(1000 * gaps[len(gaps) * 99 // 100], 2),
-        }
+        return work.summary(times[-1], produced) | {"first_token_ms": round(1000 * times[0], 2)} \
+            | _percentiles(np.diff(times))
 
     def _fitting(self, works: Sequence[Workload]) -> list[Workload]:
         """Workloads with ids that the model has; raises `ConfigError` before anything runs when one is too long."""
@@ -86,3 +91,39 @@ class OfflineBench:
         size = facts.vocab_size
         return [Workload(name=w.name, prompts=[[i % size for i in prompt] for prompt in w.prompts], outputs=w.outputs)
                 for w in works]
+
+
+@contextmanager
+def _watching(core: EngineCore) -> Iterator[list[tuple[float, I32]]]:
+    """When each step of `core` was confirmed, and for which requests."""
+    steps: list[tuple[float, I32]] = []
+    step = core.step
+
+    def watched() -> StepOutputs:
+        outputs = step()
+        steps.append((time.perf_counter(), outputs.handles))
+        return outputs
+
+    core.step = watched  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        del core.step  # the method shows again
+
+
+def _inter_token(steps: list[tuple[float, I32]]) -> dict[str, float]:
+    """Between the tokens of one request, over all requests."""
+    last = np.full(1 + max((int(handles.max()) for _, handles in steps if len(handles)), default=0), np.nan)
+    gaps = [np.empty(0)]
+    for now, handles in steps:
+        gaps.append(now - last[handles])
+        last[handles] = now
+    every = np.concatenate(gaps)
+    return _percentiles(every[~np.isnan(every)])
+
+
+def _percentiles(gaps: np.ndarray) -> dict[str, float]:
+    """p50 and p99 of seconds, in milliseconds; 0 of none."""
+    values = np.percentile(gaps, (50, 99)) if len(gaps) else (0.0, 0.0)
+    return {f"inter_token_{name}_ms": round(1000 * float(value), 2)
+            for name, value in zip(("p50", "p99"), values, strict=True)}  # fmt: skip
