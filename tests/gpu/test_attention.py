@@ -199,7 +199,7 @@ def test_few_and_many_heads_share_keys(op: ModuleType, heads: tuple[int, int], s
 
 
 @every_op
-@pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "prefill"])
+@pytest.mark.parametrize("name", ["decode-64", "verify", "mixed", "shared", "chunk"])
 def test_a_captured_step_serves_other_lengths(op: ModuleType, name: str) -> None:
     """Only lengths change between replays; grids were chosen from upper bounds. Two layers share one plan."""
     q, kv, meta = build(STEPS[name], (16, 8), 128, 64)
