@@ -1,6 +1,7 @@
 """The GPU's half of the composition root: weights, the KV cache in what is left, graphs, the executor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from quire.config.resolve_cuda import (
     CUDA_BLOCK_SIZE,
     CUDA_TOKENS,
     DeviceMemory,
+    check_sequences,
     check_weights,
     no_room_for_steps,
     resolve_cuda_memory,
@@ -53,6 +55,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     facts = read_cuda_facts()
     batch = replace(config.scheduler, max_num_batched_tokens=config.scheduler.token_budget(CUDA_TOKENS))
     config = replace(config, scheduler=batch)
+    check_sequences(config)
     counted = list(build_model(args, dtype=dtype.dtype, device="meta", platform=facts).named_parameters())
     weights = sum(p.nbytes for _, p in counted)
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=dtype.dtype)
@@ -74,10 +77,8 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
         graph_tokens=_graph_tokens(config, sum(p.numel() for _, p in counted)),
         depth=config.device.async_depth or DEPTH,
     )  # fmt: skip
-    try:
+    with _room_for_steps(weights, facts.free_memory, config):
         compiled, working, per_seq, per_token = _rehearse(model, geometry, limits)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(no_room_for_steps(weights, facts.free_memory, config)) from error
     end_phase("kernels")
     torch.cuda.empty_cache()
     measured = DeviceMemory(
@@ -87,8 +88,9 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     )  # fmt: skip
     memory = resolve_cuda_memory(geometry, config, measured, context=args.max_position_embeddings, dtype=dtype.dtype)
     limits = replace(limits, max_model_len=memory.max_model_len)
-    worker = _worker(model, geometry, memory.num_blocks + 1, limits)
-    worker.warm_up()
+    with _room_for_steps(weights, facts.free_memory, config):
+        worker = _worker(model, geometry, memory.num_blocks + 1, limits)
+        worker.warm_up()
     end_phase("graphs")
     return Parts(
         config=config,
@@ -103,6 +105,15 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
                "graphs": f"{len(worker.graphs)}, decode steps of up to {max(limits.graph_sizes, default=0)} sequences"},
         notes=(note,) if note else (),
     )
+
+
+@contextmanager
+def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[None]:
+    """What runs out of memory inside says what would need less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(no_room_for_steps(weights, free, config)) from error
 
 
 def _load(model: Model, config: EngineConfig, folder: Path, on_loading: Loading) -> str:
@@ -150,6 +161,10 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, 
     plans = [_largest_step(limits, seqs) for seqs in (1, limits.num_slots)]
     with compiling_ahead() as ahead:
         worker.rehearse(plans)
+    if ahead.report().failed:
+        name, why = ahead.report().failed[0]
+        raise ConfigError(f"the kernel {name} cannot be compiled for this GPU ({why}): use the versions of PyTorch and "
+                          "Triton that Quire is tested with, or --device cpu.")
     torch.cuda.reset_peak_memory_stats(DEVICE)
     for plan in plans:
         worker.submit(plan)

@@ -10,6 +10,7 @@ from quire.contracts.errors import ConfigError
 
 CUDA_TOKENS = 8192  # of one step
 CUDA_BLOCK_SIZE = 128  # a kernel's tile of keys; smaller tiles divide it
+MOST_SEQUENCES = 4096  # of one step: what makes its work lists looks at all of them at once
 SPARE = 256 << 20  # bytes left free beside everything: what libraries allocate late
 MAX_BLOCKS = 1 << 17  # a block costs the scheduler about 0.5 KB, and a tiny model's page is tiny
 MOST_UTILIZATION = 0.98  # the largest that a message proposes
@@ -50,6 +51,13 @@ class DeviceMemory:
         return self.weights + self.working
 
 
+def check_sequences(config: EngineConfig) -> None:
+    """Refuse more sequences than a step can have."""
+    if config.scheduler.max_num_seqs > MOST_SEQUENCES:
+        raise ConfigError(f"max_num_seqs={config.scheduler.max_num_seqs}: a step on a GPU has at most {MOST_SEQUENCES} "
+                          "sequences, the others wait: lower it.")
+
+
 def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, dtype: str) -> None:
     """Refuse parameters of `weights` bytes in `dtype` that `free` bytes cannot hold; asked before any is loaded."""
     memory = DeviceMemory(total=total, at_start=free, free=free - weights, weights=weights)
@@ -83,19 +91,21 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
     wanted = (geometry.num_blocks(length) + 1) * page if asked else 2 * page
     given = max(0, (num_blocks + 1) * page)
     forced = source != "gpu_memory_utilization"
-    if forced and given > memory.free - memory.later:
-        raise ConfigError(f"{source} asks for {_size(given)} of KV cache, and {_size(memory.free - memory.later)} of "
-                          f"the GPU's memory are free: lower it to {_most(source, memory, page)}, or leave it out.")
+    room = max(0, memory.free - memory.later - SPARE)
+    if forced and given > room:
+        most = room // page - 1 if source == "num_gpu_blocks_override" else room
+        raise ConfigError(f"{source} asks for {_size(given)} of KV cache, and {_size(room)} of the GPU's memory are "
+                          f"free: lower it to {most}, or leave it out.")
     if given < wanted:
         shorter = num_blocks * geometry.block_size if asked else 0
-        room = f"{source} gives {_size(given)}" if forced else _room(memory, config)
+        there_is = f"{source} gives {_size(given)}" if forced else _room(memory, config)
         more = f"a larger {source}." if forced else _advice(memory, config, dtype, wanted)
         cause = f"max_model_len={asked} needs {_size(wanted)} of KV cache" if asked else (
             f"a KV cache of one block needs {_size(wanted)}")
         missing = wanted - given if forced else memory.ours + wanted - _limit(memory, config)
         held = "" if forced else f" beside {_size(memory.ours)} of weights, activations and graphs"
         cut = f"--max-model-len {shorter}, or " if shorter > 0 else ""
-        raise ConfigError(f"{cause}{held}, and {room}: {_size(missing)} are missing. "
+        raise ConfigError(f"{cause}{held}, and {there_is}: {_size(missing)} are missing. "
                           f"Try {cut}{more}")
     notes: tuple[str, ...] = ()
     if num_blocks * geometry.block_size < length:
@@ -136,11 +146,6 @@ def _num_blocks(config: EngineConfig, memory: DeviceMemory, page: int) -> tuple[
         return cache.kv_cache_memory_bytes // page - 1, "kv_cache_memory_bytes"
     blocks = (_limit(memory, config) - memory.ours) // page - 1
     return min(blocks, MAX_BLOCKS), "gpu_memory_utilization"
-
-
-def _most(source: str, memory: DeviceMemory, page: int) -> int:
-    room = max(0, memory.free - memory.later - SPARE)
-    return room // page - 1 if source == "num_gpu_blocks_override" else room
 
 
 def _room(memory: DeviceMemory, config: EngineConfig) -> str:

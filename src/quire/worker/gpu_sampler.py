@@ -119,7 +119,7 @@ class GpuSampler:
             index = _on(logits.device, np.array(rows, np.int64))
             owners, alternatives = self._widths(slots[rows].tolist(), kind)
             extra = _on(logits.device, np.array(kind, np.int64)) if isinstance(kind, tuple) else None
-            scored = row_logprobs(logits[index], self.tokens[index], alternatives, extra)
+            scored = row_logprobs(logits, index, self.tokens[index], alternatives, extra)
             parts.append((owners, (_to_host(scored[0]), _to_host(scored[1]), _to_host(scored[2]))))
         return lambda: _collected(parts)
 

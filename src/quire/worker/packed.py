@@ -48,7 +48,7 @@ class PackedSteps:
         for _ in range(depth + 2):
             buffer = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
             self._ring.append(_Staging(buffer, buffer.numpy(), torch.cuda.Event() if pinned else None))
-        self.slots, self.starts, self.samples, self.shared = torch.split(
+        self.slots, self.starts, _samples, self.shared = torch.split(
             self.device[HEADER : self._fixed], [max_seqs, max_seqs + 1, max_seqs, shared_words]
         )
 

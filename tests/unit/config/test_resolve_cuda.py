@@ -12,6 +12,7 @@ from quire.config.resolve_cuda import (
     MAX_BLOCKS,
     SPARE,
     DeviceMemory,
+    check_sequences,
     check_weights,
     gpu_only_options,
     resolve_cuda_memory,
@@ -142,3 +143,9 @@ def test_float16_stays_on_a_gpu() -> None:
     assert resolve_dtype("auto", "float16", False, "cuda").dtype == "float16"
     assert resolve_dtype("half", "bfloat16", False, "cuda").dtype == "float16"
     assert resolve_dtype("auto", "bfloat16", False, "cuda").dtype == "bfloat16"
+
+
+def test_more_sequences_than_a_step_has_are_refused() -> None:
+    check_sequences(EngineConfig.from_flat(max_num_seqs=4096))
+    with pytest.raises(ConfigError, match="max_num_seqs=4097: a step on a GPU has at most 4096"):
+        check_sequences(EngineConfig.from_flat(max_num_seqs=4097))

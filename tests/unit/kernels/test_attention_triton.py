@@ -30,6 +30,7 @@ from triton.runtime import interpreter
 from quire.kernels.attention import hopper, triton, triton_plan
 from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
+from quire.kernels.heads import triton as heads
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 CASES = (
@@ -40,6 +41,8 @@ CASES = (
     Case((64, 1), (128, 256), heads=(2, 2), head_dim=128, block_size=128),
     Case((4, 1, 3), (300, 129, 64), heads=(4, 1), head_dim=64, block_size=256),
     Case((1,) * 20, tuple(range(1, 400, 20)), heads=(2, 1), head_dim=16, block_size=16),
+    Case((70, 1, 1), (200, 97, 130), heads=(4, 2), head_dim=64, block_size=48),
+    Case((70, 1, 1), (200, 97, 230), heads=(4, 2), head_dim=64, block_size=80),
 )
 
 
@@ -72,14 +75,15 @@ def on_device(meta: AttentionMeta, **changes: object) -> AttentionMeta:
     slots = torch.full((num_seqs + 2, tables.shape[1]), 2**30, dtype=torch.int32)
     rows = torch.arange(num_seqs, 0, -1, dtype=torch.int32)
     slots[rows.long()] = tables
+    longest = int(meta.query_start.diff().max())
     made = AttentionMeta(
         query_start=torch.cat((meta.query_start, meta.query_start[-1:].expand(2))),
         seq_lens=torch.cat((meta.seq_lens, torch.zeros(2, dtype=torch.int32))),
         block_tables=slots,
         kv_slots=meta.kv_slots,
         table_rows=torch.cat((rows, torch.zeros(2, dtype=torch.int32))),
-        max_query_len=int(meta.query_start.diff().max()),
-        max_seq_len=100_000,
+        max_query_len=longest,
+        decode_len=longest if longest <= 8 else 1,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -185,8 +189,8 @@ def test_shared_prefixes(query_lens: tuple[int, ...], block_size: int) -> None:
     groups = (SharedPrefix(np.array([31, 20, 99, 10], np.int32), 4), SharedPrefix(np.array([60, 50], np.int32), 2))
     slots = np.array([10, 20, 31, 40, 50, 60], np.int32)
     limit = max(query_lens) if max(query_lens) <= 8 else 1
-    packed = pack_shared(groups, slots, np.array(query_lens), num_groups=3, num_seqs=8, decode_len=limit)
-    shared = SharedBlocks.view(torch.from_numpy(packed), 3, 8)
+    packed = pack_shared(groups, slots, np.array(query_lens), num_groups=3, most_seqs=21, decode_len=limit)
+    shared = SharedBlocks.view(torch.from_numpy(packed), 3, 21, 8)
     assert shared.starts.tolist() == ([0, 3, 5, 5] if max(query_lens) < 9 else [0, 2, 2, 2])
     expected = ref.paged_attention(q, kv, meta, 0.15)
     check(triton.paged_attention(q, kv, on_device(meta, shared=shared), 0.15), expected)
@@ -199,8 +203,8 @@ def test_a_shared_prefix_is_read_once() -> None:
     case = Case((1, 1, 1), (300, 260, 270), heads=(4, 2), head_dim=64, block_size=64, deal="shared")
     q, kv, meta = inputs.make(case, torch.float32)
     slots, ones = np.arange(3, dtype=np.int32), np.ones(3, np.int32)
-    packed = pack_shared((SharedPrefix(slots, 4),), slots, ones, num_groups=1, num_seqs=5)
-    device = on_device(meta, shared=SharedBlocks.view(torch.from_numpy(packed), 1, 5))
+    packed = pack_shared((SharedPrefix(slots, 4),), slots, ones, num_groups=1, most_seqs=5)
+    device = on_device(meta, shared=SharedBlocks.view(torch.from_numpy(packed), 1, 5, 5))
     check(triton.paged_attention(q, kv, device, 0.15), ref.paged_attention(q, kv, meta, 0.15))
     (plan,) = device.plans[64].values()  # type: ignore[attr-defined]
     assert min(record[3] for record in plan.items.tolist() if record[0] >= 0) == 256
@@ -238,19 +242,6 @@ def test_what_is_not_finite_in_a_key_is_not_hidden(rows: int, bad: str) -> None:
     check(actual.nan_to_num(), torch.where(expected.isnan().any(-1, keepdim=True), actual.nan_to_num(), expected))
 
 
-def test_write_then_read_back() -> None:
-    arena = torch.full((6, 2, 3, 16, 24), float("nan"))
-    kv = KVView(arena[:, 0], arena[:, 1])
-    wide = torch.randn(5, 9, 24)
-    k, v = wide[:, 3:6], wide[:, 6:]
-    slots = torch.tensor([16, 17, 31, 33, 95])
-    triton.write_kv(k, v, kv, slots)
-    for row, slot in enumerate(slots.tolist()):
-        assert torch.equal(kv.k[slot // 16, :, slot % 16], k[row])
-        assert torch.equal(kv.v[slot // 16, :, slot % 16], v[row])
-    assert int(torch.isnan(kv.k[:, 0, :, 0]).sum()) == 96 - 5
-
-
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it(bad: str) -> None:
     """Rows before it are as if it were not there, and so is who gets the rest of the block later."""
@@ -259,7 +250,8 @@ def test_a_value_that_is_not_finite_stays_with_the_rows_that_see_it(bad: str) ->
     k, v = (side[meta.kv_slots // 64, :, meta.kv_slots % 64] for side in (kv.k, kv.v))
     expected = ref.paged_attention(q, kv, meta, 0.2)
     v[30, 1, 5] = float(bad)
-    triton.write_kv(k, v, kv, meta.kv_slots)
+    cos, sin = torch.ones(40, 64), torch.zeros(40, 64)
+    assert torch.equal(heads.prepare(torch.cat((q, k, v), 1), None, 1e-6, cos, sin, kv, meta.kv_slots), q)
     actual = triton.paged_attention(q, kv, on_device(meta), 0.2)
     assert kv.v[int(meta.block_tables[0, 0]), :, :40].isfinite().all()
     check(actual[:30], expected[:30])
@@ -331,18 +323,17 @@ def launch_production(block_size: int, heads: tuple[int, int], dim: int, **optio
     ints = lambda *size: torch.empty(size, dtype=torch.int32, device=meta_device)  # noqa: E731
     shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
     for tokens, longest, group in ((64, 1, None), (64, 1, shared), (256, 4, None), (64, 64, None), (4096, 4096, None)):
-        meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, 32768, shared=group)
+        meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, min(longest, 4), group)
         q = torch.empty(tokens, heads[0] + 2 * heads[1], dim, dtype=dtype, device=meta_device)
         queries, k, v = q.split((heads[0], heads[1], heads[1]), 1)
         for module in (triton, hopper) if dtype != torch.float32 else (triton,):
             module.paged_attention(queries, kv, replace(meta, plans={}), 0.1, **options)
-    triton.write_kv(k, v, kv, ints(9))
 
 
 def compile_production(report: Callable[[str, Any, Any], None], full: bool, shared: list[int]) -> None:
     """Compile what the models this is made for launch, on a large and on a small GPU; `full`: and each variant once.
     The last of `shared` is the memory of a program."""
-    for name in ("decode_kernel", "prefill_kernel", "prefix_kernel", "_write_kernel"):
+    for name in ("decode_kernel", "prefill_kernel", "prefix_kernel"):
         setattr(triton, name, Compiling(getattr(triton, name), report))
     hopper.prefill_kernel = Compiling(hopper.prefill_kernel, report)  # type: ignore[assignment]
     triton_plan._plan_kernel = Compiling(triton_plan._plan_kernel, report)  # type: ignore[assignment]

@@ -208,6 +208,46 @@ def test_a_shared_prefix_changes_no_token(cuda_worker: Callable[..., CudaWorker]
     assert [each.tokens.tolist() for each in alone] == [each.tokens.tolist() for each in shared]
 
 
+@pytest.mark.parametrize("sizes, tokens", [
+    ((4, 16), (48,)), *(pytest.param(*each, marks=pytest.mark.full) for each in (((4, 16), ()), ((), ()))),
+])  # fmt: skip
+def test_a_shared_prefix_beside_prompts_changes_no_logit(
+    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...],
+    tokens: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Five decodes share a prefix; then, in the same buffer, two of them, one who shares nothing and a prompt."""
+    monkeypatch.setitem(CONFIG, "num_hidden_layers", 1)
+    limits = replace(LIMITS, num_slots=16, graph_sizes=sizes, graph_tokens=tokens)
+    first = [admission(slot, 36, (1, 2, 3 + slot)) for slot in range(5)]
+    members = [first[0], *(msgspec.structs.replace(each, num_computed=32) for each in first[1:])]
+    ids = np.arange(20, dtype=np.int32) * 13 % VOCAB
+    outsider = msgspec.structs.replace(admission(13, 20, (28, 29)), token_ids=ids)
+
+    def plans(shared: bool) -> list[StepPlan]:
+        def together(*slots: int) -> dict[str, object]:
+            return {"shared": (SharedPrefix(i32(*slots), 2),)} if shared else {}
+
+        admitted = [plan(n, (each.slot,), (len(each.token_ids) - each.num_computed,), (SAMPLE,), admitted=(each,))
+                    for n, each in enumerate([*members, outsider])]
+        return [
+            *admitted,
+            plan(6, (0, 1, 2, 3, 4), (1,) * 5, (SAMPLE,) * 5, **together(0, 1, 2, 3, 4)),
+            *(plan(n, (13,), (1,), (SAMPLE,)) for n in (7, 8, 9)),
+            plan(10, (13, 4, 2, 12), (1, 1, 1, 5), (SAMPLE,) * 4, admitted=(admission(12, 5, (20,)),),
+                 **together(4, 2)),
+        ]
+
+    def logits(shared: bool) -> torch.Tensor:
+        worker, found = cuda_worker(limits), []
+        for each in plans(shared):
+            worker.submit(each)
+            worker.collect()
+            found.append(worker._logits[: len(each.slots)].clone())
+        return torch.cat(found)
+
+    torch.testing.assert_close(logits(True), logits(False), rtol=0, atol=1e-5)
+
+
 def test_a_batch_goes_through_what_its_rows_need(cuda_worker: Callable[..., CudaWorker]) -> None:
     sampler = cuda_worker().sampler
     specs = ({"temperature": 0.0}, {}, {"top_k": 3}, {"temperature": 0.0, "logit_bias": ((1, 2.0),)})

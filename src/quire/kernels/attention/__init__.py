@@ -1,16 +1,15 @@
 """Causal attention over the paged KV cache.
 
-write_kv(k [T, Hkv, D], v [T, Hkv, D], kv, kv_slots [T] int64) -> None
-    Store each token's key and value at slot = block * block_size + offset. Block 0 takes padding.
 paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks=None) -> [T, Hq, D]
     Row i of sequence s is at position p = seq_len_s - query_len_s + i and attends to positions <= p of its own
     sequence; with `window` w, only to positions > p - w. score = scale * q . k; with `soft_cap` c it becomes
     c * tanh(score / c); `sinks` [Hq] adds one score per head that takes weight and gives nothing. Query head h reads
     KV head h // (Hq / Hkv). Softmax in float32. The result has q's dtype.
 
-Contract: all KV of the step is written before any row attends, so a sequence may read blocks that another sequence of
-the same step fills. Slots of a block past the sequence's length may hold any key, NaN included. On a GPU every value in
-the cache is a finite number, because tiles are multiplied whole: who writes it puts the largest where there is none.
+Contract: all KV of the step is written (`quire.kernels.heads`) before any row attends, so a sequence may read blocks
+that another sequence of the same step fills. Slots of a block past the sequence's length may hold any key, NaN too. On a
+GPU every value in the cache is a finite number, because tiles are multiplied whole: who writes it puts the largest
+where there is none.
 Features an implementation may declare: window, soft_cap, sinks, and
 
 tape  It can be recorded (kernels/native/tape.py) in a step where rows_only(meta, block_size) is true: no sequence has a
@@ -62,9 +61,9 @@ class SharedBlocks:
         return padded(num_groups + 1) + 3 * padded(num_seqs)
 
     @staticmethod
-    def view(packed: Tensor, num_groups: int, num_seqs: int) -> SharedBlocks:
-        """The four parts of what `triton_plan.pack_shared` gives, on the device."""
-        starts, members, place, blocks = packed.split([padded(num_groups + 1), *[padded(num_seqs)] * 3])
+    def view(packed: Tensor, num_groups: int, most_seqs: int, num_seqs: int) -> SharedBlocks:
+        """The four parts, for `num_seqs` sequences, of what `triton_plan.pack_shared` gives for up to `most_seqs`."""
+        starts, members, place, blocks = packed.split([padded(num_groups + 1), *[padded(most_seqs)] * 3])
         return SharedBlocks(starts[: num_groups + 1], members[:num_seqs], place[:num_seqs], blocks[:num_seqs])
 
 
@@ -77,10 +76,9 @@ class AttentionMeta:
     block_tables   [S, max_blocks] int32; entries past a sequence's last block are never read
     kv_slots       [T] int64: where each row's key and value are written
     table_rows     [S] int32: the row of block_tables that belongs to each sequence; None: its own index
-    max_query_len, max_seq_len   no sequence has more rows, or a longer context (upper bounds known without waiting for
-                   the device); None: read from the tensors
-    decode_len     sequences of at most this many rows are decoded in a step that also has longer ones (1, or one more
-                   than the drafts to verify); 0: the step has no decodes
+    max_query_len  no sequence has more rows (known without waiting for the device); None: read from the tensors
+    decode_len     a sequence of at most this many rows is a decode: 1, or one more than the drafts to verify; 0: none
+                   is
     shared         which decodes share the beginning of their context, for implementations that read it once
     plans          scratch of the implementation: what it derives from the above, once per step, by block size
     """
@@ -91,7 +89,6 @@ class AttentionMeta:
     kv_slots: Tensor
     table_rows: Tensor | None = None
     max_query_len: int | None = None
-    max_seq_len: int | None = None
     decode_len: int = 1
     shared: SharedBlocks | None = None
     plans: dict[int, object] = field(default_factory=dict)

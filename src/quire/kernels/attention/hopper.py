@@ -13,8 +13,6 @@ from quire.kernels.attention.triton_plan import TILE_WORDS, Plan, multiprocessor
 from quire.kernels.select import Support
 from quire.kernels.triton_runtime import descriptors, gl, missing_gluon
 
-write_kv = triton.write_kv
-
 ROWS = 128  # of a tile of queries
 DIMS = (64, 128)
 STAGES = 3  # 2 are up to 4% slower over long contexts (H200, docs/log.md)
@@ -82,5 +80,5 @@ def _rows(side: Tensor, tile: int) -> object:
 def _describe(base: Tensor, shape: tuple[int, ...], box: list[int]) -> object:
     """Tiles of a tensor for the copy engine; all but its first dimension, or all of rows, is contiguous."""
     strides = base.stride() if base.ndim == len(shape) else (shape[-1], 1)
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # and float16: only the width matters
     return descriptors.TensorDescriptor(base, list(shape), list(strides), box, layout)

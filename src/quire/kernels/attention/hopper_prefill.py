@@ -6,8 +6,8 @@ at once, and works on the softmax of one while the matrix units are busy with th
 FlashAttention-3, Shah et al. 2024). Programs stay: each takes several tiles of the plan, whose order makes their
 shares even.
 
-A tile of keys is always read whole, so every value in the cache must be a finite number: `quire.kernels.heads` and
-`write_kv` see to that. Contexts are walked backwards, because their end is what needs a mask.
+A tile of keys is always read whole, so every value in the cache must be a finite number: `quire.kernels.heads` sees to
+that. Contexts are walked backwards, because their end is what needs a mask.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from quire.kernels.attention.triton_plan import (
 )
 from quire.kernels.attention.triton_prefill import prefill_kernel
 from quire.kernels.attention.triton_prefix import prefix_kernel
-from quire.kernels.attention.triton_tiles import LOG2E, finite
+from quire.kernels.attention.triton_tiles import LOG2E
 from quire.kernels.select import Support
-from quire.kernels.triton_runtime import jit, missing, tl
+from quire.kernels.triton_runtime import missing
 
 SUPPORT = Support(
     devices=frozenset({"cuda"}),
@@ -61,17 +61,6 @@ DECODE_OWN = Config(16, 32, 2, 3, programs=6)  # heads of 128, for the little th
 PREFILL = {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)}
 PREFILL_FEW = Config(64, 64, 4, 2)  # when larger tiles would leave multiprocessors idle
 PREFIX = {64: Config(PREFIX_ROWS, 64, 4, 3), 128: Config(PREFIX_ROWS, 64, 4, 3), 256: Config(PREFIX_ROWS, 32, 8, 2)}
-
-
-def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
-    """See `quire.kernels.attention`."""
-    tokens, heads, dim = k.shape
-    assert k.stride()[1:] == (dim, 1) and v.stride() == k.stride() and kv.k.stride() == kv.v.stride()
-    if tokens:
-        _write_kernel[(tokens,)](
-            k, v, kv.k, kv.v, kv_slots, k.stride(0), kv.k.stride(0), kv.k.stride(1), kv.k.stride(2),
-            SIZE=kv.block_size, D=dim, WIDTH=heads * dim, BLOCK=_power(heads * dim), num_warps=4,
-        )  # fmt: skip
 
 
 def paged_attention(
@@ -194,18 +183,3 @@ class Call:
 
 def _power(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
-
-
-@jit
-def _write_kernel(
-    k, v, k_cache, v_cache, slots, stride, stride_block, stride_head, stride_token,
-    SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    lanes = tl.arange(0, BLOCK)
-    inside = lanes < WIDTH
-    source = row * stride + lanes
-    target = slot // SIZE * stride_block + slot % SIZE * stride_token + lanes // D * stride_head + lanes % D
-    tl.store(k_cache + target, tl.load(k + source, mask=inside), mask=inside)
-    tl.store(v_cache + target, finite(tl.load(v + source, mask=inside)), mask=inside)

@@ -20,21 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config.resolve_cuda import MOST_SEQUENCES
 from quire.contracts.step import I32, SharedPrefix
 from quire.kernels.attention import AttentionMeta, SharedBlocks, as_list, padded
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
-MAX_DECODE = 8  # a step whose sequences all have at most this many rows has no tiles, only items
 MAX_PARTS = 32  # items of one sequence
 ITEM_WORDS, TILE_WORDS = 16, 8
-WIDTHS = (64, 256, 1024, 4096)  # of steps, in sequences, that the plan's kernel is compiled for
+WIDTHS = (64, 256, 1024, MOST_SEQUENCES)  # of steps, in sequences, that the plan's kernel is compiled for
 PREFIX_ROWS = 64  # rows of a tile over a shared prefix, where there are as many; two of them run on a multiprocessor
 
 
 def pack_shared(
-    shared: Sequence[SharedPrefix], slots: I32, num_tokens: I32, *, num_groups: int, num_seqs: int, decode_len: int = 1
+    shared: Sequence[SharedPrefix], slots: I32, num_tokens: I32, *, num_groups: int, most_seqs: int, decode_len: int = 1
 ) -> I32:
-    """A plan's shared prefixes as one array for `SharedBlocks.view`, for a step padded to `num_seqs` sequences.
+    """A plan's shared prefixes as one array for `SharedBlocks.view`, for a step of up to `most_seqs` sequences.
 
     Only members with at most `decode_len` rows count; groups of fewer than two of them, and groups beyond the
     `num_groups` with the most to save, are left out.
@@ -47,8 +47,8 @@ def pack_shared(
     ]  # fmt: skip
     found = [(members, blocks) for members, blocks in found if len(members) > 1 and blocks]
     found.sort(key=lambda entry: -len(entry[0]) * entry[1])
-    packed = np.zeros(SharedBlocks.words(num_groups, num_seqs), np.int32)
-    starts, members_of, place, blocks_of = np.split(packed, padded(num_groups + 1) + padded(num_seqs) * np.arange(3))
+    packed = np.zeros(SharedBlocks.words(num_groups, most_seqs), np.int32)
+    starts, members_of, place, blocks_of = np.split(packed, padded(num_groups + 1) + padded(most_seqs) * np.arange(3))
     place[:] = -1
     count = 0
     for g in range(num_groups):
@@ -148,9 +148,7 @@ def _limit(meta: AttentionMeta) -> tuple[int, bool]:
     if longest is None:
         starts = as_list(meta.query_start)
         longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
-    if longest <= MAX_DECODE:
-        return max(1, longest), False
-    return meta.decode_len, True
+    return (max(1, longest), False) if longest <= meta.decode_len else (meta.decode_len, True)
 
 
 def _prefix_parts(shared: SharedBlocks, limit: int, shape: Shape) -> int:

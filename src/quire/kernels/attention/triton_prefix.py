@@ -48,7 +48,7 @@ def prefix_kernel(
     sums, top, weight = attend(
         queries, sums, top, tl.zeros([M], tl.float32), end - 1 + tl.zeros([M], tl.int32), k + head * stride_head,
         v + head * stride_head, table + leader.to(tl.int64) * stride_table, part * steps // prefix_parts * TILE, end,
-        stride_block, stride_token, scale, cap, SIZE < TILE, 0, CAPPED, EXACT, SIZE, TILE, D, DP,
+        stride_block, stride_token, scale, cap, SIZE % TILE != 0, 0, CAPPED, EXACT, SIZE, TILE, D, DP,
     )  # fmt: skip
     at = ((num_items + member * prefix_parts + part).to(tl.int64) * HEADS + head) * ROWS + within
     store_part(sums_at, stats_at, sums, top, weight, at, live, D, DP)

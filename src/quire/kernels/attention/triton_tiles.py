@@ -16,7 +16,7 @@ LOWEST = None if tl is None else tl.constexpr(-1e30)
 @jit
 def finite(values):
     """Values for the cache: a weight of 0 must make nothing of them, for tiles are multiplied whole and their last rows
-    may be another's. The largest number stands for what is none, so that it shows where it counts."""
+    may be another's. The largest number stands for what is none; a hidden state that is NaN shows in its key."""
     most: tl.constexpr = 65504.0 if values.dtype == tl.float16 else 3.38e38
     wide = values.to(tl.float32)
     return tl.where(tl.abs(wide) <= most, wide, most).to(values.dtype)
@@ -24,9 +24,9 @@ def finite(values):
 
 @jit
 def block_ids(table, start, end, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block of the tile that begins at token `start`; of each of its tokens [TILE] when blocks are smaller. Nothing
-    is read at and after `end`."""
-    if SIZE >= TILE:
+    """The block of the tile that begins at token `start`; of each of its tokens [TILE] when blocks are not whole tiles.
+    Nothing is read at and after `end`."""
+    if SIZE % TILE == 0:
         ids = tl.load(table + start // SIZE, mask=start < end, other=0)
     else:
         tokens = start + tl.arange(0, TILE)
@@ -41,7 +41,7 @@ def load_tile(
 ):  # fmt: skip
     """Keys or values [TILE, DP] of one head; zero past `end` when GUARDED, and past D."""
     lanes, dims = tl.arange(0, TILE), tl.arange(0, DP)
-    if SIZE >= TILE:
+    if SIZE % TILE == 0:
         first = base + ids.to(tl.int64) * stride_block + (start % SIZE) * stride_token
         pointers = first + (lanes[:, None] * stride_token + dims[None, :])
     else:

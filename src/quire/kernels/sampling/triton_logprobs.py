@@ -9,15 +9,17 @@ from torch import Tensor
 _BUDGET = 1 << 24  # logits per pass: 64 MiB of scores, and three times that while their order is looked for
 
 
-def row_logprobs(logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Score `chosen` [R] int64 under raw logits [R, V] -> ids [R, 1 + K] int32, log-probabilities float32, ranks [R].
+def row_logprobs(
+    logits: Tensor, index: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score `chosen` [R] int64 under the rows `index` [R] of raw logits [., V] -> ids [R, 1 + K] int32,
+    log-probabilities float32, ranks [R].
 
     The first column is the chosen token; then come the k <= V most likely (equals by ascending id), or, when `extra`
     [K] int64 is given, those ids (-inf where outside the vocabulary). A rank is 1 + the number of larger ones, int32.
     """
-    rows, vocab = logits.shape
-    step = max(1, _BUDGET // vocab)
-    parts = [_scored(logits[at : at + step], chosen[at : at + step], k, extra) for at in range(0, rows, step)]
+    rows, step = len(index), max(1, _BUDGET // logits.shape[1])
+    parts = [_scored(logits[index[at : at + step]], chosen[at : at + step], k, extra) for at in range(0, rows, step)]
     ids, values, ranks = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(values), torch.cat(ranks)
 
