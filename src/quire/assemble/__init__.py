@@ -141,11 +141,12 @@ def _build_core(parts: Parts, dtype: DTypePlan, device: DevicePlan) -> EngineCor
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth,
-        num_slots=scheduler.max_num_seqs,
+        num_slots=scheduler.sequences(),
         num_blocks=memory.num_blocks,
         block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len,
         vocab_size=parts.model.args.vocab_size,
+        prompt_chunk=parts.prompt_chunk,
         plans={"device": ", ".join(filter(None, (str(device), parts.hardware))), "dtype": dtype, "memory": memory,
                "kernels": parts.model.kernels.choices} | parts.plans,
     )
@@ -159,7 +160,7 @@ def _build_core(parts: Parts, dtype: DTypePlan, device: DevicePlan) -> EngineCor
     return EngineCore(
         parts.executor(facts),
         scheduler,
-        KVAllocator(BlockPool(memory.num_blocks), memory.geometry, num_slots=scheduler.max_num_seqs),
+        KVAllocator(BlockPool(memory.num_blocks), memory.geometry, num_slots=scheduler.sequences()),
         root_key=root,
         prefix_caching=config.cache.enable_prefix_caching,
     )

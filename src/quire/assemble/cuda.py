@@ -15,11 +15,11 @@ from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, resolve_geometry
 from quire.config.resolve_cuda import (
     CUDA_BLOCK_SIZE,
-    CUDA_TOKENS,
     DeviceMemory,
     check_sequences,
     check_weights,
     no_room_for_steps,
+    resolve_batch,
     resolve_cuda_memory,
 )
 from quire.contracts.blocks import KVGeometry
@@ -40,6 +40,7 @@ from quire.worker.cuda_worker import CudaWorker, Limits, graph_sizes, graph_toke
 from quire.worker.packed import WORDS
 
 DEPTH = 2
+PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
 LAUNCH_SECONDS = 0.025  # of the host, for a step whose kernels are launched one by one
 FLOPS = 600e12  # of a GPU, in a large product
 GRAPH_BYTES = 24 << 20  # that the driver takes for a graph, beside the memory of its tensors
@@ -53,7 +54,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     end_phase   told the name of each part of the start when it is over
     """
     facts = read_cuda_facts()
-    batch = replace(config.scheduler, max_num_batched_tokens=config.scheduler.token_budget(CUDA_TOKENS))
+    batch = resolve_batch(config.scheduler, facts.total_memory)
     config = replace(config, scheduler=batch)
     check_sequences(config)
     counted = list(build_model(args, dtype=dtype.dtype, device="meta", platform=facts).named_parameters())
@@ -72,7 +73,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size,
                                 CUDA_BLOCK_SIZE)  # fmt: skip
     limits = Limits(
-        num_slots=batch.max_num_seqs, max_tokens=batch.token_budget(), block_size=geometry.block_size,
+        num_slots=batch.sequences(), max_tokens=batch.token_budget(), block_size=geometry.block_size,
         max_model_len=config.model.max_model_len or args.max_position_embeddings, graph_sizes=_graph_sizes(config),
         graph_tokens=_graph_tokens(config, sum(p.numel() for _, p in counted)),
         depth=config.device.async_depth or DEPTH,
@@ -100,6 +101,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
         depth=limits.depth,
         memory=memory,
         weight_bytes=weights,
+        prompt_chunk=PROMPT_CHUNK,
         hardware=str(facts),
         plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
                "graphs": f"{len(worker.graphs)}, decode steps of up to {max(limits.graph_sizes, default=0)} sequences"},
@@ -129,7 +131,7 @@ def _load(model: Model, config: EngineConfig, folder: Path, on_loading: Loading)
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
     """How many sequences the decode steps have that are captured."""
-    device, most = config.device, config.scheduler.max_num_seqs
+    device, most = config.device, config.scheduler.sequences()
     if device.enforce_eager:
         return ()
     most = min(most, device.max_cudagraph_capture_size or most)

@@ -17,6 +17,7 @@ class Parts:
 
     config         with what the device decides filled in
     executor       makes the executor, once the facts are known;  depth  of its queue
+    prompt_chunk   see `ExecutorFacts`
     weight_bytes   of the parameters, before they are packed
     hardware       the device, if there is more to say than its name
     plans          printable values;  notes  lines the user should see
@@ -29,6 +30,7 @@ class Parts:
     depth: int
     memory: MemoryPlan
     weight_bytes: int
+    prompt_chunk: int = 0
     hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

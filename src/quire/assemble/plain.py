@@ -38,7 +38,7 @@ def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
         load_weights(model, folder, on_loading)
     model.pack()
     end_phase("weights")
-    num_slots = config.scheduler.max_num_seqs
+    num_slots = config.scheduler.sequences()
     geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)
     memory = resolve_memory(
         geometry,

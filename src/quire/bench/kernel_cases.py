@@ -5,8 +5,11 @@ once), flops those that must be done; a time below the floor that they give woul
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,34 +17,58 @@ from torch.nn.attention.bias import causal_lower_right
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.resolve import resolve_geometry
-from quire.kernels.attention import AttentionMeta, KVView
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import SAMPLE, SharedPrefix, StepPlan
+from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks
+from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.select import Kernels
+from quire.kernels.step import StepBuffers, Tables
+from quire.kernels.step import triton as step
 from quire.kvstore.arena import KVArena
+from quire.layers.context import Build
+from quire.layers.embedding import VocabEmbedding
+from quire.layers.linear import GatedLinear, Linear
+from quire.layers.norm import RMSNorm
 from quire.models.registry import kv_components
+from quire.worker.gpu_sampler import GpuSampler
+from quire.worker.packed import PackedSteps
+from quire.worker.sampler import Sampler
+from quire.worker.sampling_table import SamplingTable
 
-ROWS = (1, 8, 64, 256, 2048, 8192)
+ROWS = (1, 64, 256, 8192)
+FEW_ROWS, LOGIT_ROWS = 64, 512  # that a layer's fused kernels are measured with at most, and that are sampled
 # (sequences, new tokens of each, context of each with them)
 STEPS = ((1, 1, 768), (64, 1, 768), (256, 1, 512), (16, 1, 16384), (1, 4096, 4096), (4, 2048, 2048), (1, 2048, 32768))
+SHARED = ((64, 4288, 4096), (256, 4288, 4096))  # (sequences, context of each, how much of it all share)
+# a request's parameters, and what the library does for them
+SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
+    "greedy": ({"temperature": 0.0}, "argmax"), "plain": ({}, "softmax, noise, argmax"),
+    "top-p": ({"top_p": 0.9}, "sort, cumsum, noise"),
+    "top-k, top-p": ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, "topk, cumsum, noise")}
 EPS = 1e-6
+Result = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Our operation and the library's on the same inputs; both return what is compared."""
+    """Our operation and the library's on the same inputs; both return what is compared.
 
-    run: Callable[[], Tensor]
-    baseline: Callable[[], Tensor]
+    baseline   None: no library has it;  expected   what is compared instead of the library's result, and not timed
+    """
+
+    run: Callable[[], Result]
+    baseline: Callable[[], Result] | None
+    expected: Callable[[], Result] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One operation at one shape. `make(n)` gives n pairs on inputs of their own; `num_bytes` and `flops` of one."""
+    """An operation at one shape. `make(n)` gives n pairs on inputs of their own; `num_bytes` and `flops` of one."""
 
-    op: str
     shape: str
     num_bytes: int
-    flops: int
-    baseline: str
+    flops: int = 0
+    baseline: str = ""
     make: Callable[[int], list[Pair]]
 
 
@@ -49,7 +76,7 @@ class Case:
 class Setup:
     """A model's arguments, where and in what it is computed, and the kernels that were chosen for it.
 
-    rows, steps   the shapes that are measured (`ROWS`, `STEPS`)
+    rows, steps, shared   the shapes that are measured (`ROWS`, `STEPS`, `SHARED`)
     """
 
     args: ModelArgs
@@ -59,6 +86,7 @@ class Setup:
     block_size: int
     rows: tuple[int, ...] = ROWS
     steps: tuple[tuple[int, int, int], ...] = STEPS
+    shared: tuple[tuple[int, int, int], ...] = SHARED
 
     @property
     def item(self) -> int:
@@ -91,8 +119,8 @@ def norm_cases(setup: Setup) -> Iterator[Case]:
         return Pair(lambda: setup.kernels.norm.rms_norm(x, weight, EPS), lambda: F.rms_norm(x, (dim,), weight, EPS))
 
     for rows in setup.rows:
-        yield Case(op="norm", shape=f"{rows} x {dim}", num_bytes=(2 * rows + 1) * dim * setup.item,
-                   flops=4 * rows * dim, baseline="F.rms_norm", make=_made(pair, rows))
+        yield Case(shape=f"{rows} x {dim}", num_bytes=(2 * rows + 1) * dim * setup.item, flops=4 * rows * dim,
+                   baseline="F.rms_norm", make=_made(pair, rows))
 
 
 def activation_cases(setup: Setup) -> Iterator[Case]:
@@ -104,126 +132,269 @@ def activation_cases(setup: Setup) -> Iterator[Case]:
         return Pair(lambda: setup.kernels.activation.silu_mul(x), lambda: F.silu(x[:, :size]) * x[:, size:])
 
     for rows in setup.rows:
-        yield Case(op="activation", shape=f"{rows} x {size}", num_bytes=3 * rows * size * setup.item,
-                   flops=4 * rows * size, baseline="F.silu, mul", make=_made(pair, rows))
+        yield Case(shape=f"{rows} x {size}", num_bytes=3 * rows * size * setup.item, flops=4 * rows * size,
+                   baseline="F.silu, mul", make=_made(pair, rows))
 
 
 def heads_cases(setup: Setup) -> Iterator[Case]:
-    """Norm and rotation of the heads, and their keys and values into the cache."""
-    args = setup.args
+    """Norm and rotation of the heads, and their keys and values into the cache, which is compared, too."""
+    args, size = setup.args, setup.block_size
     heads, kv_heads, dim = args.num_heads, args.num_kv_heads, args.head_dim
     turned = heads + kv_heads
 
-    def make(rows: int) -> Callable[[int], list[Pair]]:
-        def pairs(count: int) -> list[Pair]:
-            size, blocks = setup.block_size, -(-rows // setup.block_size) + 1
-            slots = torch.randperm((blocks - 1) * size, device=setup.device)[:rows] + size
-            weight = setup.randn(turned, dim) if args.qk_norm else None
-            cos, sin = setup.randn(rows, dim), setup.randn(rows, dim)
+    def pairs(rows: int, count: int) -> list[Pair]:
+        blocks = -(-rows // size) + 1
+        slots = torch.randperm((blocks - 1) * size, device=setup.device)[:rows] + size
+        weight = setup.randn(turned, dim) if args.qk_norm else None
+        cos, half = setup.randn(rows, dim // 2).repeat(1, 2), setup.randn(rows, dim // 2)
+        sin = torch.cat((-half, half), 1)
 
-            def pair(kv: KVView) -> Pair:
-                qkv = setup.randn(rows, turned + kv_heads, dim)
+        def pair(kv: KVView, other: KVView) -> Pair:
+            qkv = setup.randn(rows, turned + kv_heads, dim)
+            for part in (kv.k, kv.v, other.k, other.v):
+                part.zero_()  # the error is one of what was written
 
-                def library() -> Tensor:
-                    x = qkv[:, :turned]
-                    if weight is not None:
-                        x = F.rms_norm(x, (dim,), None, EPS) * weight
-                    x = x * cos[:, None] + x.roll(dim // 2, -1) * sin[:, None]
-                    kv.k[slots // size, :, slots % size] = x[:, heads:]
-                    kv.v[slots // size, :, slots % size] = qkv[:, turned:]
-                    return x[:, :heads]
+            def library() -> Result:
+                x = qkv[:, :turned]
+                if weight is not None:
+                    x = F.rms_norm(x, (dim,), None, EPS) * weight
+                x = x * cos[:, None] + x.roll(dim // 2, -1) * sin[:, None]
+                other.k[slots // size, :, slots % size] = x[:, heads:]
+                other.v[slots // size, :, slots % size] = qkv[:, turned:]
+                return x[:, :heads], other.k, other.v
 
-                return Pair(lambda: setup.kernels.heads.prepare(qkv, weight, EPS, cos, sin, kv, slots), library)
+            prepare = setup.kernels.heads.prepare
+            return Pair(lambda: (prepare(qkv, weight, EPS, cos, sin, kv, slots), kv.k, kv.v), library)
 
-            return [pair(kv) for kv in setup.arena(count, blocks)]
-
-        return pairs
+        views = setup.arena(2 * count, blocks)
+        return list(map(pair, views[::2], views[1::2]))
 
     for rows in setup.rows:
         moved = rows * dim * (2 * (turned + kv_heads) + 2) * setup.item + 8 * rows
-        yield Case(op="heads", shape=f"{rows} x {heads}+{kv_heads}x{dim}", num_bytes=moved, flops=10 * rows * turned
-                   * dim, baseline="PyTorch, 10 calls", make=make(rows))
+        yield Case(shape=f"{rows} x {heads}+{kv_heads}x{dim}", num_bytes=moved, flops=10 * rows * turned * dim,
+                   baseline="PyTorch, 10 calls", make=partial(pairs, rows))
 
 
 def linear_cases(setup: Setup) -> Iterator[Case]:
     """Every projection of a layer, and the head."""
-    args, kernel = setup.args, setup.kernels.linear
-    hidden, inner = args.hidden_size, args.intermediate_size
-    q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    shapes = {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
-              "head": (args.vocab_size, hidden)}
+    kernel, shapes = setup.kernels.linear, _weights(setup.args)
 
-    def make(name: str, rows: int) -> Callable[[int], list[Pair]]:
+    def pair(name: str, rows: int) -> Pair:
         n, k = shapes[name]
-
-        def pair(rows: int) -> Pair:
-            x, weight = setup.randn(rows, k), setup.randn(n, k, scale=k**-0.5)
-            packed = kernel.pack(weight.clone())
-            run = kernel.run_float if name == "head" else kernel.run
-            return Pair(lambda: run(x, packed, None), lambda: F.linear(x, weight))
-
-        return _made(pair, rows)
+        x, weight = setup.randn(rows, k), setup.randn(n, k, scale=k**-0.5)
+        packed = kernel.pack(weight.clone())
+        run = kernel.run_float if name == "head" else kernel.run
+        return Pair(lambda: run(x, packed, None), lambda: F.linear(x, weight))
 
     for name, (n, k) in shapes.items():
         for rows in setup.rows:
-            if name == "head" and rows > 512:
-                continue  # logits are computed of rows that are sampled
+            if name == "head" and rows > LOGIT_ROWS:
+                continue
             out = 4 if name == "head" else setup.item
-            yield Case(op="linear", shape=f"{name} {rows} x {k} -> {n}", num_bytes=(n * k + rows * k) * setup.item
-                       + rows * n * out, flops=2 * rows * n * k, baseline="F.linear", make=make(name, rows))
+            yield Case(shape=f"{name} {rows} x {k} -> {n}", num_bytes=(n * k + rows * k) * setup.item + rows * n * out,
+                       flops=2 * rows * n * k, baseline="F.linear", make=_made(pair, name, rows))
+
+
+def layer_cases(setup: Setup) -> Iterator[Case]:
+    """Projections with the norm, the gate or the sum around them, as a decoder's layer runs them for few rows."""
+    build, shapes = Build(setup.dtype, setup.device, setup.kernels), _weights(setup.args)
+
+    def pair(name: str, rows: int) -> Pair:
+        (n, k), gated, added = shapes[name], name == "gate_up", name in ("o", "down")
+        layer = GatedLinear(k, n // 2, False, build) if gated else Linear(k, {"": n}, False, build)
+        norm, x, residual = RMSNorm(k, EPS, build), setup.randn(rows, k), setup.randn(rows, n)
+        norm.weight.copy_(setup.randn(k))
+        weight = layer.get_parameter("weight").copy_(setup.randn(n, k, scale=k**-0.5)).clone()
+        layer.pack()
+        ours = residual.clone()  # grows with every call
+
+        def library() -> Tensor:
+            y = F.linear(x if added else F.rms_norm(x, (k,), norm.weight, EPS), weight)
+            return residual + y if added else F.silu(y[:, : n // 2]) * y[:, n // 2 :] if gated else y
+
+        return Pair(lambda: layer.add(x, ours) if added else layer.normed(x, norm), library)
+
+    for name, words in (("qkv", "norm"), ("o", "add"), ("gate_up", "norm, gate"), ("down", "add")):
+        n, k = shapes[name]
+        for rows in (rows for rows in setup.rows if rows <= FEW_ROWS):
+            other = {"norm": k + rows * n, "add": 2 * rows * n, "norm, gate": k + rows * n // 2}[words]
+            yield Case(shape=f"{name} ({words}) {rows} x {k} -> {n}", num_bytes=(n * k + rows * k + other) * setup.item,
+                       flops=2 * rows * n * k, baseline=f"F.linear, {words}", make=_made(pair, name, rows))
+
+
+def embedding_cases(setup: Setup) -> Iterator[Case]:
+    """Rows of the embedding."""
+    vocab, dim = setup.args.vocab_size, setup.args.hidden_size
+    layer = VocabEmbedding(vocab, dim, Build(setup.dtype, setup.device, setup.kernels))
+    weight = layer.get_parameter("weight").copy_(setup.randn(vocab, dim))
+
+    def pair(rows: int) -> Pair:
+        ids = torch.randint(vocab, (rows,), device=setup.device)
+        return Pair(lambda: layer(ids), lambda: F.embedding(ids, weight))
+
+    for rows in setup.rows:
+        yield Case(shape=f"{rows} x {dim} of {vocab}", num_bytes=rows * (2 * dim * setup.item + 8),
+                   baseline="F.embedding", make=_made(pair, rows))
 
 
 def attention_cases(setup: Setup) -> Iterator[Case]:
     """Decodes, prompts and a chunk of a long prompt; the library reads keys and values that are not paged."""
-    args = setup.args
-    heads, kv_heads, dim = args.num_heads, args.num_kv_heads, args.head_dim
+    return (_attention_case(setup, sizes, 0) for sizes in setup.steps)
 
-    def make(seqs: int, new: int, context: int) -> Callable[[int], list[Pair]]:
-        def pairs(count: int) -> list[Pair]:
-            each = -(-context // setup.block_size)
-            tables = torch.randperm(seqs * each, device=setup.device).add_(1).view(seqs, each).int()
-            meta = AttentionMeta(
-                query_start=torch.arange(0, seqs * new + 1, new, dtype=torch.int32, device=setup.device),
-                seq_lens=torch.full((seqs,), context, dtype=torch.int32, device=setup.device),
-                block_tables=tables,
-                kv_slots=torch.zeros(seqs * new, dtype=torch.int64, device=setup.device),
-                table_rows=torch.arange(seqs, dtype=torch.int32, device=setup.device),
-                max_query_len=new,
-                max_seq_len=context,
-            )
-            return [_attention_pair(setup, kv, meta, (seqs, new, context))
-                    for kv in setup.arena(count, seqs * each + 1)]
 
-        return pairs
+def shared_cases(setup: Setup) -> Iterator[Case]:
+    """Decodes whose contexts begin alike, beside the same kernel without being told."""
+    return (_attention_case(setup, (seqs, 1, context), prefix // setup.block_size)
+            for seqs, context, prefix in setup.shared)
 
-    for seqs, new, context in setup.steps:
-        seen = new * context - new * (new - 1) // 2  # positions that the rows of one sequence attend to
-        moved = seqs * (2 * kv_heads * context + 2 * heads * new) * dim * setup.item
-        yield Case(op="attention", shape=f"{seqs} x {new} of {context}, {heads}/{kv_heads}x{dim}", num_bytes=moved,
-                   flops=4 * seqs * heads * dim * seen, baseline="SDPA, unpaged", make=make(seqs, new, context))
+
+def _attention_case(setup: Setup, sizes: tuple[int, int, int], front: int) -> Case:
+    """Sequences, new tokens and context of each; `front`: the blocks that all begin with."""
+    (seqs, new, context), size, device = sizes, setup.block_size, setup.device
+    heads, kv_heads, dim = setup.args.num_heads, setup.args.num_kv_heads, setup.args.head_dim
+
+    def pairs(count: int) -> list[Pair]:
+        own = -(-context // size) - front
+        i32: Any = {"dtype": torch.int32, "device": device}
+        blocks = torch.randperm(front + seqs * own, **i32).add_(1)
+        slots = np.arange(seqs, dtype=np.int32)
+        packed = pack_shared([SharedPrefix(slots, front)], slots, np.ones_like(slots), num_groups=1, most_seqs=seqs)
+        meta = AttentionMeta(
+            query_start=torch.arange(0, seqs * new + 1, new, **i32), seq_lens=torch.full((seqs,), context, **i32),
+            block_tables=torch.cat((blocks[:front].expand(seqs, front), blocks[front:].view(seqs, own)), 1),
+            kv_slots=torch.zeros(seqs * new, dtype=torch.int64, device=device), table_rows=torch.arange(seqs, **i32),
+            max_query_len=new,
+            shared=SharedBlocks.view(torch.from_numpy(packed).to(device), 1, seqs, seqs) if front else None,
+        )
+        return [_attention_pair(setup, kv, meta, sizes) for kv in setup.arena(count, len(blocks) + 1)]
+
+    seen = new * context - new * (new - 1) // 2  # positions that the rows of one sequence attend to
+    read = seqs * context - (seqs - 1) * front * size
+    alike = f", {front * size} shared" if front else ""
+    return Case(shape=f"{seqs} x {new} of {context}{alike}, {heads}/{kv_heads}x{dim}",
+                num_bytes=2 * (kv_heads * read + heads * seqs * new) * dim * setup.item,
+                flops=4 * seqs * heads * dim * seen, baseline="not shared" if front else "SDPA, unpaged", make=pairs)
 
 
 def _attention_pair(setup: Setup, kv: KVView, meta: AttentionMeta, sizes: tuple[int, int, int]) -> Pair:
     seqs, new, context = sizes
     heads, kv_heads, dim = setup.args.num_heads, setup.args.num_kv_heads, setup.args.head_dim
-    q = setup.randn(seqs * new, heads, dim)
+    q, attend = setup.randn(seqs * new, heads, dim), setup.kernels.attention.paged_attention
     k, v = (part[meta.block_tables.long()].transpose(1, 2).reshape(seqs, kv_heads, -1, dim)[:, :, :context].contiguous()
             for part in (kv.k, kv.v))
     rows = q.view(seqs, new, heads, dim).transpose(1, 2)
     mask = causal_lower_right(new, context) if 1 < new < context else None
 
     def library() -> Tensor:
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, is_causal=new == context > 1,
-                                             scale=dim**-0.5, enable_gqa=True)
+        out = F.scaled_dot_product_attention(rows, k, v, mask, is_causal=new == context > 1, enable_gqa=True)
         return out.transpose(1, 2).reshape(seqs * new, heads, dim)
 
-    return Pair(lambda: setup.kernels.attention.paged_attention(q, kv, meta, dim**-0.5), library)
+    run, alone = (partial(attend, q, kv, one, dim**-0.5) for one in (meta, replace(meta, shared=None, plans={})))
+    return Pair(run, library if meta.shared is None else alone, library)
 
 
-def _made(pair: Callable[[int], Pair], rows: int) -> Callable[[int], list[Pair]]:
-    return lambda count: [pair(rows) for _ in range(count)]
+def sampler_cases(setup: Setup) -> Iterator[Case]:
+    """A token for each row of logits; the reference is the CPU's sampler, because the library draws other noise."""
+    vocab, device = setup.args.vocab_size, setup.device
+
+    def pairs(kind: str, rows: int, count: int) -> list[Pair]:
+        slots, history = torch.arange(rows, device=device), torch.zeros((rows, 1), dtype=torch.int32, device=device)
+        ones = torch.ones_like(slots)
+        table, sampler = SamplingTable(rows, vocab, 1, str(device)), GpuSampler(slots, ones, history, vocab_size=vocab)
+        for slot in range(rows):
+            spec = SamplerSpec(seed=slot, num_prompt=1, **SAMPLING[kind][0])
+            table.admit(slot, spec, np.zeros(1, np.int32))
+            ((_, words),) = sampler.admit(slot, spec)
+            sampler.table[slot] = torch.from_numpy(words).to(device)
+        mode = sampler.mode(np.arange(rows, dtype=np.int32))
+
+        def run(logits: Tensor) -> Tensor:
+            sampler.sample(logits, mode)
+            return sampler.tokens
+
+        def reference(logits: Tensor) -> Tensor:
+            return Sampler(table).sample(logits, slots, ones, history).tokens
+
+        given = [torch.randn(rows, vocab, device=device).mul_(3) for _ in range(count)]
+        return [Pair(partial(run, one), partial(_drawn, one, spec), partial(reference, one)) for one in given]
+
+    for kind, (_, library) in SAMPLING.items():
+        for rows in (rows for rows in setup.rows if rows <= LOGIT_ROWS):
+            yield Case(shape=f"{kind} {rows} x {vocab}", num_bytes=rows * (4 * vocab + 8), baseline=library,
+                       make=partial(pairs, kind, rows))
+
+
+def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
+    """Tokens of logits [R, V] through PyTorch; noise divides, as in its `multinomial`, which would wait for the GPU."""
+    if not spec.temperature:
+        return logits.argmax(-1)
+    scaled = logits / spec.temperature
+    narrow = spec.top_k or spec.top_p < 1
+    if narrow:
+        scaled, ids = scaled.topk(spec.top_k) if spec.top_k else scaled.sort(descending=True)
+    weight = scaled.softmax(-1)
+    if narrow:
+        weight = weight.masked_fill(weight.cumsum(-1) - weight >= spec.top_p, 0)
+    drawn = (weight / torch.empty_like(weight).exponential_()).argmax(-1, keepdim=True)
+    return (ids.gather(1, drawn) if narrow else drawn).squeeze(1)
+
+
+def step_cases(setup: Setup) -> Iterator[Case]:
+    """What surrounds a forward pass: every sequence's new block and length into the tables, the inputs, the results."""
+    for seqs, new, context in setup.steps:
+        yield Case(shape=f"{seqs} x {new} of {context}", num_bytes=28 * seqs * new + 200 * seqs,
+                   make=_made(_step_pair, setup, seqs, new, context))
+
+
+def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
+    size, tokens, device = setup.block_size, seqs * new, setup.device
+
+    def some(*shape: int) -> Tensor:
+        return torch.randint(1, 1000, shape, device=device)
+
+    tables = Tables(block_table=some(seqs + 1, -(-context // size)).int(), computed=some(seqs + 1),
+                    history=some(seqs + 1, context + 1).int(), block_size=size)
+    buffers = StepBuffers(token_ids=some(tokens), positions=some(tokens), kv_slots=some(tokens),
+                          seq_lens=some(seqs).int(), sample_rows=some(seqs), sample_slots=some(seqs),
+                          sample_positions=some(seqs))
+    drawn, codes, out = some(seqs), torch.zeros(seqs, dtype=torch.uint8, device=device), some(2, seqs).int()
+    packed, ones = PackedSteps(seqs, seqs, device, 0, words=1 << 14), np.ones(seqs, np.int32)
+    plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_tokens=new * ones, num_rows=ones,
+                    outputs=np.full(seqs, SAMPLE, np.uint8))
+    before = np.array([context - new], np.int64).view(np.int32)
+    packed.upload(plan, [change for seq in range(seqs) for change in (
+        (tables.computed[seq:].data_ptr(), before), (tables.block_table[seq, -1:].data_ptr(), 7 * ones[:1]))])
+
+    def run() -> Result:
+        step.apply_runs(packed.device)
+        step.build_inputs(packed.device, tables, buffers, tokens=tokens, seqs=seqs, max_seqs=seqs)
+        step.finish_step(packed.device, tables, buffers, drawn, codes, out, max_seqs=seqs)
+        return *vars(buffers).values(), tables.computed[:seqs], tables.history[:seqs, context], out
+
+    def expected() -> Result:
+        seq = torch.arange(seqs, device=device)
+        row, at = seq.repeat_interleave(new), torch.arange(context - new, context, device=device).repeat(seqs)
+        block, whole = tables.block_table.long(), torch.full_like(seq, context)
+        block[:, -1] = 7
+        return (tables.history[row, at], at, block[row, at // size] * size + at % size, whole, seq * new + new - 1, seq,
+                whole, whole, drawn, torch.stack((drawn, codes)))
+
+    return Pair(run, None, expected)
+
+
+def _weights(args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's projections, and of the head."""
+    hidden, inner = args.hidden_size, args.intermediate_size
+    q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+    return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
+            "head": (args.vocab_size, hidden)}
+
+
+def _made(pair: Callable[..., Pair], *given: Any) -> Callable[[int], list[Pair]]:
+    return lambda count: [pair(*given) for _ in range(count)]
 
 
 OPERATIONS: dict[str, Callable[[Setup], Iterator[Case]]] = {
     "norm": norm_cases, "heads": heads_cases, "activation": activation_cases, "linear": linear_cases,
-    "attention": attention_cases}
+    "layer": layer_cases, "embedding": embedding_cases, "attention": attention_cases, "shared": shared_cases,
+    "sampler": sampler_cases, "step": step_cases}

@@ -1,8 +1,8 @@
 """Every kernel against its floor and against the library it replaces.
 
 The floor is the larger of bytes over the memory's rate and operations over the matrix units' rate, both measured here
-first. Calls go over inputs that together are several times the cache, on a GPU inside a CUDA graph. A result is
-compared with the library's before it is timed: a wrong kernel has no speed.
+first. Calls go over inputs that together are several times the cache, on a GPU inside a CUDA graph. Every result is
+compared before it is timed, with the library's or with a reference: a wrong kernel has no speed.
 """
 
 import math
@@ -15,20 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.kernel_cases import OPERATIONS, Case, Setup
+from quire.bench.kernel_cases import OPERATIONS, Case, Pair, Result, Setup
 from quire.bench.workload import model_folder
 from quire.config.checkpoint import read_checkpoint_config
 from quire.config.resolve import CPU_BLOCK_SIZE
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE
 from quire.contracts.errors import ConfigError
 from quire.kernels.select import select_kernels
+from quire.kernels.triton_runtime import INTERPRETED, missing
 
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative, of the whole result
 ROTATED = 256 << 20  # bytes of all inputs together: several times a cache of 50 to 60 MB
 MAX_SETS = 64
-CALLS, SAMPLES = 24, 9  # of a graph, at least; of its replays
-ROW_BY_ROW = ("heads", "attention")  # whose reference is a loop over rows, for checking only
+CALLS, SAMPLES, LONGEST = 24, 9, 0.3  # of a graph, at least; of its replays, until they take so many seconds
+ROW_BY_ROW = ("heads", "attention", "shared")  # whose reference is a loop over rows, for checking only
+TRITON_ONLY = ("shared", "sampler", "step")
+CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  # whose kernels others are made of
 
 
 @dataclass(frozen=True)
@@ -72,33 +75,62 @@ def choose_operations(names: Sequence[str]) -> list[str]:
 
 def measure_kernels(setup: Setup, rates: Rates, operations: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row for each case: times in microseconds, `x_floor` and `x_library` as ratios (the second: how many times
-    faster than the library), or what is `wrong`."""
+    faster than the library), `floor_percent` 100 on the floor, or what is `wrong`."""
     chosen = {choice.op: choice.name for choice in setup.kernels.choices}
     for op in operations:
+        kernel = chosen.get(CHOSEN_AS.get(op, op), "triton")
+        untimed = _untimed(setup, op, kernel)
         for case in OPERATIONS[op](setup):
-            row: dict[str, Any] = {"op": op, "kernel": chosen[op], "shape": case.shape, "us": None,
-                                   "floor_us": _micro(rates.floor(case)), "x_floor": None, "library": case.baseline,
-                                   "library_us": None, "x_library": None, "wrong": ""}
-            if op in ROW_BY_ROW and chosen[op] == "ref":
-                yield row | {"wrong": "only the reference, which is not timed"}
-            else:
-                yield row | _measure(setup, case, rates)
+            row: dict[str, Any] = {"op": op, "kernel": kernel, "shape": case.shape, "us": None,
+                                   "floor_us": _micro(rates.floor(case)), "x_floor": None, "floor_percent": None,
+                                   "library": case.baseline, "library_us": None, "x_library": None, "wrong": untimed}
+            yield row if untimed else row | _measure(setup, case, rates)
+
+
+def _untimed(setup: Setup, op: str, kernel: str) -> str:
+    """Why an operation is not measured here, or ""."""
+    if op in TRITON_ONLY and not INTERPRETED:
+        return "only on a GPU" if setup.device.type == "cpu" else missing()
+    return "only the reference, which is not timed" if op in ROW_BY_ROW and kernel == "ref" else ""
 
 
 def _measure(setup: Setup, case: Case, rates: Rates) -> dict[str, Any]:
     count = max(2, min(MAX_SETS, math.ceil(ROTATED / case.num_bytes))) if setup.device.type == "cuda" else 2
     pairs = case.make(count)
-    error = relative_error(pairs[0].run(), pairs[0].baseline())
-    if not error <= TOLERANCE[setup.dtype]:
-        return {"wrong": f"differs by {error:.1e} from {case.baseline}"}
-    ours = seconds_per_call([pair.run for pair in pairs], setup.device)
-    library = seconds_per_call([pair.baseline for pair in pairs], setup.device)
-    return {"us": _micro(ours), "x_floor": round(ours / rates.floor(case), 2), "library_us": _micro(library),
-            "x_library": round(library / ours, 2)}
+    if wrong := _difference(pairs[0], case.baseline, TOLERANCE[setup.dtype]):
+        return {"wrong": wrong}
+    ours, floor = seconds_per_call([pair.run for pair in pairs], setup.device), rates.floor(case)
+    found = {"us": _micro(ours), "x_floor": round(ours / floor, 2), "floor_percent": round(100 * floor / ours, 1)}
+    calls = [pair.baseline for pair in pairs if pair.baseline is not None]
+    if not calls:
+        return found
+    library = seconds_per_call(calls, setup.device)
+    return found | {"library_us": _micro(library), "x_library": round(library / ours, 2)}
+
+
+def _difference(pair: Pair, baseline: str, tolerance: float) -> str:
+    """What is wrong with the result, or ""."""
+    found = [part.clone() for part in _parts(pair.run())]
+    expected = pair.expected or pair.baseline
+    assert expected is not None, "a case without a library has a reference"
+    for mine, right in zip(found, _parts(expected()), strict=True):
+        error = relative_error(mine, right)
+        if not error <= (tolerance if right.is_floating_point() else 0):
+            return f"differs by {error:.1e} from {baseline if expected is pair.baseline else 'its reference'}"
+    return ""
+
+
+def _parts(result: Result) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected| over all elements; NaN when there is one."""
+    """|found - expected| / |expected| over all elements, NaN when there is one; of integers the share that is wrong;
+    infinite for another shape."""
+    if found.shape != expected.shape:
+        return math.inf
+    if not expected.is_floating_point():
+        return float((found != expected).double().mean())
     wide = expected.double()
     return float((found.double() - wide).norm() / wide.norm())
 
@@ -139,8 +171,8 @@ def _on_gpu(calls: Sequence[Callable[[], object]]) -> list[float]:
         torch.cuda.synchronize()
         launch = all_calls
     launch()
-    samples = []
-    for _ in range(SAMPLES):
+    samples: list[float] = []
+    while len(samples) < SAMPLES and sum(samples) * rounds * len(calls) < LONGEST:
         began, ended = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call,unused-ignore]
         began.record()
         launch()
@@ -151,4 +183,4 @@ def _on_gpu(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def _micro(seconds: float) -> float:
-    return round(seconds * 1e6, 2)
+    return float(f"{seconds * 1e6:.4g}")

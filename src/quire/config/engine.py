@@ -17,6 +17,7 @@ def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tup
 
 
 CPU_TOKENS = 2048  # of one step
+SEQUENCES = 256  # running at once
 DEVICES = ("auto", "cpu", "cuda", "mock")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
@@ -71,16 +72,21 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int | None = option(None, "token budget of one step (default: 2048 on a CPU, 8192 on a "
                                                       "GPU)", least=1)
-    max_num_seqs: int = option(256, "requests running at once", least=1)
+    max_num_seqs: int | None = option(None, "requests running at once (default: 256; on a GPU of 70 GiB or more 1024)",
+                                      least=1)
     max_waiting: int | None = option(None, "requests that may wait beside those that fill free slots; more are "
                                      "answered 429 (default: 8 x max_num_seqs, at least 512, in a server; no bound "
                                      "offline)", least=1)
     scheduling_policy: str = option("fcfs", "order of requests", choices=("fcfs", "priority"))
     watermark: float = option(0.01, "share of the KV blocks kept free when admitting beside running requests")
 
+    def sequences(self) -> int:
+        """Requests running at once, where no device says otherwise."""
+        return self.max_num_seqs or SEQUENCES
+
     def token_budget(self, default: int = CPU_TOKENS) -> int:
         """Tokens of one step at most, and enough for every running request to advance."""
-        return self.max_num_batched_tokens or max(default, self.max_num_seqs)
+        return self.max_num_batched_tokens or max(default, self.sequences())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +158,9 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"mock_step_ms={config.device.mock_step_ms}: must be in [0, 60000].")
     if config.device.async_depth not in (None, 1, 2):
         raise ConfigError(f"async_depth={config.device.async_depth}: must be 1 or 2.")
-    if s.max_num_batched_tokens is not None and s.max_num_batched_tokens < s.max_num_seqs:
+    if s.max_num_batched_tokens is not None and s.max_num_batched_tokens < s.sequences():
         raise ConfigError(
-            f"max_num_batched_tokens={s.max_num_batched_tokens} is below max_num_seqs={s.max_num_seqs}: a step could "
+            f"max_num_batched_tokens={s.max_num_batched_tokens} is below max_num_seqs={s.sequences()}: a step could "
             f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens.")
 
 

@@ -1,15 +1,16 @@
 """How a GPU's memory is shared out: pure functions of measured bytes; what does not fit says what would make it fit."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.resolve import GIB, DeviceBudget, MemoryPlan, check_context
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 
 CUDA_TOKENS = 8192  # of one step
 CUDA_BLOCK_SIZE = 128  # a kernel's tile of keys; smaller tiles divide it
+LARGE_GPU, LARGE_SEQUENCES = 70 * GIB, 1024  # requests at once on a GPU with so much memory
 MOST_SEQUENCES = 4096  # of one step: what makes its work lists looks at all of them at once
 SPARE = 256 << 20  # bytes left free beside everything: what libraries allocate late
 MAX_BLOCKS = 1 << 17  # a block costs the scheduler about 0.5 KB, and a tiny model's page is tiny
@@ -51,9 +52,18 @@ class DeviceMemory:
         return self.weights + self.working
 
 
+def resolve_batch(scheduler: SchedulerConfig, total: int) -> SchedulerConfig:
+    """What a GPU with `total` bytes decides when nobody did: more requests where their caches have room."""
+    seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
+    tokens = scheduler.max_num_batched_tokens
+    if tokens is not None and scheduler.max_num_seqs is None:
+        seqs = min(seqs, tokens)
+    return replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens or max(CUDA_TOKENS, seqs))
+
+
 def check_sequences(config: EngineConfig) -> None:
     """Refuse more sequences than a step can have."""
-    if config.scheduler.max_num_seqs > MOST_SEQUENCES:
+    if config.scheduler.sequences() > MOST_SEQUENCES:
         raise ConfigError(f"max_num_seqs={config.scheduler.max_num_seqs}: a step on a GPU has at most {MOST_SEQUENCES} "
                           "sequences, the others wait: lower it.")
 
@@ -69,7 +79,7 @@ def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, 
 
 def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
     """The message when the largest step found too little of the `free` bytes beside `weights` bytes of parameters."""
-    seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.token_budget(CUDA_TOKENS)
+    seqs, tokens = config.scheduler.sequences(), config.scheduler.token_budget(CUDA_TOKENS)
     fewer = max(1, seqs // 4)
     return (f"tables and activations of a step of {tokens} tokens and {seqs} sequences do not fit beside "
             f"{_size(weights)} of weights in {_size(free)}. Try --max-num-seqs {fewer} --max-num-batched-tokens "
@@ -166,8 +176,8 @@ def _advice(memory: DeviceMemory, config: EngineConfig, dtype: str, needed: int)
         ways.append(f"--gpu-memory-utilization {share:g}")
     batch = config.scheduler
     for flag, value, each, least in (
-        ("--max-num-seqs", batch.max_num_seqs, memory.per_seq, 1),
-        ("--max-num-batched-tokens", batch.token_budget(CUDA_TOKENS), memory.per_token, batch.max_num_seqs),
+        ("--max-num-seqs", batch.sequences(), memory.per_seq, 1),
+        ("--max-num-batched-tokens", batch.token_budget(CUDA_TOKENS), memory.per_token, batch.sequences()),
     ):
         lower = value - math.ceil(missing / each) if each else 0
         if lower >= least:

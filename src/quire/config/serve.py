@@ -69,7 +69,7 @@ class ServerConfig:
         scheduler = self.engine.scheduler
         if scheduler.max_waiting is not None:
             return scheduler.max_waiting
-        return max(scheduler.max_num_seqs * WAITING_PER_SLOT, LEAST_WAITING)
+        return max(scheduler.sequences() * WAITING_PER_SLOT, LEAST_WAITING)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -31,11 +31,11 @@ def build_mock_core(config: EngineConfig, folder: Path) -> EngineCore:
     if length > args.max_position_embeddings:
         raise ConfigError(f"max_model_len={length} exceeds the model's context of {args.max_position_embeddings}.")
     full = -(-length // size)
-    num_blocks = config.cache.num_gpu_blocks_override or max(full, min(scheduler.max_num_seqs * full, MAX_BLOCKS))
+    num_blocks = config.cache.num_gpu_blocks_override or max(full, min(scheduler.sequences() * full, MAX_BLOCKS))
     if num_blocks < full:
         raise ConfigError(f"max_model_len={length} needs {full} blocks of {size}: raise num_gpu_blocks_override.")
     executor = MockExecutor(
-        num_slots=scheduler.max_num_seqs,
+        num_slots=scheduler.sequences(),
         num_blocks=num_blocks,
         block_size=size,
         vocab_size=args.vocab_size,
@@ -50,7 +50,7 @@ def build_mock_core(config: EngineConfig, folder: Path) -> EngineCore:
     return EngineCore(
         executor,
         scheduler,
-        KVAllocator(BlockPool(num_blocks), geometry, num_slots=scheduler.max_num_seqs),
+        KVAllocator(BlockPool(num_blocks), geometry, num_slots=scheduler.sequences()),
         root_key=namespace_digest(model="mock", revision="", dtype="float32", block_size=size, geometry=geometry),
         prefix_caching=config.cache.enable_prefix_caching,
     )

@@ -47,6 +47,14 @@ class WaitingQueue:
                 "try again later."
             )
 
+    def backlog(self, most: int) -> int:
+        """Tokens of the waiting requests, counted only until they exceed `most`."""
+        total = 0
+        for _, _, request in self._heap:
+            if request.state is RequestState.WAITING and (total := total + len(request.tokens)) > most:
+                break
+        return total
+
     def push(self, request: Request) -> None:
         """Add a WAITING request; a preempted one is never refused."""
         priority = request.new.priority if self._by_priority else 0

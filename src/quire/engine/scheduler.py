@@ -17,6 +17,7 @@ from quire.kv.hashing import KeyChain
 from quire.kv.prefix import PrefixMatch
 
 LOG = logging.getLogger("quire")
+SHORT_STEPS = 8  # in which all prompts that wait must be done, or steps are not kept short
 SHARED_TOKENS = 1024  # reading fewer once instead of for each request saves nothing
 
 
@@ -47,7 +48,7 @@ class Scheduler:
         self.queue = WaitingQueue(self.by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
         self.num_preempted = self.num_blocked = self.prefix_queries = self.prefix_hits = 0
-        self._budget = config.token_budget()
+        self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
         self._lag = facts.decode_lag
         self._headroom = int(config.watermark * facts.num_blocks)
         self._root = root_key
@@ -132,18 +133,33 @@ class Scheduler:
     def plan(self, step: int) -> InFlight | None:
         """The next step, or None when nothing can run before more results arrive."""
         preempted = self.num_preempted
-        slots, num_tokens = share_budget(self.table, self._budget, self._lag)
+        budget = self._step_budget()
+        slots, num_tokens = share_budget(self.table, budget, self._lag)
         slots, num_tokens, appended = self._grow(slots, num_tokens)
         if self._offer_chunks(slots, num_tokens):
             slots, num_tokens, appended = self._still_running(slots, num_tokens, appended)
         admitted: list[Admission] = []
         if self.num_preempted == preempted and len(self.queue):
-            slots, num_tokens = self._admit(slots, num_tokens, admitted)
+            slots, num_tokens = self._admit(slots, num_tokens, admitted, budget)
         if not len(slots):
             return None
         in_flight = self._record(step, slots, num_tokens, admitted, appended)
         self._released.clear()
         return in_flight
+
+    def _step_budget(self) -> int:
+        """Tokens of the next step. Few prompts beside many answers come in chunks that about double a step's time, so
+        that no answer stalls. Many prompts come first: a step takes nearly as long with few answers as with many."""
+        if not self._chunk:
+            return self._budget
+        order = self.table.order()
+        pending = np.maximum(self.table.goal[order] - self.table.planned[order], 0)
+        decoding = len(order) - int(np.count_nonzero(pending))
+        chunk = max(self._chunk, decoding)
+        short = SHORT_STEPS * chunk - int(pending.sum())
+        if not decoding or short < 0 or self.queue.backlog(short) > short:
+            return self._budget
+        return min(self._budget, decoding + chunk)
 
     def _grow(self, slots: I32, num_tokens: I32) -> tuple[I32, I32, I32]:
         """Give every slot the blocks for its tokens; take them from the last in order when the pool is short."""
@@ -188,9 +204,9 @@ class Scheduler:
         self.num_preempted += 1
         self.queue.push(request)
 
-    def _admit(self, slots: I32, num_tokens: I32, admitted: list[Admission]) -> tuple[I32, I32]:
+    def _admit(self, slots: I32, num_tokens: I32, admitted: list[Admission], budget: int) -> tuple[I32, I32]:
         """Admit waiting requests in order while tokens, slots and blocks last; never past one that does not fit."""
-        room = self._budget - int(num_tokens.sum())
+        room = budget - int(num_tokens.sum())
         new_slots: list[int] = []
         new_tokens: list[int] = []
         while room > 0 and self.table.num_free and (request := self.queue.peek()) is not None:

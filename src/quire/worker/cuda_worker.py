@@ -27,6 +27,7 @@ from quire.worker.packed import Change, PackedSteps
 from quire.worker.sampler import CODES
 from quire.worker.scoring import Scored, score_prompts, unscorable
 
+NARROW = 256  # sequences: a captured step with prompts is made for them, and once more for as many as there can be
 SHARED_GROUPS = 8  # of decodes with a common prefix, in one step
 
 
@@ -88,7 +89,7 @@ class CudaWorker:
                                    shared_words=SharedBlocks.words(SHARED_GROUPS, seqs))  # fmt: skip
         self._logits = zeros(seqs, model.args.vocab_size, dtype=torch.float32)
         self._out = zeros(2, seqs, dtype=torch.int32)
-        self._hidden: dict[tuple[int, bool], Tensor] = {}  # what the layers of a captured step leave
+        self._hidden: dict[tuple[int, int], Tensor] = {}  # what the layers of a captured step leave
         self._results = deque(
             (torch.zeros((2, seqs), dtype=torch.int32, pin_memory=device.type == "cuda"), torch.cuda.Event())
             for _ in range(limits.depth + 1)
@@ -169,9 +170,11 @@ class CudaWorker:
     ) -> Iterator[tuple[Key, Callable[[], None]]]:
         """What steps of these sizes do, and its key in `graphs`: the layers of steps with prompts, decode steps,
         sampling; each largest first."""
+        narrow, most = min(NARROW, self.limits.num_slots), self.limits.num_slots
         for tokens in reversed(graph_tokens):
-            for shared in (False, True):
-                yield ("mixed", tokens, shared), partial(self._mixed, tokens, shared)
+            wide = [(most, False)] if narrow < min(tokens, most) else []
+            for seqs, shared in ((narrow, False), (narrow, True), *wide):
+                yield ("mixed", tokens, 2 * seqs + shared), partial(self._mixed, tokens, seqs, shared)
         for size in reversed(graph_sizes):
             for shared in (False, True):
                 yield ("decode", size, shared), partial(self._decode, size, shared)
@@ -202,8 +205,10 @@ class CudaWorker:
         rows, tokens = self._round_up(num_samples) or num_samples, int(plan.num_tokens.sum())
         padded = next((size for size in self.limits.graph_tokens if size >= tokens), 0)
         if padded:
-            self.graphs.run(("mixed", padded, shared), lambda: self._mixed(padded, shared))
-            hidden = self._hidden[padded, shared]
+            seqs = NARROW if len(plan.slots) <= NARROW < self.limits.num_slots else self.limits.num_slots
+            variant = 2 * seqs + shared
+            self.graphs.run(("mixed", padded, variant), lambda: self._mixed(padded, seqs, shared))
+            hidden = self._hidden[padded, variant]
         else:
             hidden = self._layers(tokens, max(len(plan.slots), rows), int(plan.num_tokens.max()), shared)
         if rows:
@@ -222,9 +227,8 @@ class CudaWorker:
             scored.append(Scored(slot, int(ends[i]) - count, count, position, self._specs[slot]))
         return score_prompts(scored, hidden, lambda rows: self.model.head(self.model.norm(rows)), self.tables.history)
 
-    def _mixed(self, tokens: int, shared: bool) -> None:
-        most = self.limits.num_slots
-        self._hidden[tokens, shared] = self._layers(tokens, most, tokens, shared)
+    def _mixed(self, tokens: int, seqs: int, shared: bool) -> None:
+        self._hidden[tokens, 2 * seqs + shared] = self._layers(tokens, seqs, tokens, shared)
 
     def _decode(self, size: int, shared: bool) -> None:
         self._head(self._layers(size, size, 1, shared))

@@ -1,8 +1,14 @@
 """The benchmark of kernels on the CPU, with a tiny model: its cases compute what the library computes."""
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +19,12 @@ from quire.bench.kernels import Rates, measure_kernels, measure_rates, relative_
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import main
+from quire.kernels import triton_runtime
+from quire.kernels.activation import triton as activation
+from quire.kernels.attention import triton as attention
+from quire.kernels.heads import triton as heads
+from quire.kernels.linear import cuda as linear
+from quire.kernels.norm import triton as norm
 from quire.kernels.select import select_kernels
 
 CONFIG = {
@@ -23,17 +35,124 @@ CONFIG = {
 RATES = Rates(1e9, 1e10)
 
 
-def setup(**changes: object) -> Setup:
-    kernels = select_kernels("cpu", "float32", head_dim=16)
-    return Setup(args=parse_checkpoint_config(CONFIG | changes), device=torch.device("cpu"), dtype=torch.float32,
-                 kernels=kernels, block_size=8, rows=(1, 5), steps=((3, 1, 17), (2, 9, 9), (1, 4, 21)))
+needs_interpreter = pytest.mark.skipif(not triton_runtime.INTERPRETED, reason="needs Triton's interpreter")
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
+def setup(dtype: str = "float32", **changes: object) -> Setup:
+    args = parse_checkpoint_config(CONFIG | changes)
+    return Setup(args=args, device=torch.device("cpu"), dtype=getattr(torch, dtype), block_size=8,
+                 kernels=select_kernels("cpu", dtype, head_dim=16), rows=(1, 5),
+                 steps=((3, 1, 17), (2, 9, 9), (1, 4, 21)), shared=((3, 21, 16),))
+
+
+def on_gpu(dtype: str) -> Setup:
+    """With a GPU's kernels, in the interpreter."""
+    plain = setup(dtype)
+    return replace(plain, kernels=replace(plain.kernels, norm=norm, heads=heads, activation=activation, linear=linear,
+                                          attention=attention))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scalar_bounds() -> Iterator[None]:
+    """Lets the interpreter use a scalar as a loop's bound: its int() of an array of one is an error since NumPy 2.4."""
+    if not triton_runtime.INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+    yield
+    interpreter._patch_lang_tensor = patch
+
+
+def check(chosen: Setup, op: str) -> None:
+    rows = list(measure_kernels(chosen, RATES, [op]))
+    assert rows and [row["wrong"] for row in rows] == [""] * len(rows) and {row["op"] for row in rows} == {op}
+    for row in rows:
+        assert row["us"] > 0 and row["floor_percent"] == pytest.approx(100 / row["x_floor"], rel=0.5, abs=0.1)
+        assert row["library_us"] is None if op == "step" else row["library_us"] > 0 and row["library"]
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATIONS if op not in bench.TRITON_ONLY])
 def test_every_case_computes_what_the_library_computes(op: str) -> None:
-    rows = list(measure_kernels(setup(), RATES, [op]))
-    assert rows and all(row["wrong"] == "" and row["us"] > 0 and row["library_us"] > 0 for row in rows)
-    assert {row["op"] for row in rows} == {op}
+    check(setup(), op)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("op", "dtype"), [*((op, "float32") for op in OPERATIONS), ("linear", "bfloat16"),
+                                          ("layer", "bfloat16"), ("embedding", "bfloat16")])
+def test_every_case_of_a_gpu(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SAMPLES", 1)
+    check(on_gpu(dtype), op)
+
+
+def test_what_only_a_gpu_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "INTERPRETED", False)
+    rows = list(measure_kernels(setup(), RATES, bench.TRITON_ONLY))
+    assert len(rows) == 1 + 8 + 3 and all(row["us"] is None and row["wrong"] == "only on a GPU" for row in rows)
+
+
+def wrong(chosen: Setup, op: str) -> list[str]:
+    rows = list(measure_kernels(chosen, RATES, [op]))
+    assert all(row["us"] is row["library_us"] is None for row in rows if row["wrong"])
+    return [row["wrong"] for row in rows]
+
+
+@pytest.mark.parametrize("part", ["k", "v", "slot"])
+def test_a_wrong_cache_has_no_speed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = setup()
+    right = chosen.kernels.heads.prepare
+
+    def prepare(qkv: Any, weight: Any, eps: Any, cos: Any, sin: Any, kv: Any, slots: Any) -> Any:
+        q = right(qkv, weight, eps, cos, sin, kv, slots + (part == "slot"))
+        if part != "slot":
+            getattr(kv, part)[slots // 8, :, slots % 8] *= 1.1
+        return q
+
+    monkeypatch.setattr(chosen.kernels.heads, "prepare", prepare)
+    assert all("differs by" in said for said in wrong(chosen, "heads"))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("op", "owner", "name"), [
+    ("sampler", "quire.bench.kernel_cases.GpuSampler", "sample"),
+    ("step", "quire.bench.kernel_cases.step", "apply_runs"), ("step", "quire.bench.kernel_cases.step", "build_inputs"),
+    ("step", "quire.bench.kernel_cases.step", "finish_step"),
+])
+def test_what_does_nothing_has_no_speed(op: str, owner: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{owner}.{name}", lambda *args, **named: None)
+    assert all(said.startswith("differs by") and said.endswith("its reference") for said in wrong(setup(), op))
+
+
+@needs_interpreter
+def test_shared_blocks_are_read_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(OPERATIONS["shared"](on_gpu("float32")))
+    assert case.num_bytes == 4 * (2 * 2 * 16 * (16 + 3 * 5) + 2 * 3 * 4 * 16)
+    monkeypatch.setattr(attention, "prefix_kernel", {})  # which is launched by what is told of shared blocks, alone
+    pair = case.make(1)[0]
+    assert pair.baseline is not None and pair.baseline() is not None
+    with pytest.raises(KeyError):
+        pair.run()
+
+
+@pytest.mark.parametrize("op", ["layer", "embedding"])
+def test_a_wrong_layer_has_no_speed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = {"layer": "quire.quantization.unquantized.run", "embedding": "quire.layers.embedding.F.embedding"}[op]
+    chosen = setup()
+    if op == "embedding":
+        from quire.bench.kernel_cases import VocabEmbedding
+
+        right = VocabEmbedding.forward
+        monkeypatch.setattr(VocabEmbedding, "forward", lambda self, ids: right(self, ids + 1 - 2 * (ids == 95)))
+    else:
+        monkeypatch.setattr(name, lambda kernel, x, packed: kernel.run(x, packed.weight, packed.bias) * 1.1)
+    assert all("differs by" in said for said in wrong(chosen, op))
 
 
 def test_a_wrong_kernel_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +169,8 @@ def test_floors_count_every_byte_once() -> None:
     case = next(c for c in OPERATIONS["linear"](setup()) if c.shape == "down 5 x 96 -> 64")
     assert case.num_bytes == 4 * (96 * 64 + 5 * 96 + 5 * 64) and case.flops == 2 * 5 * 96 * 64
     assert RATES.floor(case) == case.num_bytes / 1e9
-    attention = [c for c in OPERATIONS["attention"](setup()) if c.shape.startswith("1 x 4 of 21")][0]
-    assert attention.flops == 4 * 4 * 16 * (18 + 19 + 20 + 21)
+    chunk = [c for c in OPERATIONS["attention"](setup()) if c.shape.startswith("1 x 4 of 21")][0]
+    assert chunk.flops == 4 * 4 * 16 * (18 + 19 + 20 + 21)
 
 
 def test_a_reference_that_loops_over_rows_is_not_timed() -> None:
@@ -64,6 +183,8 @@ def test_rates_and_errors() -> None:
     rates = measure_rates(torch.device("cpu"), torch.float32, 64)
     assert rates.memory > 0 and rates.matrix > 0
     assert relative_error(torch.tensor([1.0, 2.2]), torch.tensor([1.0, 2.0])) == pytest.approx(0.2 / 5**0.5, rel=1e-5)
+    assert relative_error(torch.ones(2, 1), torch.ones(2)) == float("inf")
+    assert relative_error(torch.tensor([0, 7]), torch.tensor([0, 0])) == 0.5
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

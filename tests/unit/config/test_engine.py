@@ -11,8 +11,8 @@ from quire.contracts.errors import ConfigError
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_num_seqs": "8"}, "max_num_seqs='8': must be an integer, not str"),
-        ({"max_num_seqs": True}, "max_num_seqs=True: must be an integer, not bool"),
+        ({"max_num_seqs": "8"}, "max_num_seqs='8': must be an integer or None, not str"),
+        ({"max_num_seqs": True}, "max_num_seqs=True: must be an integer or None, not bool"),
         ({"max_model_len": 64.5}, "max_model_len=64.5: must be an integer or None, not float"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no': must be True or False, not str"),
         ({"watermark": "a"}, "watermark='a': must be a number, not str"),

@@ -15,6 +15,7 @@ from quire.config.resolve_cuda import (
     check_sequences,
     check_weights,
     gpu_only_options,
+    resolve_batch,
     resolve_cuda_memory,
 )
 from quire.contracts.blocks import KVComponent
@@ -149,3 +150,12 @@ def test_more_sequences_than_a_step_has_are_refused() -> None:
     check_sequences(EngineConfig.from_flat(max_num_seqs=4096))
     with pytest.raises(ConfigError, match="max_num_seqs=4097: a step on a GPU has at most 4096"):
         check_sequences(EngineConfig.from_flat(max_num_seqs=4097))
+
+
+@pytest.mark.parametrize("asked, gib, seqs, tokens", [
+    ({}, 24, 256, 8192), ({}, 80, 1024, 8192), ({"max_num_seqs": 300}, 80, 300, 8192),
+    ({"max_num_batched_tokens": 512}, 80, 512, 512), ({"max_num_seqs": 9000}, 80, 9000, 9000),
+])  # fmt: skip
+def test_what_a_gpu_decides_when_nobody_did(asked: dict[str, int], gib: int, seqs: int, tokens: int) -> None:
+    batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30)
+    assert (batch.max_num_seqs, batch.max_num_batched_tokens) == (seqs, tokens)

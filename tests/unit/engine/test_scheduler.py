@@ -38,6 +38,28 @@ def test_decodes_go_first_and_a_long_prompt_takes_exactly_what_is_left(Rig: Any,
     rig.drain()
 
 
+def test_few_prompts_beside_answers_come_in_small_chunks_and_many_at_once(Rig: Any, depth: int) -> None:
+    """A chunk is 4 tokens, or one for each answer; what does not fit into 8 of them comes first."""
+    rig = Rig(depth, budget=64, slots=8, blocks=90)
+    rig.scheduler._chunk = 4
+    rig.add(range(30), 60)
+    rig.step()
+    assert list(rig.plan_of().values()) == [30], "nobody is being answered"
+    few = [rig.add(range(40, 50), 60), rig.add(range(60, 67), 60)]
+    for chunks in ([4], [4], [2, 2], [4], [1]):
+        rig.step()
+        assert list(rig.plan_of().values()) == [1] * (len(rig.plan_of()) - len(chunks)) + chunks
+    assert len(rig.plan_of()) == 3 and slot(rig, few[1]) in rig.plan_of()
+    rig.add(range(500, 533), 60)
+    rig.step()
+    assert list(rig.plan_of().values()) == [1, 1, 1, 33], "33 tokens are more than 8 chunks"
+    for first in (600, 700):
+        rig.add(range(first, first + 8), 60)
+    rig.step()
+    assert list(rig.plan_of().values()) == [1] * 4 + [4]
+    rig.drain()
+
+
 def test_two_prompts_share_the_budget_in_order(Rig: Any, depth: int) -> None:
     rig = Rig(depth, budget=10)
     first, second = rig.add(range(16), 2), rig.add(range(50, 66), 2)

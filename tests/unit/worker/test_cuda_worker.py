@@ -159,8 +159,11 @@ def run_ahead(worker: CudaWorker, plans: tuple[StepPlan, ...]) -> list[StepResul
 
 
 @pytest.mark.parametrize("sizes", [(), (2, 4)])
-def test_the_same_tokens_as_on_a_cpu(cuda_worker: Callable[..., CudaWorker], sizes: tuple[int, ...]) -> None:
-    """With sizes decodes and samples are padded, and whole steps of up to 48 tokens."""
+def test_the_same_tokens_as_on_a_cpu(
+    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    """With sizes decodes and samples are padded, and whole steps of up to 48 tokens, made for 2 and for 4 sequences."""
+    monkeypatch.setattr("quire.worker.cuda_worker.NARROW", 2)
     oracle = cpu_worker()
     worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
     for expected, found in zip(map(oracle.run, PLANS), run_ahead(worker, PLANS), strict=True):
@@ -186,12 +189,26 @@ def test_what_runs_is_what_was_captured(cuda_worker: Callable[..., CudaWorker]) 
     assert len(graphs.ran) == 2 * 4 and set(graphs.ran) - set(graphs.captured) == {("sample", 0, 0)}
 
 
+def test_steps_with_prompts_are_captured_for_few_and_for_many(
+    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.worker.cuda_worker.NARROW", 2)
+    worker = cuda_worker(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
+    worker.warm_up()
+    run_ahead(worker, PLANS[:5])
+    graphs = worker.graphs
+    assert isinstance(graphs, Recording)
+    mixed = [key for key in graphs.ran if key[0] == "mixed"]  # type: ignore[index]
+    assert mixed == [("mixed", 48, 4), ("mixed", 48, 4), ("mixed", 48, 8), ("mixed", 48, 4)]
+    assert set(mixed) <= set(graphs.captured)
+
+
 def test_rehearsing_leaves_no_result_and_does_what_is_captured(cuda_worker: Callable[..., CudaWorker]) -> None:
     worker, did = cuda_worker(replace(LIMITS, graph_sizes=(2,), graph_tokens=(16,))), []
     for name in ("_mixed", "_decode", "_sample"):
         setattr(worker, name, lambda *args: did.append(args))
     worker.rehearse([PLANS[2]])
-    assert did[2:] == [(16, False), (16, True), (2, False), (2, True), (2, 0), (2, 1), (2, 2), (2, 3)]
+    assert did[2:] == [(16, 4, False), (16, 4, True), (2, False), (2, True), (2, 0), (2, 1), (2, 2), (2, 3)]
     assert not worker._running
 
 

@@ -12,7 +12,7 @@ from quire.entry.cli.table import format_table
 from quire.platforms.detect import resolve_device
 
 COLUMNS = {"model": "model", "op": "operation", "kernel": "kernel", "shape": "shape", "us": "us", "floor_us": "floor",
-           "x_floor": "x floor", "library": "library", "library_us": "us", "x_library": "times faster",
+           "floor_percent": "% of floor", "library": "library", "library_us": "library us", "x_library": "times faster",
            "wrong": "not timed"}
 
 

@@ -7,8 +7,8 @@ paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks
     KV head h // (Hq / Hkv). Softmax in float32. The result has q's dtype.
 
 Contract: all KV of the step is written (`quire.kernels.heads`) before any row attends, so a sequence may read blocks
-that another sequence of the same step fills. Slots of a block past the sequence's length may hold any key, NaN too. On a
-GPU every value in the cache is a finite number, because tiles are multiplied whole: who writes it puts the largest
+that another sequence of the same step fills. Slots of a block past the sequence's length may hold any key, NaN too. On
+a GPU every value in the cache is a finite number, because tiles are multiplied whole: who writes it puts the largest
 where there is none.
 Features an implementation may declare: window, soft_cap, sinks, and
 
