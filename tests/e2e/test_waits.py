@@ -39,8 +39,8 @@ VOCAB = 512
 READ_BACK = "Worker._read_back"  # the one function of the worker that may wait
 COLLECT = "InProcessExecutor.collect"  # the one function of the engine's thread that may wait
 
-# Reads inside READ_BACK: tokens, slots, whether any row failed, the slots that asked for logprobs.
-RESULT_READS = 4
+# Reads inside READ_BACK: tokens and slots, each moved and viewed, whether any row failed, who asked for logprobs.
+RESULT_READS = 6
 # More of them for each batch of rows that is scored: ids, values and ranks, each moved and viewed.
 LOGPROB_READS = 6
 TOP_READS = 1  # ... and which rows tie at the last alternative
@@ -53,6 +53,7 @@ SORTS = "rows are sorted by kind on the host"
 NO_THREADS = "numpy's logarithm and exponential wait for no second thread; the branch is for tensors on a CPU"
 HOT_READS = (
     ("as_list", "tolist", 2, "step", CUTS),  # bounds and lengths
+    ("build_inputs", "to", 4, "step", "the plain worker moves arrays of the host to the device as they come"),
     ("_plan_decode", "numpy", 1, "cutting", CUTS),  # block tables; the native kernel cuts nothing
     ("_num_sound", "item", 1, "chunk", "a chunk with values that are not finite is done again without them"),
     ("Sampler.sample", "tolist", 1, "step", SORTS),  # slots
