@@ -17,7 +17,7 @@ from quire.kv.hashing import KeyChain
 from quire.kv.prefix import PrefixMatch
 
 LOG = logging.getLogger("quire")
-SHORT_STEPS = 8  # in which all prompts that wait must be done, or steps are not kept short
+SHORT_STEPS = 32  # in which all prompts that wait must be done, or steps are not kept short (docs/log.md)
 SHARED_TOKENS = 1024  # reading fewer once instead of for each request saves nothing
 
 

@@ -38,10 +38,13 @@ def test_decodes_go_first_and_a_long_prompt_takes_exactly_what_is_left(Rig: Any,
     rig.drain()
 
 
-def test_few_prompts_beside_answers_come_in_small_chunks_and_many_at_once(Rig: Any, depth: int) -> None:
+def test_few_prompts_beside_answers_come_in_small_chunks_and_many_at_once(
+    Rig: Any, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk is 4 tokens, or one for each answer; what does not fit into 8 of them comes first."""
     rig = Rig(depth, budget=64, slots=8, blocks=90)
     rig.scheduler._chunk = 4
+    monkeypatch.setattr("quire.engine.scheduler.SHORT_STEPS", 8)
     rig.add(range(30), 60)
     rig.step()
     assert list(rig.plan_of().values()) == [30], "nobody is being answered"
