@@ -74,15 +74,15 @@ def choose_operations(names: Sequence[str]) -> list[str]:
 
 
 def measure_kernels(setup: Setup, rates: Rates, operations: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each case: times in microseconds, `x_floor` and `x_library` as ratios (the second: how many times
-    faster than the library), `floor_percent` 100 on the floor, or what is `wrong`."""
+    """A row for each case: times in microseconds, `floor_percent` (100 on the floor), `x_library` (how many times
+    faster than the library), or what is `wrong`."""
     chosen = {choice.op: choice.name for choice in setup.kernels.choices}
     for op in operations:
         kernel = chosen.get(CHOSEN_AS.get(op, op), "triton")
         untimed = _untimed(setup, op, kernel)
         for case in OPERATIONS[op](setup):
             row: dict[str, Any] = {"op": op, "kernel": kernel, "shape": case.shape, "us": None,
-                                   "floor_us": _micro(rates.floor(case)), "x_floor": None, "floor_percent": None,
+                                   "floor_us": _micro(rates.floor(case)), "floor_percent": None,
                                    "library": case.baseline, "library_us": None, "x_library": None, "wrong": untimed}
             yield row if untimed else row | _measure(setup, case, rates)
 
@@ -100,7 +100,7 @@ def _measure(setup: Setup, case: Case, rates: Rates) -> dict[str, Any]:
     if wrong := _difference(pairs[0], case.baseline, TOLERANCE[setup.dtype]):
         return {"wrong": wrong}
     ours, floor = seconds_per_call([pair.run for pair in pairs], setup.device), rates.floor(case)
-    found = {"us": _micro(ours), "x_floor": round(ours / floor, 2), "floor_percent": round(100 * floor / ours, 1)}
+    found = {"us": _micro(ours), "floor_percent": round(100 * floor / ours, 1)}
     calls = [pair.baseline for pair in pairs if pair.baseline is not None]
     if not calls:
         return found

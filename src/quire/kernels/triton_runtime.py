@@ -29,6 +29,7 @@ else:
         """What stands for a kernel where there is none."""
         return function or jit
 
+
 GLUON_VERSIONS = ("3.6.",)  # of Triton: its lower level is experimental, so each must have been tried
 if triton is not None and triton.__version__.startswith(GLUON_VERSIONS) and not INTERPRETED:
     from triton.experimental.gluon import jit as gluon_jit

@@ -75,7 +75,8 @@ def check(chosen: Setup, op: str) -> None:
     rows = list(measure_kernels(chosen, RATES, [op]))
     assert rows and [row["wrong"] for row in rows] == [""] * len(rows) and {row["op"] for row in rows} == {op}
     for row in rows:
-        assert row["us"] > 0 and row["floor_percent"] == pytest.approx(100 / row["x_floor"], rel=0.5, abs=0.1)
+        share = pytest.approx(100 * row["floor_us"] / row["us"], rel=0.5, abs=0.1)
+        assert row["us"] > 0 and row["floor_percent"] == share
         assert row["library_us"] is None if op == "step" else row["library_us"] > 0 and row["library"]
 
 
