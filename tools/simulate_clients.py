@@ -3,9 +3,10 @@
     python tools/simulate_clients.py
 
 A step takes what the 8B takes on an H200: 5.75 ms, 0.01 ms for each answer, and 0.0243 ms for each token beyond 190,
-from where on products take longer than reading the weights. Prompts are 512 tokens, answers 256; `SHORT_STEPS` and the chunk
-are those of `quire.engine.scheduler`. Prints times between tokens in ms, the share of them over twice the median, and
-output tokens per second: served (256 requests, 64 at once, twelve seeds) and offline (64 at once, no later ones).
+from where on products take longer than reading the weights. Prompts have 512 tokens, answers 256; `SHORT_STEPS` and
+the chunk are those of `quire.engine.scheduler`. Prints times between tokens in ms, the share of them over twice the
+median, and output tokens per second: served (256 requests, 64 at once, twelve seeds) and offline (64 at once, no later
+ones).
 """
 
 import random
