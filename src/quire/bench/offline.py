@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire import __version__
-from quire.bench.target import printable, resolve_target
-from quire.bench.workload import Workload, fastest_run, load_workloads
+from quire.bench.workload import Workload, fastest_run, load_workloads, printable, resolve_target
 from quire.contracts.errors import ConfigError
 from quire.contracts.output import StepOutputs
 from quire.contracts.sampling import OutputKind, SamplingParams

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from quire.bench.serve_client import Client, Record
 from quire.bench.serve_load import Ask, arrivals
 from quire.contracts.errors import ConfigError
@@ -139,23 +141,17 @@ def _latency(record: Record, name: str) -> float | None:
 
 
 def _describe(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    ordered = sorted(values)
     row: dict[str, float | None] = {
-        f"mean_{name}_ms": round(statistics.fmean(ordered), 3) if ordered else None,
-        f"median_{name}_ms": percentile(ordered, 50),
-        f"std_{name}_ms": round(statistics.pstdev(ordered), 3) if ordered else None,
+        f"mean_{name}_ms": round(statistics.fmean(values), 3) if values else None,
+        f"median_{name}_ms": percentile(values, 50),
+        f"std_{name}_ms": round(statistics.pstdev(values), 3) if values else None,
     }
-    return row | {f"p{p:g}_{name}_ms": percentile(ordered, p) for p in percentiles}
+    return row | {f"p{p:g}_{name}_ms": percentile(values, p) for p in percentiles}
 
 
-def percentile(ordered: Sequence[float], p: float) -> float | None:
-    """The p-th percentile (0 to 100) of sorted values, linear between neighbours; None of nothing."""
-    if not ordered:
-        return None
-    place = (len(ordered) - 1) * p / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return round(ordered[low] + (ordered[high] - ordered[low]) * (place - low), 3)
+def percentile(values: Sequence[float], p: float) -> float | None:
+    """The p-th percentile (0 to 100), linear between neighbours; None of nothing."""
+    return round(float(np.percentile(values, p)), 3) if values else None
 
 
 def remarks(result: dict[str, Any], asks: Sequence[Ask]) -> list[str]:

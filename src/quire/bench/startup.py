@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.bench.target import printable, resolve_target
+from quire.bench.workload import printable, resolve_target
 from quire.contracts.errors import ConfigError, EngineDead, UserError
 
 NUM_PROMPT = 8

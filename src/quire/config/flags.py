@@ -12,16 +12,21 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
 from quire.config.env import environment_warnings
 from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
 from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather
+from quire.config.text_table import read_rows
 from quire.config.texts import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
 
 LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]
+ARGUMENTS: dict[str, dict[str, Any]] = {  # what a table of flags may say of what follows one
+    "switch": {"action": "store_true"}, "text": {}, "int": {"type": int}, "float": {"type": float},
+    "json": {"type": json.loads}, "file": {"type": Path}, "several": {"nargs": "*"}, "again": {"action": "append"}}
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -173,6 +178,30 @@ def add_flags(parser: argparse.ArgumentParser, options: Options) -> None:
     for title, option in options:
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         group.add_argument(*flag_names(option), **flag_settings(option), help=_help(option))
+
+
+def add_flag_table(parser: argparse.ArgumentParser, path: Path, prefix: str = "") -> None:
+    """Add the flags that a text file lists, those of no option of the engine. Its rows are
+
+        --flag --other-spelling | one of ARGUMENTS and a name, or the choices | default in JSON, - for none | help
+        title of the group that begins here
+
+    prefix   of their places in the namespace; with one, what is not given is not there at all
+    """
+    group: Any = parser
+    for flags, *cells in read_rows(path):
+        if not cells:
+            group = parser.add_argument_group(flags)
+            continue
+        (kind, *names), default, text = cells[0].split(), cells[1], cells[2]
+        settings = dict(ARGUMENTS.get(kind, {"choices": [kind, *names]}))
+        if kind in ARGUMENTS and names:
+            settings["metavar"] = names[0]
+        if prefix:
+            settings |= {"dest": prefix + flags.split()[0][2:].replace("-", "_"), "default": argparse.SUPPRESS}
+        elif default != "-":
+            settings["default"] = Path(json.loads(default)) if kind == "file" else json.loads(default)
+        group.add_argument(*flags.split(), **settings, help=text)
 
 
 def flag_settings(option: Field[Any]) -> dict[str, Any]:

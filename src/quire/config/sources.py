@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.env import hf_token, option_texts, unknown_variables, variable
-from quire.config.peer_args import Given, PeerOutcome, file_peer_flag, given_peer_flags, judge, refuse
-from quire.config.peer_flags import PEER_FLAGS
+from quire.config.peer_flags import PEER_FLAGS, Given, PeerOutcome, file_peer_flag, given_peer_flags, judge, refuse
 from quire.config.texts import COUNTS, LIST, option_parser, read_value
 from quire.contracts.errors import ConfigError
 
@@ -59,7 +58,9 @@ def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Col
     two models.
     """
     by_name = {option.name: option for option in options}
-    _refuse_unknown_variables(by_name)
+    for name, near in unknown_variables(by_name).items():
+        if near is not None:
+            raise ConfigError(f"environment variable {name} is not known: did you mean {near}?")
     found = Settings(values={}, origins={})
     if token := hf_token():
         found.put("hf_token", token, "environment variable HF_TOKEN")
@@ -117,12 +118,6 @@ def _refuse_masks(found: Settings) -> None:
 def _put_aliases(found: Settings, outcome: PeerOutcome, options: Mapping[str, Field[Any]]) -> None:
     for name, (value, spelling) in outcome.values.items():
         found.put(name, _parsed(options[name], value, spelling) if isinstance(value, str) else value, spelling)
-
-
-def _refuse_unknown_variables(known: Iterable[str]) -> None:
-    for name, near in unknown_variables(known).items():
-        if near is not None:
-            raise ConfigError(f"environment variable {name} is not known: did you mean {near}?")
 
 
 def _parsed(option: Field[Any], text: str, source: str) -> Any:

@@ -17,6 +17,7 @@ AUTO = ("auto", "-1")  # spellings of "not set" for max_model_len
 ACCELERATOR = re.compile(r"gpu|rocm|hip|xpu|tpu|mps|hpu|npu|neuron")
 LIST, COUNTS = tuple[str, ...], tuple[int, ...]
 OBJECT = dict[str, Any] | None
+OPTIONAL = (str | None, int | None, float | None, OBJECT)
 
 
 def parse_size(text: str) -> int:
@@ -126,27 +127,12 @@ def option_parser(option: Field[Any]) -> Callable[[str], Any]:
 def read_value(option: Field[Any], value: object) -> Any:
     """The option's value from a YAML or JSON value, a text as in a flag included; raises ValueError."""
     kind = option.type
-    optional = kind in (str | None, int | None, float | None, OBJECT)
-    if value is None and optional:
+    if value is None and kind in OPTIONAL:
         return None
     if isinstance(value, str):
         return (value,) if kind == LIST and not value.lstrip().startswith("[") else option_parser(option)(value)
-    if kind == LIST and isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    if kind == COUNTS and isinstance(value, list) and all(type(item) is int for item in value):
-        return tuple(value)
-    if kind == OBJECT and isinstance(value, dict):
-        return value
-    if isinstance(value, bool):
-        if kind is bool:
-            return value
-    elif isinstance(value, int) and kind in (int, int | None):
-        return option_parser(option)(str(value))
-    elif isinstance(value, (int, float)) and kind in (float, float | None):
-        return float(value)
-    raise ValueError(f"{value!r} is {_NOT.get(kind, 'no text: put it in quotes')}")
-
-
-_NOT: dict[Any, str] = {bool: "neither true nor false", int: "no whole number", int | None: "no whole number",
-                        float: "no number", float | None: "no number", OBJECT: "no mapping",
-                        LIST: "no list of texts: put each in quotes", COUNTS: "no list of whole numbers"}
+    if kind in (str, str | None) or (kind == LIST and not isinstance(value, list)):
+        raise ValueError(f"{value!r} is no text: put it in quotes")
+    if kind is bool and not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return option_parser(option)(json.dumps(value, default=str))

@@ -206,7 +206,7 @@ class FrontEnd:
     def _take_prompts(self, outputs: StepOutputs, taken: Taken) -> None:
         for handle, num_cached in outputs.cached.items():
             if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
-                found[0].num_cached = num_cached
+                found[0].num_cached, found[0].metrics.prefix = num_cached, outputs.prefixes.get(handle)
         for handle, rows in outputs.prompt_logprobs.items():
             if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
                 try:

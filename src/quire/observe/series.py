@@ -1,23 +1,11 @@
 """What metrics are counted in between two scrapes: plain lists and dicts, cheap enough for every token.
 
-Knows nothing of names, labels and the exposition format. Bucket bounds follow the peer's, so that its dashboards and
-alert rules fit; where those begin too coarsely for a fast engine, finer bounds stand before them.
+Knows nothing of names, labels and the exposition format.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-PHASE_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
-                 960.0, 1920.0, 7680.0)
-REQUEST_SECONDS = (0.01, 0.03, 0.1, *PHASE_SECONDS)
-FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-                       20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
-                 7.5, 10.0, 20.0, 40.0, 80.0)
-STEP_SECONDS = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
-COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0)
-LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 OTHER = "other"
 
 
@@ -32,7 +20,7 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "total")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: Iterable[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0

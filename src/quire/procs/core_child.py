@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -17,24 +16,6 @@ from quire.procs.messages import CoreStart
 
 PROC = Path("/proc")
 REAP_SECONDS = 5.0
-
-
-class RunningCore(Protocol):
-    """What a `CoreClient` needs of a core that it has started. `pid` is None for one in this process."""
-
-    pid: int | None
-
-    def ended(self) -> str | None:
-        """How it ended, as the rest of a sentence; None while it runs. Reaps it."""
-
-    def stopped(self) -> bool:
-        """Whether it is stopped by a signal (or a debugger) and does nothing."""
-
-    def kill(self) -> None:
-        """End it at once; idempotent."""
-
-    def release(self) -> None:
-        """Wait for its end, after `kill` or a `Stop`, and free what belongs to it."""
 
 
 class CoreChild:
@@ -48,14 +29,14 @@ class CoreChild:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=2, start_new_session=True
         )
-        self.pid: int | None = self._process.pid
+        self.pid = self._process.pid
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it is dead already, and that will be noticed
             self._process.stdin.write(msgspec.json.encode(start) + b"\n")
             self._process.stdin.flush()
 
     def ended(self) -> str | None:
-        """How it ended; None while it runs."""
+        """How it ended, as the rest of a sentence; None while it runs. Reaps it."""
         code = self._process.poll()
         if code is None:
             return None
@@ -66,7 +47,7 @@ class CoreChild:
         return f"was killed by signal {-code}"
 
     def stopped(self) -> bool:
-        """Whether its state is T (stopped) or t (traced)."""
+        """Whether it is stopped by a signal (T) or a debugger (t) and does nothing."""
         try:
             if PROC.is_dir():
                 state = (PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0]
@@ -78,12 +59,12 @@ class CoreChild:
         return state[:1] in ("T", "t")
 
     def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
+        """SIGKILL, which also ends a stopped process; idempotent."""
         if self._process.poll() is None:
             self._process.kill()
 
     def release(self) -> None:
-        """Wait for the end of the process and close the pipe."""
+        """Wait for its end, after `kill` or a `Stop`, and close the pipe."""
         assert self._process.stdin is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(REAP_SECONDS)

@@ -14,7 +14,7 @@ import zmq
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
-from quire.procs.core_child import RunningCore
+from quire.procs.core_child import CoreChild
 from quire.procs.messages import CoreStart, FromCore, Stop, ToCore
 from quire.procs.wire import decode_from_core, encode
 
@@ -26,7 +26,7 @@ LAST_WORDS_SECONDS = 0.1  # for the last message of a core that has ended
 STOP_SECONDS = 2.0  # for a core to end by itself
 MAX_FOLDER = 80  # a socket's path may have about 100 characters
 
-Launch = Callable[[CoreStart], RunningCore]
+Launch = Callable[[CoreStart], CoreChild]
 
 
 class CoreClient:
@@ -43,7 +43,7 @@ class CoreClient:
         on_death: Callable[[EngineDead], None],
         launch: Launch,
     ) -> None:
-        self.core: RunningCore | None = None
+        self.core: CoreChild | None = None
         self._on_message, self._on_death, self._launch = on_message, on_death, launch
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connected = self._over = False
@@ -121,7 +121,7 @@ class CoreClient:
             return
         self._loop.call_soon(self._receive)
 
-    async def _watch(self, core: RunningCore) -> None:
+    async def _watch(self, core: CoreChild) -> None:
         stopped_at: float | None = None
         while True:
             await asyncio.sleep(WATCH_SECONDS)
@@ -143,7 +143,7 @@ class CoreClient:
             self._over = True
             self._on_death(EngineDead(message))
 
-    async def _ended(self, core: RunningCore) -> None:
+    async def _ended(self, core: CoreChild) -> None:
         deadline = time.monotonic() + STOP_SECONDS
         while core.ended() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

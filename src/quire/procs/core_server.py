@@ -1,15 +1,17 @@
 """The life of a core: build it, then take what the front end sends, run a step, send what came of it.
 
-Knows messages and one `EngineCore`. Knows nothing of processes, and not how the core is built.
+Knows sockets, messages and one `EngineCore`. Knows nothing of processes, and not how the core is built.
 """
 
 import logging
 from collections.abc import Callable
 
+import msgspec
+import zmq
+
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import QuireError
 from quire.engine.core import EngineCore
-from quire.procs.core_sockets import CoreSockets
 from quire.procs.failures import failed, rejected
 from quire.procs.messages import (
     Abort,
@@ -24,12 +26,45 @@ from quire.procs.messages import (
     Stop,
     ToCore,
 )
+from quire.procs.wire import decode_to_core, encode
 
 LOG = logging.getLogger("quire")
+LAST_WORDS_MS = 2000  # how long a core that ends waits for its last message to be taken
 
 Receive = Callable[[bool], ToCore | None]  # whether to wait for a message -> the next one, None when there is none
 Send = Callable[[FromCore], None]
 Build = Callable[[EngineConfig, Send], tuple[EngineCore, Ready]]  # may send `Loading`
+
+
+class CoreSockets:
+    """The core's ends of two one-way sockets. Who reads one binds it and the other side connects, so that nothing that
+    is sent gets lost or waits, whoever comes first. One thread uses them; every queue is unbounded."""
+
+    def __init__(self, start: CoreStart) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._receiver, self._sender = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        for socket in (self._receiver, self._sender):
+            socket.set_hwm(0)
+        self._receiver.bind(start.to_core)
+        self._sender.connect(start.from_core)
+
+    def receive(self, wait: bool) -> ToCore | None:
+        """The next message; None when there is none and it is not to be waited for."""
+        try:
+            data = self._receiver.recv(0 if wait else zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return decode_to_core(data)
+
+    def send(self, message: FromCore) -> None:
+        """Queue a message; never waits."""
+        self._sender.send(encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Give the last message a moment to leave, then free everything."""
+        self._receiver.close(0)
+        self._sender.close(LAST_WORDS_MS)
+        self._context.term()
 
 
 def run_core(start: CoreStart, build: Build) -> int:
@@ -102,6 +137,9 @@ def _control(core: EngineCore, message: Control) -> Reply:
     try:
         if message.name == "reset_prefix_cache":
             return Reply(message.id, core.reset_prefix_cache())
+        if message.name == "plan":
+            plan = core.facts.plans.get("engine")
+            return Reply(message.id, msgspec.json.encode(plan and plan.describe()).decode())
         if message.name == "check":  # the bookkeeping, and that an idle core holds nothing
             core.check()
             return Reply(message.id, True)

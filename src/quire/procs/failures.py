@@ -5,55 +5,36 @@ Only classes of `contracts/errors.py` travel under their own name; anything else
 
 import traceback
 
-from quire.contracts.errors import (
-    ConfigError,
-    EngineClosed,
-    EngineDead,
-    EngineStarting,
-    InvalidParameter,
-    ModelError,
-    ModelNotFound,
-    PromptTooLong,
-    QueueFull,
-    QueueTimeout,
-    QuireError,
-    RequestError,
-    RequestFailed,
-    UnsupportedModel,
-    UserError,
-    WeightsError,
-)
+from quire.contracts import errors
 from quire.procs.messages import Failed, Rejected
 
 INTERNAL = "internal"  # code of a request that met a fault of ours
-PLAIN: dict[str, type[QuireError]] = {
-    kind.__name__: kind
-    for kind in (ConfigError, EngineClosed, EngineDead, EngineStarting, ModelError, ModelNotFound, PromptTooLong,
-                 QueueFull, QueueTimeout, RequestError, UnsupportedModel, UserError, WeightsError)
-}
+KINDS: dict[str, type[errors.QuireError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.QuireError)}
 
 
 def failed(error: BaseException) -> Failed:
     """The message that says why the core cannot start or go on, with the traceback for logs."""
-    details = "" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-    if isinstance(error, QuireError):
+    details = "" if isinstance(error, errors.UserError) else "".join(traceback.format_exception(error))
+    if isinstance(error, errors.QuireError):
         return Failed(type(error).__name__, str(error), details)
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Failed(EngineDead.__name__, f"the engine stopped: {words}", details)
+    return Failed(errors.EngineDead.__name__, f"the engine stopped: {words}", details)
 
 
 def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:
     """The message that refuses the requests of one prompt."""
-    if isinstance(error, QuireError):
-        param = error.param if isinstance(error, InvalidParameter) else None
+    if isinstance(error, errors.QuireError):
+        param = error.param if isinstance(error, errors.InvalidParameter) else None
         return Rejected(handles, type(error).__name__, str(error), param)
-    return Rejected(handles, RequestFailed.__name__, f"the engine could not take the request: {type(error).__name__}.")
+    words = f"the engine could not take the request: {type(error).__name__}."
+    return Rejected(handles, errors.RequestFailed.__name__, words)
 
 
-def rebuilt(kind: str, message: str, param: str | None = None) -> QuireError:
+def rebuilt(kind: str, message: str, param: str | None = None) -> errors.QuireError:
     """The error that a `Failed` or a `Rejected` describes."""
-    if kind == InvalidParameter.__name__:
-        return InvalidParameter(message, param=param)
-    if kind == RequestFailed.__name__:
-        return RequestFailed(message, code=INTERNAL)
-    return PLAIN.get(kind, EngineDead)(message)
+    if kind == errors.InvalidParameter.__name__:
+        return errors.InvalidParameter(message, param=param)
+    if kind == errors.RequestFailed.__name__:
+        return errors.RequestFailed(message, code=INTERNAL)
+    return KINDS.get(kind, errors.EngineDead)(message)

@@ -38,6 +38,7 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
     """Run a named operation between two steps; `Reply` carries the same id.
 
     reset_prefix_cache   whether no request was running;  check  True, or an error that says what is inconsistent
+    plan                 `EnginePlan.describe()` as JSON; null where there is no model
     """
 
     id: int

@@ -81,7 +81,9 @@ class ChatTemplate:
             raise InvalidParameter("continue_final_message and add_generation_prompt exclude each other: switch one "
                                    "off.", param="continue_final_message")
         name = self._choose(tools is not None)
-        chat = [_normal_message(message, at) for at, message in enumerate(_checked(messages))]
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise InvalidParameter("messages must be a list with at least one message.", param="messages")
+        chat = [_normal_message(message, at) for at, message in enumerate(messages)]
         if adapt_tool_calls and any("tool_calls" in message for message in chat):
             chat = [self.call_style(name).apply(message) for message in chat]
         last = chat[-1].get("content")
@@ -137,7 +139,7 @@ def _folder_sources(folder: Path) -> dict[str, str]:
     files = {"default": folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).is_file() else {}
     files |= {path.stem: path for path in sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))}
     if files:
-        return {name: _file_text(path) for name, path in files.items()}
+        return {name: _file_text(path, UnsupportedModel) for name, path in files.items()}
     path = folder / "tokenizer_config.json"
     template = read_json(path).get("chat_template") or {}
     if isinstance(template, str):
@@ -150,11 +152,11 @@ def _folder_sources(folder: Path) -> dict[str, str]:
                            "one as chat_template.")
 
 
-def _file_text(path: Path) -> str:
+def _file_text(path: Path, kind: type[UnsupportedModel] | type[ConfigError]) -> str:
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError:
-        raise UnsupportedModel(f"{path} is not UTF-8 text: fetch it again, or give one as chat_template.") from None
+        raise kind(f"chat_template={str(path)!r} is not UTF-8 text: fetch it again, or give another.") from None
 
 
 def _override_source(override: str | Path, sources: Mapping[str, str]) -> str:
@@ -166,16 +168,7 @@ def _override_source(override: str | Path, sources: Mapping[str, str]) -> str:
     path = Path(override)
     if not path.is_file():
         raise ConfigError(f"chat_template={str(override)!r} is neither a file nor a Jinja template: check the path.")
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"chat_template={str(override)!r} is not UTF-8 text: give another file.") from None
-
-
-def _checked(messages: Any) -> Sequence[Any]:
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidParameter("messages must be a list with at least one message.", param="messages")
-    return messages
+    return _file_text(path, ConfigError)
 
 
 def _normal_message(message: Any, at: int) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class _ByteDetokenizer:
         self._bytes_of = pieces.bytes_of
         self._first_bytes_of = pieces.first_bytes_of
         self._skipped = skipped
-        self._utf8: _Utf8 = _FallbackUtf8() if pieces.rule.byte_fallback else _new_utf8("replace")
+        self._utf8: _Utf8 = (
+            _FallbackUtf8() if pieces.rule.byte_fallback else codecs.getincrementaldecoder("utf-8")("replace"))
         tail = _last_pieces(pieces, before)
         self._first_token = not tail and pieces.rule.strip_token
         self._first_char = not tail and pieces.rule.strip_text
@@ -163,10 +164,6 @@ class _WindowDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _new_utf8(errors: str) -> _Utf8:
-    return codecs.getincrementaldecoder("utf-8")(errors)
 
 
 def _last_pieces(pieces: PieceTable, before: Iterable[int]) -> list[bytes]:

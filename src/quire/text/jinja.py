@@ -61,8 +61,8 @@ def compile_template(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=PlainDict(), namespace=PlainNamespace)
+    environment.globals.update(raise_exception=_raise_exception, dict=PlainDict(), namespace=PlainNamespace,
+                               strftime_now=lambda form: datetime.now().strftime(form))
     return environment.from_string(source)
 
 
@@ -73,10 +73,6 @@ def _refuse_private(name: Any) -> None:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,

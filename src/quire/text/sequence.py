@@ -22,8 +22,7 @@ class SequenceText:
                  whenever somebody wants to see the text
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """`tokenizer` may be None when `params.detokenize` is off: then there is no text, only a count."""
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self.num_tokens = 0
         self.stop: str | None = None
         self._include_stop = params.include_stop_str_in_output
@@ -31,10 +30,8 @@ class SequenceText:
         self._shown: list[str] = []
         self._stops = StopMatcher(params.stop_strings, include_stop=self._include_stop)
         self.stepwise = bool(params.stop_strings)
-        self._detokenizer = None
-        if params.detokenize and tokenizer is not None:
-            self._detokenizer = detokenizer_for(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens,
-                                                spaces_between_special_tokens=params.spaces_between_special_tokens)
+        self._detokenizer = detokenizer_for(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens,
+                                            spaces_between_special_tokens=params.spaces_between_special_tokens)
 
     @property
     def text(self) -> str:
@@ -54,32 +51,27 @@ class SequenceText:
         """
         if self.stop is not None:
             return "", self.stop
-        if not finished and not self.stepwise and self._detokenizer is not None:  # nearly every call
-            self.num_tokens += len(token_ids)
-            delta = self._detokenizer.push(token_ids)
-            if delta:
-                self._shown.append(delta)
-            return delta, None
-        delta = self._advance(token_ids, hide_last=ended_by_token and not self._include_stop)
-        if finished and self.stop is None and self._detokenizer is not None:
+        hidden = ended_by_token and not self._include_stop
+        delta = self._advance(token_ids[:-1] if hidden else token_ids)
+        if self.stop is None:
+            self.num_tokens += hidden
+        if finished and self.stop is None:
             delta += self._match(self._detokenizer.flush())
             delta += self._stops.flush()
         if delta:
             self._shown.append(delta)
         return delta, self.stop
 
-    def _advance(self, token_ids: Sequence[int], *, hide_last: bool) -> str:
-        visible = token_ids[:-1] if hide_last else token_ids
-        if self._detokenizer is None or not self.stepwise:
+    def _advance(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; with stop strings they are looked at one by one, up to the one that completes one."""
+        if not self.stepwise:  # nearly every call
             self.num_tokens += len(token_ids)
-            return "" if self._detokenizer is None else self._detokenizer.push(visible)
+            return self._detokenizer.push(token_ids)
         delta = ""
-        for token_id in visible:
-            self.num_tokens += 1
-            delta += self._match(self._detokenizer.push((token_id,)))
-            if self.stop is not None:
-                return delta
-        self.num_tokens += len(token_ids) - len(visible)
+        for token_id in token_ids:
+            if self.stop is None:
+                self.num_tokens += 1
+                delta += self._match(self._detokenizer.push((token_id,)))
         return delta
 
     def _match(self, text: str) -> str:

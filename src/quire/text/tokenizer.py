@@ -90,28 +90,20 @@ class Tokenizer:
             return [self.encode(text, add_special_tokens) for text in texts]
         return [encoding.ids for encoding in encodings]
 
-    def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
-    ) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, as transformers' fast tokenizers decode with `clean_up_tokenization_spaces=False`.
 
-        Ids that name no token give no text. `spaces_between_special_tokens=False` joins neighbouring added tokens
-        without the space that some decoders put between them. Errors: `InvalidParameter` for an id outside uint32.
+        Ids that name no token give no text. Errors: `InvalidParameter` for an id outside uint32.
         """
         try:
             # a batch of one, as in `encode`
-            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError as error:
             raise InvalidParameter("token ids must be integers in [0, 2^32).", param="token_ids") from error
-        if skip_special_tokens or spaces_between_special_tokens or self.pieces is not None:
-            return text
-        return _join_added(text, [self._added.get(token_id) for token_id in ids])
 
     def token_text(self, token_id: int) -> str:
         """The text of one token inside a sentence; bytes that are no whole character show as U+FFFD."""
-        if self.pieces is not None:
-            return self.pieces.bytes_of(token_id).decode("utf-8", "replace")
-        return self.decode([token_id], skip_special_tokens=False)
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token adds to a text; b"" for an id that names no token."""
@@ -191,19 +183,6 @@ def invalid_text(text: object) -> InvalidParameter:
     at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
     return InvalidParameter(f"the text is not valid Unicode: character {at} is half of a surrogate pair; send whole "
                             "characters.", param="prompt")
-
-
-def _join_added(text: str, added: Sequence[str | None]) -> str:
-    """Remove the single space between neighbouring added tokens of a decoded text."""
-    at = 0
-    for left, right in zip(added, added[1:], strict=False):
-        if left is None or right is None:
-            continue
-        found = text.find(f"{left} {right}", at)
-        if found >= 0:
-            at = found + len(left)
-            text = text[:at] + text[at + 1 :]
-    return text
 
 
 def _add_missing(backend: Backend, special: SpecialTokens) -> None:

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from quire.bench.target import printable, resolve_target
-from quire.bench.workload import model_folder
+from quire.bench.workload import model_folder, printable, resolve_target
 
 
 def test_a_bundled_name_has_dummy_weights_and_no_tokenizer() -> None:

@@ -1,4 +1,4 @@
-"""Completion scripts are made from the parser; the one for bash is tried in bash."""
+"""Completion scripts are made from the parser; each is tried in its shell, where that is installed."""
 
 import re
 import shutil
@@ -7,29 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from quire.entry.cli.completion import SCRIPTS, commands_of
+from quire.entry.cli.completion import SHELLS, rows, script
 from quire.entry.cli.main import COMMANDS, build_parser, main
 
+ASKING = {  # a line in which everything but the last word is typed -> how a shell is made to offer words for it
+    "bash": "COMP_WORDS=({words})\nCOMP_CWORD={last}\n_quire\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\n",
+    "zsh": "_describe() {{ print -l -- \"${{(@P)3}}\" }}\n_files() {{ }}\nwords=({words})\nCURRENT={last}+1\n_quire\n",
+    "fish": "function commandline; switch $argv[1]; case -opc; printf '%s\\n' {before}; case -ct; echo {current}; end; "
+            "end\n_quire\n",
+}
 
-@pytest.fixture(scope="module")
-def script() -> str:
-    return SCRIPTS["bash"](list(commands_of(build_parser())))
 
-
-def complete(script: str, line: str, tmp_path: Path) -> set[str]:
-    """What bash offers for the last word of a line."""
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("there is no bash")
-    words = line.split(" ")
-    quoted = " ".join(f"'{word}'" for word in words)
-    code = (f"{script}\nCOMP_WORDS=({quoted})\nCOMP_CWORD={len(words) - 1}\n_quire\n"
-            'printf "%s\\n" "${COMPREPLY[@]}"\n')
-    done = subprocess.run([bash, "--norc"], input=code, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+def complete(shell: str, line: str, folder: Path) -> dict[str, str]:
+    """What a shell offers for the last word of a line, and the help of each."""
+    found = shutil.which(shell)
+    if found is None:
+        pytest.skip(f"there is no {shell}")
+    quoted = [f"'{word}'" for word in line.split(" ")]
+    asking = ASKING[shell].format(words=" ".join(quoted), last=len(quoted) - 1, before=" ".join(quoted[:-1]),
+                                  current=quoted[-1])
+    done = subprocess.run([found], input=f"{script(shell, build_parser())}\n{asking}", capture_output=True, text=True,
+                          cwd=folder, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    return set(done.stdout.split())
+    typed = line.split(" ")[-1]  # what bash filters by, the others leave to the shell
+    lines = [line for line in done.stdout.splitlines() if line.startswith(typed)]
+    return {word: "".join(help) for word, *help in (re.split(r"\t|(?<!\\):", line, maxsplit=1) for line in lines)}
 
 
+@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(("line", "offered"), [
     ("quire serve --max-m", {"--max-model-len"}),
     ("quire serve some/model --max-m", {"--max-model-len"}),
@@ -38,32 +43,41 @@ def complete(script: str, line: str, tmp_path: Path) -> set[str]:
     ("quire chat --dtype fl", {"float32", "float16", "float"}),
     ("quire do", {"doctor"}),
     ("quire bench la", {"latency"}),
-    ("quire bench engine --st", {"--steps"}),
-    ("quire bench latency --st", set()),
+    ("quire bench startup --rep", {"--repeat"}),
+    ("quire bench serve --rep", set()),
     ("quire ", set(COMMANDS)),
     ("quire completion ", {"bash", "zsh", "fish"}),
     ("quire serve --tensor-par", set()),  # vLLM's flags are taken and not proposed
 ])
-def test_bash(script: str, line: str, offered: set[str], tmp_path: Path) -> None:
-    assert complete(script, line, tmp_path) == offered
+def test_what_is_offered(shell: str, line: str, offered: set[str], tmp_path: Path) -> None:
+    assert {word for word in complete(shell, line, tmp_path) if word} == offered
 
 
-def test_bash_offers_folders_for_a_model(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_help_is_shown_with_a_word(shell: str, tmp_path: Path) -> None:
+    assert complete(shell, "quire serve --max-m", tmp_path)["--max-model-len"].startswith("context length in tokens (")
+    assert complete(shell, "quire do", tmp_path)["doctor"].startswith("check this machine")
+
+
+def test_bash_offers_folders_for_a_model(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
-    assert "my-model" in complete(script, "quire serve my-", tmp_path)
+    assert "my-model" in complete("bash", "quire serve my-", tmp_path)
 
 
-@pytest.mark.parametrize("shell", list(SCRIPTS))
+@pytest.mark.parametrize("shell", SHELLS)
 def test_every_command_and_flag_is_in_the_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
     for name in COMMANDS:
         assert re.search(rf"\b{name}\b", text)
-    for flag in ("max-model-len", "quick", "steps", "print-config"):
+    for flag in ("max-model-len", "quick", "repeat", "print-config"):
         assert flag in text
 
 
-def test_quotes_in_help_texts_end_no_string() -> None:
-    """Every line of the fish script has its quotes in pairs."""
-    for line in SCRIPTS["fish"](list(commands_of(build_parser()))).splitlines():
-        assert line.replace("\\'", "").count("'") % 2 == 0, line
+def test_nothing_in_the_table_ends_a_string() -> None:
+    table = list(rows(build_parser()))
+    assert any("'" in help for *_, help in table), "this test would see nothing"
+    assert not any(set("\t\n\\") & set(cell) or "'" in word for *cells, word, _ in table for cell in cells)
+    assert not any(set("\t\n\\") & set(help) for *_, help in table)
+    for shell in SHELLS:
+        assert script(shell, build_parser()).count("'") % 2 == 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.config.serve import ServerConfig
-from quire.entry.cli import console as console_module
-from quire.entry.cli.console import Console, banner_lines, curl_line, stats_text
+from quire.entry.http import console as console_module
+from quire.entry.http.console import Console, banner_lines, curl_line, stats_text
 from quire.observe.metrics import StatsLine
 from quire.procs.messages import Loading, Ready
 

@@ -20,7 +20,8 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 
 
 def test_the_commands_are_these() -> None:
-    assert list(COMMANDS) == ["serve", "chat", "complete", "bench", "weights", "verify", "doctor", "completion"]
+    assert list(COMMANDS) == ["serve", "chat", "complete", "bench", "weights", "explain", "verify", "trace", "doctor",
+                              "completion"]
 
 
 @pytest.mark.parametrize("flag", ["--version", "-v", "-V"])
@@ -39,7 +40,7 @@ def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("args", [[name] for name in COMMANDS] + [["bench", kind] for kind in
-                                                                 ("latency", "throughput", "startup", "engine")])
+                                                                 ("latency", "throughput", "startup", "kernels")])
 def test_every_command_has_help(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*args, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: quire {' '.join(args)}")
@@ -72,7 +73,7 @@ def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
     (["complete", "-p", "x", "--block-size", "0"], "block_size=0: must be at least 1"),
     (["bench", "throughput", "--only", "nothing"], "unknown workload 'nothing'"),
     (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
-    (["bench", "engine", "--steps", "9999"], "--steps 9999: at most"),
+    (["bench", "kernels", "--models", "nothing"], "--models: there is no 'nothing'"),
     (["serve", "-tp", "2"], "-tp 2: several devices are not implemented yet: leave the flag out, or start"),
     (["serve", "--ssl-keyfile", "k"], "ssl_keyfile and ssl_certfile go together"),
     (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
@@ -141,7 +142,7 @@ def test_help_and_weights_leave_torch_out() -> None:
     lines = run_python("""
 import sys
 from quire.entry.cli.main import main
-for args in (["--help"], ["complete", "--help"], ["bench", "engine", "--help"], ["serve", "--help"],
+for args in (["--help"], ["complete", "--help"], ["bench", "startup", "--help"], ["serve", "--help"],
              ["serve", "--print-config"], ["completion", "bash"], ["weights"], ["weights", "--json"]):
     assert main(args) == 0, args
 print("torch loaded:", "torch" in sys.modules)

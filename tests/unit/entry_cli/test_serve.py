@@ -8,7 +8,6 @@ import pytest
 
 import quire.entry.http
 from quire.config.serve import ServerConfig
-from quire.entry.cli.flags_page import flags_page
 from quire.entry.cli.main import main
 from quire.entry.cli.serve import bind_warnings
 
@@ -94,10 +93,3 @@ def test_warnings_about_who_can_come_in(options: dict[str, Any], words: list[str
     assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True))
 
 
-def test_the_page_about_flags_is_current(capsys: pytest.CaptureFixture[str]) -> None:
-    from pathlib import Path
-
-    page = Path(__file__).resolve().parents[3] / "docs" / "flags.md"
-    assert page.read_text() == flags_page(), "quire serve --print-flags > docs/flags.md"
-    assert main(["serve", "--print-flags"]) == 0
-    assert capsys.readouterr().out == flags_page()

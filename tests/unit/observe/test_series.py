@@ -1,6 +1,7 @@
 """Counting between scrapes."""
 
-from quire.observe.series import FIRST_TOKEN_SECONDS, PHASE_SECONDS, REQUEST_SECONDS, Histogram, Tally, one_two_five
+from quire.observe.metrics import FAMILIES
+from quire.observe.series import Histogram, Tally, one_two_five
 
 
 def test_a_value_counts_under_the_bound_it_equals() -> None:
@@ -22,10 +23,11 @@ def test_bounds_of_lengths_end_at_the_context() -> None:
     assert one_two_five(4096)[-3:] == (500, 1000, 2000)
 
 
-def test_finer_bounds_keep_the_coarse_ones() -> None:
-    assert set(PHASE_SECONDS) < set(REQUEST_SECONDS)
-    for bounds in (REQUEST_SECONDS, FIRST_TOKEN_SECONDS):
-        assert list(bounds) == sorted(set(bounds))
+def test_bounds_rise_and_finer_ones_keep_the_peers() -> None:
+    bounds = {f.name: [*map(float, f.bounds.split())] for f in FAMILIES if f.bounds not in ("", "lengths")}
+    assert len(bounds) > 10 and all(some == sorted(set(some)) for some in bounds.values())
+    peers = {0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680}
+    assert peers < set(bounds["e2e_request_latency_seconds"])
 
 
 def test_a_tally_begins_at_zero_and_stays_bounded() -> None:

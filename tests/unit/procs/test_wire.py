@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from quire.contracts.output import Finish, StepOutputs, StepStats
+from quire.contracts.prefix import Miss, PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import Admission, RowLogprobs, SharedPrefix, StepPlan, StepResult, StepTimings
@@ -44,7 +45,9 @@ PLAN = StepPlan(
 RESULT = StepResult(step=5, slots=ints(2), tokens=ints(8).reshape(1, 1), num_accepted=ints(1), logprobs={2: rows(1, 3)},
                     failed={4: "nan_logits"}, num_computed=65, timings=StepTimings(0.25, 0.5))
 OUTPUTS = StepOutputs(
-    handles=ints(10, 2**31 - 1), tokens=ints(5, 6), cached={10: 32}, logprobs={10: rows(1, 21)},
+    handles=ints(10, 2**31 - 1), tokens=ints(5, 6), cached={10: 32},
+    prefixes={10: PrefixReport(num_reused=2, num_blocks=4, block=2, position=32, why=Miss.TOKENS, differs_at=40)},
+    logprobs={10: rows(1, 21)},
     prompt_logprobs={10: rows(7, 1)}, stats=StepStats(step=3, num_running=2),
     finished=(Finish(handle=10, reason=FinishReason.STOP, stop_id=5),
               Finish(handle=4, reason=FinishReason.ERROR, error="x")))

@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.contracts.sampling import SamplingParams
-from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.sequence import SequenceText
 from quire.text.tokenizer import Tokenizer
+
+from ...byte_tokenizer import ByteTokenizer
 
 EOS = ByteTokenizer().eos_token_id or 0
 TEXT = st.text(st.sampled_from("ab😀é"), max_size=20)
@@ -69,13 +70,6 @@ def test_the_end_shows_what_was_held() -> None:
     params = SamplingParams(stop="zebra")
     assert run([*b"a ze", *"é".encode()[:1]], params, [1] * 9).text == "a ze\ufffd"
     assert run([*b"a ze"], params, [4]).text == "a ze"
-
-
-def test_without_detokenizing_only_tokens_are_counted() -> None:
-    for tokenizer in (None, ByteTokenizer()):
-        sequence = SequenceText(tokenizer, [1, 2], SamplingParams(detokenize=False))
-        assert sequence.push([97, 98], True) == ("", None)
-        assert (sequence.text, sequence.num_tokens) == ("", 2)
 
 
 def test_a_leading_space_after_a_prompt_is_kept(families: dict[str, Tokenizer]) -> None:

@@ -1,48 +1,36 @@
-"""`quire bench`: how fast start-up, one request, many requests, the engine core and servers are."""
+"""`quire bench`: how fast start-up, one request, many requests, kernels and servers are."""
 
 import argparse
-import json
-import statistics
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
 from quire.contracts.errors import ConfigError
-from quire.entry.cli import bench_http, bench_kernels, bench_serve
-from quire.entry.cli.table import format_table
+from quire.entry.cli import bench_kernels, bench_serve
+from quire.entry.cli.table import format_table, print_result, write_json
 from quire.entry.leaving import raise_on_interrupt
 from quire.platforms.detect import resolve_device
 
 if TYPE_CHECKING:
-    from quire.bench.engine import CoreTimes
     from quire.bench.offline import OfflineBench
     from quire.bench.workload import Workload
 
-SUMMARY = "measure: latency, throughput, profile, startup, engine, serve, http, kernels"
+SUMMARY = "measure: latency, throughput, profile, startup, serve, kernels"
 KINDS = {
     "latency": "one request at a time: first token, inter-token time",
     "throughput": "batches of requests: tokens per second",
     "profile": "where a GPU's time goes in a workload, by kernel and between steps",
     "startup": "process start to first token, by phase",
-    "engine": "Python per step of the engine core, without a model",
     "serve": "a load on a running server: latencies, throughput, goodput",
-    "http": "what HTTP costs: processor time per streamed event, delay of a first token",
     "kernels": "every kernel against its floor and the library it replaces",
 }
-OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "http": bench_http, "kernels": bench_kernels}
+OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "kernels": bench_kernels}
 MOST_REQUESTS = 256  # of a profiled workload that nobody scaled: a thousand launch a million kernels
 KERNELS_SHOWN, KERNEL_WIDTH = 25, 60  # in a table; the JSON has all
 MODEL_HELP = """\
 MODEL is the name of a bundled configuration (random weights, no tokenizer), or a folder or hub id; default: qwen3-0.6b.
-"""
-ENGINE_TABLE = """\
-Python per step of the engine core, in microseconds. p50 and mean: planning, finishing, blocks and hashes, output
-records and their encoding together. Then means: the parts, from a second run with clocks inside; and what runs
-elsewhere, the front end's output objects and a plan's encoding for workers in other processes.
-
 """
 
 
@@ -51,7 +39,7 @@ def configure(parser: FlagParser) -> None:
     kinds = parser.add_subparsers(prog="quire bench", dest="kind", metavar="KIND", required=True, title="kinds",
                                   parser_class=FlagParser)
     for name, summary in KINDS.items():
-        model = "" if name == "engine" or name in OWN_FLAGS else " [MODEL]"
+        model = "" if name in OWN_FLAGS else " [MODEL]"
         kind = kinds.add_parser(name, help=summary, usage=f"quire bench {name}{model} [flags]",
                                 description=f"{summary[0].upper()}{summary[1:]}.\n\n{MODEL_HELP if model else ''}")
         kind.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback on error")
@@ -59,9 +47,6 @@ def configure(parser: FlagParser) -> None:
         kind.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to this file")
         if name in OWN_FLAGS:
             OWN_FLAGS[name].configure(kind)
-            continue
-        if name == "engine":
-            kind.add_argument("--steps", type=_positive, default=400, metavar="N", help="steps to measure, at most 400")
             continue
         if name != "profile":
             kind.add_argument("--repeat", type=_positive, default=2 if name != "startup" else 3, metavar="N",
@@ -80,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.kind in OWN_FLAGS:
         code: int = OWN_FLAGS[args.kind].run(args)
         return code
-    runs: dict[str, Callable[[argparse.Namespace], None]] = {
-        "latency": _workloads, "throughput": _workloads, "profile": _profile, "startup": _startup, "engine": _engine}
-    runs[args.kind](args)
+    {"profile": _profile, "startup": _startup}.get(args.kind, _workloads)(args)
     return 0
 
 
@@ -109,8 +92,8 @@ def _workloads(args: argparse.Namespace) -> None:
         measure = bench.latency if args.kind == "latency" else bench.throughput
         for row in measure(works, args.repeat):
             print(f"{row['workload']}: {row['seconds']} s", file=sys.stderr)
-            _write(args, bench.result)  # after each: a crash keeps what was measured
-    _print(args, bench.result, lambda: _workload_table(bench.result))
+            write_json(args.out, bench.result)  # after each: a crash keeps what was measured
+    print_result(args, bench.result, _workload_table)
 
 
 def _workload_table(result: dict[str, Any]) -> str:
@@ -130,10 +113,8 @@ def _profile(args: argparse.Namespace) -> None:
     with bench.llm:
         most = None if args.scale else MOST_REQUESTS
         works = [replace(work, prompts=work.prompts[:most], outputs=work.outputs[:most]) for work in works]
-        rows = [profile_workload(bench, work) for work in works]
-        result = bench.result | {"runs": rows}
-    _write(args, result)
-    _print(args, result, lambda: "\n\n".join(map(_profile_table, rows)))
+        result = bench.result | {"runs": [profile_workload(bench, work) for work in works]}
+    print_result(args, result, lambda result: "\n\n".join(map(_profile_table, result["runs"])))
 
 
 def _profile_table(row: dict[str, Any]) -> str:
@@ -153,50 +134,12 @@ def _startup(args: argparse.Namespace) -> None:
     from quire.bench.startup import measure_startup
 
     raise_on_interrupt()  # processes are started
-    result = measure_startup(given_options(args), args.repeat)
-    _write(args, result)
-    _print(args, result, lambda: (
+    print_result(args, measure_startup(given_options(args), args.repeat), lambda result: (
         f"{result['model']}, fastest of {len(result['totals'])}: {' '.join(map(str, result['totals']))} s\n\n"
         + format_table(("phase", "seconds"), [(name, f"{s:.3f}") for name, s in result["phases"].items()])))
-
-
-def _engine(args: argparse.Namespace) -> None:
-    from quire.bench.engine import CASES, MAX_STEPS, measure_core
-
-    if args.steps > MAX_STEPS:
-        raise ConfigError(f"--steps {args.steps}: at most {MAX_STEPS}, because then requests would end.")
-    rows = [_core_row(measure_core(case, args.steps)) for case in CASES]
-    result = {"unit": "microseconds of Python per step", "rows": rows}
-    _write(args, result)
-    titles = [name.replace("_", " ") for name in rows[0]]
-    _print(args, result, lambda: ENGINE_TABLE + format_table(titles, [list(row.values()) for row in rows]))
-
-
-def _core_row(times: "CoreTimes") -> dict[str, Any]:
-    case = times.case
-    return {"running": case.num_running, "depth": case.depth, "churn": "yes" if case.churn else "no",
-            "p50": round(statistics.median(times.core), 1), "mean": _mean(times.core),
-            **{name: round(value, 1) for name, value in times.parts.items()},
-            "front_end": _mean(times.front_end), "plan_encoding": _mean(times.plan_encoding)}
-
-
-def _mean(values: Iterable[float]) -> float:
-    return round(statistics.fmean(values), 1)
 
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
-
-
-def _write(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    if args.out is not None:
-        try:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--out {args.out}: {error.strerror}.") from None
-
-
-def _print(args: argparse.Namespace, result: dict[str, Any], table: Callable[[], str]) -> None:
-    print(json.dumps(result, indent=1) if args.json else table())

@@ -1,14 +1,13 @@
 """`quire bench kernels`: every kernel against its floor and the library it replaces."""
 
 import argparse
-import json
 import sys
+from pathlib import Path
 from typing import Any
 
-from quire.config.engine import DEVICES
-from quire.config.flags import FlagParser
+from quire.config.flags import FlagParser, add_flag_table
 from quire.contracts.errors import ConfigError
-from quire.entry.cli.table import format_table
+from quire.entry.cli.table import format_table, print_result
 from quire.platforms.detect import resolve_device
 
 COLUMNS = {"model": "model", "op": "operation", "kernel": "kernel", "shape": "shape", "us": "us", "floor_us": "floor",
@@ -18,12 +17,7 @@ COLUMNS = {"model": "model", "op": "operation", "kernel": "kernel", "shape": "sh
 
 def configure(parser: FlagParser) -> None:
     """Add the flags."""
-    parser.add_argument("--models", metavar="NAMES", help="bundled configurations, separated by commas (default: "
-                                                          "qwen3-0.6b,qwen3-8b)")
-    parser.add_argument("--only", metavar="NAMES", help="operations, separated by commas")
-    parser.add_argument("--rows", metavar="NUMBERS", help="only these numbers of rows, separated by commas")
-    parser.add_argument("--device", choices=[name for name in DEVICES if name != "mock"], default="auto",
-                        help="device (default: a GPU when there is one)")
+    add_flag_table(parser, Path(__file__).with_suffix(".txt"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,12 +34,7 @@ def run(args: argparse.Namespace) -> int:
     operations = bench.choose_operations(args.only.split(",") if args.only else ())
     rows = _numbers(args.rows) if args.rows else None
     result = _measure(bench, models, operations, rows, device)
-    if args.out is not None:
-        try:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--out {args.out}: {error.strerror}.") from None
-    print(json.dumps(result, indent=1) if args.json else _report(result))
+    print_result(args, result, _report)
     return 1 if any("differs" in row["wrong"] for row in result["rows"]) else 0
 
 

@@ -1,7 +1,6 @@
-"""`quire bench serve`: a load on any OpenAI-compatible server. Flags are spelled as in `vllm bench serve`."""
+"""`quire bench serve`: a load on any OpenAI-compatible server. Its flags are in `bench_serve.txt`."""
 
 import argparse
-import asyncio
 import json
 import math
 import sys
@@ -9,9 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.flags import FlagParser
+from quire.config.flags import FlagParser, add_flag_table
 from quire.contracts.errors import ConfigError
-from quire.entry.cli.table import format_table
+from quire.entry.cli.table import format_table, write_json
 from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED
 from quire.observe.progress import Progress
 
@@ -25,58 +24,13 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 def configure(parser: FlagParser) -> None:
     """Add the flags."""
-    target = parser.add_argument_group("server")
-    target.add_argument("--base-url", "--url", metavar="URL", help="the server (default: http://HOST:PORT)")
-    target.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    target.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    target.add_argument("--backend", choices=("openai", "openai-chat", "vllm", "quire"), default="openai",
-                        help="openai-chat: chat completions; all others: completions")
-    target.add_argument("--endpoint", metavar="PATH", help="completions, chat, or a path (default: by --backend)")
-    target.add_argument("--model", help="the model's name (default: the first that the server lists)")
-    target.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
-    target.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="more headers")
-    target.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
-    target.add_argument("--timeout", type=float, default=6 * 3600.0, metavar="S", help="of a whole request")
-    _configure_load(parser.add_argument_group("load"))
-    _configure_result(parser.add_argument_group("result"))
-
-
-def _configure_load(load: Any) -> None:
-    load.add_argument("--dataset-name", "--dataset", default="random", metavar="NAME",
-                      help="random, or custom with --dataset-path, or a file (default: random)")
-    load.add_argument("--dataset-path", type=Path, metavar="FILE", help='JSON lines of {"prompt": ...}')
-    load.add_argument("--random-input-len", "--input-len", type=int, default=1024, metavar="N")
-    load.add_argument("--random-output-len", "--output-len", type=int, default=128, metavar="N",
-                      help="tokens to generate, for lines of a file that do not say, too")
-    load.add_argument("--random-range-ratio", default="0", metavar="X",
-                      help='lengths vary by this share, 0 to 1; {"input": X, "output": Y} for each')
-    load.add_argument("--random-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts share")
-    load.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="default: %(default)s")
-    load.add_argument("--num-warmups", "--warmup", type=int, default=0, metavar="N", help="requests before the clock")
-    load.add_argument("--request-rate", type=float, default=math.inf, metavar="X",
-                      help="requests per second, as a Poisson process (default: inf, all at once)")
-    load.add_argument("--burstiness", type=float, default=1.0, metavar="X", help="below 1: in bursts; above: evenly")
-    load.add_argument("--max-concurrency", type=int, metavar="N", help="requests at once")
-    load.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
-    load.add_argument("--ignore-eos", action="store_true", help="answers as long as asked")
-    load.add_argument("--temperature", type=float, metavar="X", help="default: the server's")
-    load.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="merged into every request")
-
-
-def _configure_result(result: Any) -> None:
-    result.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
-                        help="count requests within ttft:MS tpot:MS e2e:MS")
-    result.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="NAMES",
-                        help="latencies in the table (default: %(default)s)")
-    result.add_argument("--metric-percentiles", default="90,95,99", metavar="NUMBERS", help="default: %(default)s")
-    result.add_argument("--save-result", action="store_true", help="write the JSON to a file of a telling name")
-    result.add_argument("--result-filename", metavar="NAME", help="that name")
-    result.add_argument("--result-dir", type=Path, default=Path("."), metavar="DIR", help="its folder")
-    result.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    add_flag_table(parser, Path(__file__).with_suffix(".txt"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Drive the load, print the result; 1 when every request failed, 130 after Ctrl-C."""
+    import asyncio  # here: every other command would pay for it, too
+
     from quire.bench.serve import parse_goodput, remarks, summarize
     from quire.bench.serve_client import Client
 
@@ -211,12 +165,9 @@ def _save(args: argparse.Namespace, result: dict[str, Any]) -> Path:
     """Write the result; returns where it is."""
     name = args.result_filename or (f"{args.backend}-{result['request_rate']}qps-"
                                     f"{Path(result['model_id']).name}-{result['date']}.json")
-    path = args.out or args.result_dir / name
-    try:
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}.") from None
-    return Path(path)
+    path: Path = args.out or args.result_dir / name
+    write_json(path, result)
+    return path
 
 
 def _report(result: dict[str, Any], names: list[str], percentiles: list[float]) -> str:

@@ -1,19 +1,8 @@
 _quire() {
-    local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" path="" words="" flags="" word
-    case "$cur" in =) cur="" ;; esac
-    for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
-        case "$path $word" in
-@STEPS@
-        esac
-    done
-    case "$path $prev" in
-@CHOICES@
-        *) case "$path" in
-@WORDS@
-        esac ;;
-    esac
-    case "$cur" in -*) words="$flags" ;; esac
-    COMPREPLY=($(compgen -W "$words" -- "$cur"))
-    case "$cur" in -*) ;; *) COMPREPLY+=($(compgen -d -- "$cur")) ;; esac
+    local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[*]:1:COMP_CWORD-1}"
+    case "$current" in =) current="" ;; esac
+    COMPREPLY=($(compgen -W "$(export current before; awk '@AWK@' <<< "$_quire_rows" | cut -f 1)" -- "$current"))
+    case "$current" in -*) ;; *) COMPREPLY+=($(compgen -d -- "$current")) ;; esac
 }
+_quire_rows='@ROWS@'
 complete -o filenames -F _quire quire

@@ -1,14 +1,9 @@
 #compdef quire
 _quire() {
     local -a entries
-    if (( CURRENT == 2 )); then
-        entries=(@TOP@)
-        _describe command entries
-        return
-    fi
-    case "$words[2]${${(M)words[2]:#bench}:+ $words[3]}" in
-@CASES@
-    esac
-    _describe -o argument entries || _files
+    local -x current="$words[CURRENT]" before="${words[2,CURRENT-1]}"
+    entries=("${(@f)$(awk '@AWK@' <<< "$_quire_rows" | sed 's/:/\\:/g; s/	$//; s/	/:/')}")
+    [[ -n "$entries" ]] && _describe -o argument entries || _files
 }
+_quire_rows='@ROWS@'
 (( $+functions[compdef] )) && compdef _quire quire

@@ -4,9 +4,10 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config.flags import FlagParser, add_engine_flags, engine_config, given_options
+from quire.config.flags import FlagParser, add_engine_flags, add_flag_table, engine_config, given_options
 from quire.entry.cli.remote import add_remote_flags
 from quire.entry.leaving import raise_on_interrupt
 
@@ -15,32 +16,13 @@ if TYPE_CHECKING:
     from quire.entry.llm import LLM
 
 PREFIX = "sampling."
-FLAGS: dict[str, tuple[Any, str, str]] = {  # field of SamplingParams -> type, metavar, help
-    "temperature": (float, "X", "0 takes the most likely token (default: the model's own)"),
-    "top_p": (float, "X", "sample among the likeliest tokens that have this share together"),
-    "top_k": (int, "N", "sample among the N likeliest tokens; 0 or -1: off"),
-    "min_p": (float, "X", "drop tokens less likely than X times the likeliest"),
-    "max_tokens": (int, "N", "tokens at most (default: to the end of the context)"),
-    "min_tokens": (int, "N", "tokens at least"),
-    "seed": (int, "N", "same seed, same answer"),
-    "presence_penalty": (float, "X", "in [-2, 2], once for every token that occurred"),
-    "frequency_penalty": (float, "X", "in [-2, 2], for every time a token occurred"),
-    "repetition_penalty": (float, "X", "above 1: discourage what occurred in prompt or answer"),
-}
 
 
 def configure_asking(parser: FlagParser) -> None:
     """Add the flags of whatever asks a model, here or at a server; what is not given keeps the model's default."""
     parser.add_argument("--no-stats", action="store_true", help="do not print counts and speed")
     add_remote_flags(parser)
-    group = parser.add_argument_group("Sampling")
-    for name, (kind, metavar, text) in FLAGS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", dest=PREFIX + name, type=kind, metavar=metavar, help=text,
-                           default=argparse.SUPPRESS)
-    group.add_argument("--stop", dest=PREFIX + "stop", action="append", metavar="TEXT", default=argparse.SUPPRESS,
-                       help="stop before this text; may be repeated")
-    group.add_argument("--ignore-eos", dest=PREFIX + "ignore_eos", action="store_true", default=argparse.SUPPRESS,
-                       help="go on after the end of text")
+    add_flag_table(parser, Path(__file__).with_suffix(".txt"), PREFIX)
     add_engine_flags(parser, skip=("seed", "skip_tokenizer_init"))
 
 

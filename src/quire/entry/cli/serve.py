@@ -8,11 +8,10 @@ import sys
 
 from quire.config import flags
 from quire.config.env import PEER_KEY, peer_variables
-from quire.config.peer_args import add_peer_flags
+from quire.config.peer_flags import add_peer_flags
 from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is_loopback
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
-from quire.entry.cli.flags_page import flags_page
 from quire.entry.leaving import raise_on_interrupt
 
 SUMMARY = "serve a model over HTTP, as OpenAI's API"
@@ -32,17 +31,12 @@ def configure(parser: flags.FlagParser) -> None:
                         help="YAML file of options: `max-model-len: 4096`")
     parser.add_argument("--print-config", action="store_true",
                         help="print every value and where it came from, as a file for --config, and leave")
-    parser.add_argument("--print-flags", action="store_true",
-                        help="print a page about every flag, and what vLLM's mean here, and leave")
     flags.add_flags(parser, flags.server_options())
     add_peer_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Exit code 0 after a clean stop, 1 when the engine died."""
-    if args.print_flags:
-        print(flags_page(), end="")
-        return 0
     settings = flags.settings_of(args, server=True)
     config = flags.server_config(settings)
     if args.print_config:
@@ -57,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     check_peer_key(config)
     for warning in bind_warnings(config):
         print(f"quire: warning: {warning}", file=sys.stderr)
-    from quire.entry.cli.console import Console
+    from quire.entry.http.console import Console
     from quire.entry.http.server import run as serve
 
     raise_on_interrupt()

@@ -1,6 +1,12 @@
-"""Plain tables, the same on a terminal and in a file."""
+"""Plain tables and JSON, the same on a terminal and in a file."""
 
-from collections.abc import Sequence
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.contracts.errors import ConfigError
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -23,3 +29,18 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def write_json(path: Path | None, value: object) -> None:
+    """Write a value to a file, if one is named; raises `ConfigError` when that cannot be."""
+    if path is not None:
+        try:
+            path.write_text(json.dumps(value, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--out {path}: {error.strerror}.") from None
+
+
+def print_result(args: argparse.Namespace, result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> None:
+    """Write a result to the file of --out, and print it: as JSON with --json, else as the table that is made of it."""
+    write_json(args.out, result)
+    print(json.dumps(result, indent=1) if args.json else table(result))

@@ -13,6 +13,7 @@ import difflib
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.config.serve import HttpConfig, ServerConfig, is_loopback
+from quire.config.serve import ServerConfig, is_loopback
 from quire.config.text_table import read_rows
 from quire.contracts.errors import QuireError
 from quire.entry.http.auth import ApiKeys, Guard, OwnNames, json_only
@@ -34,7 +35,7 @@ from quire.entry.http.errors import error_answer, http_error
 from quire.entry.http.openai.routes import routes as openai_routes
 from quire.entry.http.openapi import describe_api
 from quire.entry.http.ops import ALWAYS, ops_routes
-from quire.entry.http.readiness import Gate, LoadingBoard
+from quire.entry.http.readiness import Gate
 from quire.entry.http.request_scope import RequestScope
 from quire.observe.metrics import Metrics
 
@@ -42,24 +43,23 @@ UNSERVED = {path: why for paths, why in read_rows(Path(__file__).with_name("unse
 CORS: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "max_age": 3600,
                         "expose_headers": ["x-request-id", "retry-after"]}
 
-def build_app(
-    engine: ServedEngine, config: ServerConfig, metrics: Metrics, board: LoadingBoard | None = None
-) -> Starlette:
-    """The application over an engine, which may still be starting; `board` shows its progress."""
-    board = board or LoadingBoard()
+def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> Starlette:
+    """The application over an engine, which may still be starting."""
     context = ServerContext(engine=engine, config=config, metrics=metrics, model_names=config.model_names,
                             created=int(time.time()))
     routes: list[Route] = openai_routes(context)
-    routes += ops_routes(engine, config, metrics, board, lambda: describe_api(routes, config))
+    routes += ops_routes(engine, config, metrics, lambda: describe_api(routes, config))
     http, paths = config.http, sorted({route.path for route in routes})
     origins = list(http.allowed_origins)
+    # Whether being on this machine is all that lets a caller in, whatever name led there.
+    private = http.uds is None and not http.api_key and is_loopback(http.host) and "*" not in http.allowed_hosts
     layers = [
         Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
-                   access_log=_log_line if http.access_log else None),
-        *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if _is_private(http) else []),
+                   access_log=partial(print, file=sys.stderr) if http.access_log else None),
+        *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),
         *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),
         *([Middleware(Guard, refusal=ApiKeys(http.api_key))] if http.api_key else []),
-        Middleware(Guard, refusal=Gate(engine, board, ALWAYS)),
+        Middleware(Guard, refusal=Gate(engine, ALWAYS)),
     ]
     for route in routes:
         route.app = Guard(route.app, json_only)
@@ -67,15 +67,6 @@ def build_app(
                     exception_handlers={HTTPException: _Refusals(paths).answer, QuireError: _quire_error})
     app.router.redirect_slashes = False  # a redirect would be built from the Host header
     return app
-
-
-def _is_private(http: HttpConfig) -> bool:
-    """Whether being on this machine is all that lets a caller in, whatever name led there."""
-    return http.uds is None and not http.api_key and is_loopback(http.host) and "*" not in http.allowed_hosts
-
-
-def _log_line(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 class _Refusals:
@@ -87,8 +78,9 @@ class _Refusals:
     async def answer(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, method = request.scope["path"], request.method
-        if error.status_code == 404 and (why := _why_unserved(path)) is not None:
-            return error_answer(404, f"{path[:200]} is not implemented yet: {why}.", "not_implemented")
+        for known, why in UNSERVED.items() if error.status_code == 404 else ():
+            if path == known or path.startswith(known + "/"):
+                return error_answer(404, f"{path[:200]} is not implemented yet: {why}.", "not_implemented")
         if error.status_code == 404:
             near = [known for known in self._paths if known.endswith(path) and len(path) > 1]
             near = near or difflib.get_close_matches(path[:200], self._paths, n=1)
@@ -99,11 +91,6 @@ class _Refusals:
             message = f"{path} does not take {method}: use {allowed}."
             return error_answer(405, message, "method_not_allowed", headers=error.headers)
         return error_answer(error.status_code, str(error.detail), headers=error.headers)
-
-
-def _why_unserved(path: str) -> str | None:
-    """Why a path that other servers know is not served here; None for any other path."""
-    return next((why for known, why in UNSERVED.items() if path == known or path.startswith(known + "/")), None)
 
 
 async def _quire_error(request: Request, error: Exception) -> Response:

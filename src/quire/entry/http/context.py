@@ -1,8 +1,7 @@
 """What every route may use: the engine as routes see it, the configuration, and which requests are in flight."""
 
 import asyncio
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,9 +13,7 @@ from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
 from quire.text.load import TextSide
 
-LOG = logging.getLogger("quire")
 LOADING = "the model is still loading: try again in a few seconds."
-MAX_LOGGED = 100  # names of unknown fields that are logged; more would let a client fill the log
 
 
 class InFlight:
@@ -42,24 +39,11 @@ class InFlight:
             self._ids.discard(request_id)
 
 
-class UnknownFields:
-    """Names of request fields that nobody knows; each is logged once."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def log(self, names: Iterable[str]) -> None:
-        """Tell the log of names that are new, up to a bound."""
-        for name in names:
-            if name not in self._seen and len(self._seen) < MAX_LOGGED:
-                self._seen.add(name)
-                LOG.warning("a request has the unknown field %s; it is ignored (told once).", name)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
     """What routes are built from. `model_names`: the names under which the model is served, the main one first;
-    `created`: seconds since the epoch at which the server started; `huge_text`: held by whoever encodes one."""
+    `created`: seconds since the epoch at which the server started; `unknown_fields`: names that were logged;
+    `huge_text`: held by whoever encodes one."""
 
     engine: ServedEngine
     config: ServerConfig
@@ -67,7 +51,7 @@ class ServerContext:
     model_names: tuple[str, ...]
     created: int
     in_flight: InFlight = field(default_factory=InFlight)
-    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    unknown_fields: set[str] = field(default_factory=set)
     huge_text: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def text(self) -> TextSide:

@@ -8,6 +8,7 @@ once when it is back, and holds nothing up. Knows nothing of HTTP; never imports
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -18,9 +19,10 @@ from quire.config.serve import ServerConfig
 from quire.contracts import errors
 from quire.contracts.sampling import SamplingParams
 from quire.engine.queue import check_fits
+from quire.entry.completion import Generation
 from quire.entry.front import INTERNAL, FrontEnd, Taken
 from quire.entry.http.request_stream import RequestStream
-from quire.entry.http.tally import count_finished, count_refusal, count_step
+from quire.entry.http.tally import count_finished, count_refusal, count_step, request_record
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs import messages
@@ -32,7 +34,7 @@ from quire.weights.folder import resolve_folders
 
 LOG = logging.getLogger("quire")
 CORE_MODULE = "quire.entry.core_process"
-LONG_TEXT = 4096  # characters from which a text is encoded in a thread: about 1 ms
+RECENT = 256  # ended prompts that are remembered
 
 
 class EngineState(StrEnum):
@@ -48,7 +50,7 @@ class ServedEngine:
     """One core and everything that waits for it. All methods are called on the event loop of `start`.
 
     launch    starts the core (default: in a process of its own)
-    config    the engine's;  text, ready, front  None until it is loaded
+    config    the engine's;  text, ready, front  None until it is loaded;  loading  what was last said of that
     failure   why it is DEAD: it could not start, it died, or it was closed
     """
 
@@ -62,16 +64,18 @@ class ServedEngine:
         self.failure: errors.QuireError | None = None
         self._serve, self._metrics = config.serve, metrics
         self._client = CoreClient(on_message=self._take, on_death=self._die,
-                                  launch=launch or start_core_process)
+                                  launch=launch or (lambda start: CoreChild(start, CORE_MODULE)))
+        self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None
         self._live: dict[int, tuple[RequestStream, int]] = {}  # first handle -> stream, prompt index
         self._queued: dict[RequestStream, float] = {}  # not begun -> when it is given up; in that order
         self._queue_timer: asyncio.TimerHandle | None = None
+        self._recent: deque[dict[str, object]] = deque(maxlen=RECENT)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_controls = 0
-        self._on_idle: list[asyncio.Future[None]] = []
-        self._on_death: list[asyncio.Future[errors.QuireError]] = []
+        self._idle, self._dead = asyncio.Event(), asyncio.Event()
+        self._idle.set()
         self._last_sign = 0.0  # of life; or when work came
 
     @property
@@ -84,6 +88,12 @@ class ServedEngine:
         """Seconds since the core last answered while prompts are live; None when none is."""
         return time.monotonic() - self._last_sign if self._live else None
 
+    def requests(self) -> list[dict[str, object]]:
+        """Records of the prompts that live and of the last ones that ended, the newest first in both."""
+        live = [stream.generations[i] for stream, i in reversed(self._live.values())]
+        states = ["waiting" if generation.began is None else "running" for generation in live]
+        return [*map(request_record, live, states), *reversed(self._recent)]
+
     async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
         """Find the model, start the core and load the text side meanwhile. Raises what keeps it from starting, as the
         class of error that the core met; nothing is left behind then."""
@@ -91,7 +101,7 @@ class ServedEngine:
         starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
         try:
-            on_loading(messages.Loading("model files"))
+            self._take(messages.Loading("model files"))
             folder, tokenizer_folder = await asyncio.to_thread(resolve_folders, self.config)
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
@@ -145,15 +155,6 @@ class ServedEngine:
         self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
-    async def tokenized(self, prompt: Prompt) -> Prompt:
-        """The prompt with its token ids; a long text is encoded in a thread. Raises as `open`."""
-        front = self._open_front()
-        if prompt.token_ids is not None:
-            return prompt
-        if front.tokenizer is None or len(prompt.text or "") < LONG_TEXT:
-            return front.tokenized(prompt)
-        return await asyncio.to_thread(front.tokenized, prompt)
-
     async def control(self, name: str) -> bool | int | str | None:
         """Run a named operation of the core between two steps; see `messages.Control`. Raises `EngineError`."""
         self._open_front(draining=True)
@@ -174,16 +175,13 @@ class ServedEngine:
 
     async def wait_idle(self) -> None:
         """Until no prompt is live."""
-        if self._live:
-            self._on_idle.append(asyncio.get_running_loop().create_future())
-            await self._on_idle[-1]
+        await self._idle.wait()
 
     async def closed(self) -> errors.QuireError:
         """Wait until the engine is dead; returns why."""
-        if self.failure is not None:
-            return self.failure
-        self._on_death.append(asyncio.get_running_loop().create_future())
-        return await self._on_death[-1]
+        await self._dead.wait()
+        assert self.failure is not None
+        return self.failure
 
     async def close(self) -> None:
         """End every stream with `EngineClosed`, stop the core and free everything; idempotent."""
@@ -221,6 +219,7 @@ class ServedEngine:
             self._live[generation.completions[0].handle] = (stream, i)
             self._metrics.request_started(len(generation.prompt_token_ids), generation.params)
         if adds:
+            self._idle.clear()
             self._queued[stream] = now + self._serve.queue_timeout
             self._set_queue_timer()
         for add in adds:
@@ -240,7 +239,7 @@ class ServedEngine:
             if self._live.pop(generation.completions[0].handle, None) is not None:
                 dropped += self.front.drop(generation)
                 if cause is not None:
-                    count_finished(self._metrics, generation, "abort")
+                    self._count_end(generation, "abort")
         stream.num_open = 0
         if dropped and self.state is not EngineState.DEAD:
             self._client.send(messages.Abort(tuple(dropped)))
@@ -281,6 +280,7 @@ class ServedEngine:
                 reply.set_result(message.value) if message.error is None else reply.set_exception(
                     errors.EngineError(message.error))
         elif isinstance(message, messages.Loading):
+            self.loading = message
             self._on_loading(message)
         elif isinstance(message, messages.Ready):
             if self._starting is not None and not self._starting.done():
@@ -319,8 +319,12 @@ class ServedEngine:
             if found is not None:
                 self._queued.pop(found[0], None)
                 found[0].end_one(found[1])
-                count_finished(self._metrics, generation, generation.completions[0].finish_reason or "abort")
+                self._count_end(generation, generation.completions[0].finish_reason or "abort")
         self._tell_idle()
+
+    def _count_end(self, generation: Generation, reason: str) -> None:
+        count_finished(self._metrics, generation, reason)
+        self._recent.append(request_record(generation, reason))
 
     def _take_rejection(self, message: messages.Rejected) -> None:
         found = self._live.get(message.handles[0])
@@ -342,22 +346,11 @@ class ServedEngine:
         for waiting in (self._starting, *self._replies.values()):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
-        for told in self._on_death:
-            if not told.done():
-                told.set_result(error)
-        self._on_death.clear()
+        self._dead.set()
 
     def _tell_idle(self) -> None:
         if not self._live:
-            for waiting in self._on_idle:
-                if not waiting.done():
-                    waiting.set_result(None)
-            self._on_idle.clear()
-
-
-def start_core_process(start: messages.CoreStart) -> CoreChild:
-    """Start a core in a process of its own."""
-    return CoreChild(start, CORE_MODULE)
+            self._idle.set()
 
 
 def core_config(config: EngineConfig) -> EngineConfig:

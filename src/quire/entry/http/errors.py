@@ -7,7 +7,7 @@ request would fail again. Knows nothing of routes.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -47,34 +47,24 @@ class HttpError(errors.QuireError):
             {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
 
 
-@dataclass(frozen=True)
-class Answer:
-    """How one class of errors is answered."""
-
-    status: int
-    kind: str
-    code: str | None = None
-    headers: tuple[tuple[str, str], ...] = ()
+def _answer(status: int, kind: str, code: str | None = None, retry: int | None = None) -> dict[str, Any]:
+    return {"status": status, "kind": kind, "code": code,
+            "headers": () if retry is None else (("retry-after", str(retry)),)}
 
 
-def _retry(seconds: int) -> tuple[tuple[str, str], ...]:
-    return (("retry-after", str(seconds)),)
-
-
-DEADLINE = Answer(504, SERVER_ERROR, "deadline")
-INTERNAL = Answer(500, SERVER_ERROR, "internal_error", DETERMINISTIC)
-# The first class that an error is an instance of decides.
-ANSWERS: tuple[tuple[type[errors.QuireError], Answer], ...] = (
-    (errors.PromptTooLong, Answer(400, INVALID_REQUEST, "context_length_exceeded")),
-    (errors.InvalidParameter, Answer(400, INVALID_REQUEST, "invalid_value")),
-    (errors.QueueFull, Answer(429, RATE_LIMIT, "engine_overloaded", _retry(RETRY_SOON))),
-    (errors.QueueTimeout, Answer(408, SERVER_ERROR, "queue_timeout", _retry(RETRY_LATER))),
-    (errors.RequestFailed, Answer(500, SERVER_ERROR, None, DETERMINISTIC)),
-    (errors.UserError, Answer(400, INVALID_REQUEST)),
-    (errors.EngineDead, Answer(503, SERVER_ERROR, "engine_dead", _retry(RETRY_LATER))),
-    (errors.EngineClosed, Answer(503, SERVER_ERROR, "engine_closed", _retry(RETRY_LATER))),
-    (errors.EngineStarting, Answer(503, SERVER_ERROR, "engine_starting", _retry(RETRY_LATER))),
-    (errors.EngineError, Answer(503, SERVER_ERROR, "engine_unavailable", _retry(RETRY_LATER))),
+INTERNAL = _answer(500, SERVER_ERROR, "internal_error") | {"headers": DETERMINISTIC}
+# How the classes of errors are answered; the first that an error is an instance of decides.
+ANSWERS: tuple[tuple[type[errors.QuireError], dict[str, Any]], ...] = (
+    (errors.PromptTooLong, _answer(400, INVALID_REQUEST, "context_length_exceeded")),
+    (errors.InvalidParameter, _answer(400, INVALID_REQUEST, "invalid_value")),
+    (errors.QueueFull, _answer(429, RATE_LIMIT, "engine_overloaded", RETRY_SOON)),
+    (errors.QueueTimeout, _answer(408, SERVER_ERROR, "queue_timeout", RETRY_LATER)),
+    (errors.RequestFailed, INTERNAL),
+    (errors.UserError, _answer(400, INVALID_REQUEST)),
+    (errors.EngineDead, _answer(503, SERVER_ERROR, "engine_dead", RETRY_LATER)),
+    (errors.EngineClosed, _answer(503, SERVER_ERROR, "engine_closed", RETRY_LATER)),
+    (errors.EngineStarting, _answer(503, SERVER_ERROR, "engine_starting", RETRY_LATER)),
+    (errors.EngineError, _answer(503, SERVER_ERROR, "engine_unavailable", RETRY_LATER)),
 )
 
 
@@ -83,15 +73,14 @@ def http_error(error: BaseException) -> HttpError:
     if isinstance(error, HttpError):
         return error
     answer = next((answer for kind, answer in ANSWERS if isinstance(error, kind)), INTERNAL)
-    param = error.param if isinstance(error, errors.InvalidParameter) else None
-    code, message = answer.code, str(error)
     if isinstance(error, errors.RequestFailed):
-        answer = DEADLINE if error.code == DEADLINE.code else answer
-        code = error.code
+        late = error.code == "deadline"
+        answer = _answer(504, SERVER_ERROR, "deadline") if late else answer | {"code": error.code}
     elif answer is INTERNAL:
         LOG.error("internal error", exc_info=error)
-        message = "internal error: the server's log says more; report it with the request id."
-    return HttpError(answer.status, message, kind=answer.kind, code=code, param=param, headers=answer.headers)
+        return HttpError(message="internal error: the server's log says more; report it with the request id.", **answer)
+    return HttpError(message=str(error), param=error.param if isinstance(error, errors.InvalidParameter) else None,
+                     **answer)
 
 
 def not_implemented(what: str, reason: str, param: str | None = None) -> HttpError:

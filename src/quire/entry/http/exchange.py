@@ -7,7 +7,6 @@ nothing of what is asked.
 import asyncio
 import re
 import secrets
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -36,10 +35,6 @@ class Watch:
     def stop(self) -> None:
         """The answer is complete: whatever the client does now is no reason to cancel anything."""
         self._listener.cancel()
-
-    async def look(self) -> None:
-        """End the work here when the client has hung up already: one turn of the event loop tells."""
-        await asyncio.sleep(0)
 
     async def __aenter__(self) -> "Watch":
         owner = asyncio.current_task()
@@ -104,15 +99,6 @@ class Exchange:
         """Tell the client something in an `x-quire-warning` header; a few are kept."""
         if len(self._warnings) < MAX_WARNINGS:
             self._warnings.append(text)
-
-    def unknown_fields(self, names: list[str]) -> None:
-        """Tell the client which fields of the request nobody knows."""
-        for name in names:
-            self.warn(f"unknown field {name}")
-
-    def now(self) -> int:
-        """Seconds since the epoch."""
-        return int(time.time())
 
     async def body(self) -> bytes:
         """The whole request body. Errors: `ClientGone`."""

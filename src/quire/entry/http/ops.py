@@ -3,6 +3,8 @@
     /health  200 while the engine runs         /live     200 while the event loop turns
     /ping    the same, GET or POST             /ready    200 when requests should come here
     /version what serves, and every choice     /metrics  Prometheus        /openapi.json  what the API takes
+    /debug/plan      everything that was decided for the engine, as `quire explain --json` prints it
+    /debug/requests  the requests that live, and the last that ended: times, tokens, and why no more was reused
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,23 +20,23 @@ from quire.config.serve import ServerConfig
 from quire.entry.http.auth import OPEN_PATHS
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_json
-from quire.entry.http.readiness import RETRY_AFTER, LoadingBoard, Readiness, readiness
+from quire.entry.http.readiness import RETRY_AFTER, Readiness, readiness
 from quire.observe.metrics import Metrics
 
-ALWAYS = OPEN_PATHS | {"/version", "/metrics", "/openapi.json"}  # answered in every state of the engine
+ALWAYS = OPEN_PATHS | {"/version", "/metrics", "/openapi.json", "/debug/requests"}  # in every state of the engine
 RETRY_HEADERS = {"retry-after": str(RETRY_AFTER)}
 
 
-def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics, board: LoadingBoard,
+def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
                describe_api: Callable[[], dict[str, object]]) -> list[Route]:
     """The routes over what they look at; `describe_api` makes the OpenAPI document."""
 
     def state(may_ask: Callable[[Readiness], bool]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            now = readiness(engine, board, config.serve.hang_timeout)
+            now = readiness(engine, config.serve.hang_timeout)
             content: dict[str, object] = {"status": now.status, "reason": now.reason}
-            if now.status == "starting" and board.last is not None:
-                content["loading"] = board.last
+            if now.status == "starting":
+                content["loading"] = engine.loading
             if may_ask(now):
                 return _json(content)
             error = msgspec.json.decode(error_json(503, now.reason, f"engine_{now.status}"))
@@ -66,11 +68,18 @@ def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics, boa
     async def openapi(request: Request) -> Response:
         return _json(describe_api())
 
+    async def plan(request: Request) -> Response:
+        return Response(str(await engine.control("plan")), media_type="application/json")
+
+    async def requests(request: Request) -> Response:
+        return _json({"requests": engine.requests()})
+
     alive = state(lambda now: now.alive)  # also while it drains
     return [Route("/health", alive, methods=["GET"]), Route("/ping", alive, methods=["GET", "POST"]),
             Route("/live", live, methods=["GET"]), Route("/ready", state(lambda now: now.ready), methods=["GET"]),
             Route("/version", version, methods=["GET"]), Route("/metrics", scrape, methods=["GET"]),
-            Route("/openapi.json", openapi, methods=["GET"])]
+            Route("/openapi.json", openapi, methods=["GET"]),
+            Route("/debug/plan", plan, methods=["GET"]), Route("/debug/requests", requests, methods=["GET"])]
 
 
 def _json(content: object, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,6 +1,6 @@
 """Whether the server can take requests, as a value: `/health`, `/ready` and the gate before the API all ask here."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -8,30 +8,8 @@ from starlette.types import Scope
 
 from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.errors import error_answer
-from quire.procs.messages import Loading
 
 RETRY_AFTER = 5  # seconds that a caller is told to wait for a server that starts, drains or has died
-
-
-class LoadingBoard:
-    """The last message about loading, for whoever asks meanwhile."""
-
-    def __init__(self, tell: Callable[[Loading], None] = lambda message: None) -> None:
-        self.last: Loading | None = None
-        self._tell = tell
-
-    def show(self, message: Loading) -> None:
-        """Take the next message, and pass it on."""
-        self.last = message
-        self._tell(message)
-
-    def describe(self) -> str:
-        """One phrase: what is being done and how far it is."""
-        if self.last is None:
-            return "starting"
-        if not self.last.total:
-            return self.last.phase
-        return f"{self.last.phase}, {100 * self.last.done // self.last.total} %"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +30,12 @@ class Readiness:
         return self.status not in ("starting", "dead")
 
 
-def readiness(engine: ServedEngine, board: LoadingBoard, hang_timeout: float) -> Readiness:
+def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
     """Where the server stands. `hang_timeout`: seconds after which a step counts as hung."""
     if engine.state is EngineState.STARTING:
-        return Readiness(status="starting", reason=f"the engine is being loaded ({board.describe()}).")
+        last = engine.loading
+        share = f", {100 * last.done // last.total} %" if last.total else ""
+        return Readiness(status="starting", reason=f"the engine is being loaded ({last.phase}{share}).")
     if engine.state is EngineState.DEAD:
         return Readiness(status="dead", reason=f"the engine stopped: {engine.failure}")
     if engine.state is EngineState.DRAINING:
@@ -69,12 +49,12 @@ def readiness(engine: ServedEngine, board: LoadingBoard, hang_timeout: float) ->
 class Gate:
     """For `auth.Guard`: while the engine starts, drains or is dead, every path but `always` is answered 503 at once."""
 
-    def __init__(self, engine: ServedEngine, board: LoadingBoard, always: Collection[str]) -> None:
-        self._engine, self._board, self._always = engine, board, always
+    def __init__(self, engine: ServedEngine, always: Collection[str]) -> None:
+        self._engine, self._always = engine, always
 
     def __call__(self, scope: Scope) -> Response | None:
         if self._engine.state is EngineState.READY or scope["path"] in self._always:
             return None
-        now = readiness(self._engine, self._board, float("inf"))
+        now = readiness(self._engine, float("inf"))
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}
         return error_answer(503, now.reason, f"engine_{now.status}", headers=headers)

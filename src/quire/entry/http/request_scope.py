@@ -63,7 +63,10 @@ class RequestScope:
         except Exception:  # the last resort: the caller gets an id, the log the cause, other requests go on
             LOG.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
             if not status:
-                await _internal_error(request_id)(scope, receive, passing)
+                words = f"an internal error; the server's log has its cause under request {request_id}."
+                # A retry would meet the same fault: clients of the OpenAI kind read x-should-retry.
+                answer = error_answer(500, words, "internal_error", headers={"x-should-retry": "false"})
+                await answer(scope, receive, passing)
         finally:
             outcome = status if complete else CLIENT_GONE
             self._metrics.http(self._label(scope), outcome, scope["method"])
@@ -82,12 +85,6 @@ class RequestScope:
     def _below_root(self, path: str) -> str:
         """The path that routes know, whether or not a proxy has already taken the root away."""
         return path[len(self._root):] if self._root and path.startswith(self._root + "/") else path
-
-
-def _internal_error(request_id: str) -> ASGIApp:
-    # A retry would meet the same fault: clients of the OpenAI kind read x-should-retry.
-    return error_answer(500, f"an internal error; the server's log has its cause under request {request_id}.",
-                        "internal_error", headers={"x-should-retry": "false"})
 
 
 def _request_id(scope: Scope) -> str:

@@ -98,30 +98,24 @@ class RequestStream:
         waiter, sink = self._waiter, self._sink
         if waiter is None or waiter.done():
             return  # the reader is at work, and looks again before it waits
-        if sink is None or not self.num_open or self._error is not None or not sink.ready:
-            waiter.set_result(None)
-            return
-        try:
-            sink.take(self._batch())
-        except Exception as fault:  # of this request alone, and its reader's to tell
-            self._fault = fault
-            waiter.set_result(None)
+        if sink is not None and self.num_open and self._error is None and sink.ready:
+            try:
+                return sink.take(self._batch())
+            except Exception as fault:  # of this request alone, and its reader's to tell
+                self._fault = fault
+        waiter.set_result(None)
 
     def fail(self, error: QuireError) -> None:
         """Nothing more will come; what came before is still handed out."""
         self._error = error
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """End what still runs; idempotent."""
         if not self._closed:
             self._closed = True
             self._on_close(self)
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
 
     def _batch(self) -> Batch:
         changed, self._changed = self._changed, {}

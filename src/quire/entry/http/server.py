@@ -13,27 +13,27 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import QuireError
-from quire.entry.exit_codes import DONE, FAILED, exit_code
+from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED, exit_code
 from quire.entry.http.app import build_app
+from quire.entry.http.console import Console
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
-from quire.entry.http.readiness import LoadingBoard
-from quire.entry.http.signals import StopRequests
 from quire.entry.http.sockets import listen, release, url_of
-from quire.observe.metrics import Metrics, StatsLine
+from quire.observe.metrics import Metrics
 from quire.observe.process import watch_event_loop
-from quire.procs.messages import Loading, Ready
 
 LOG = logging.getLogger("quire")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEATH_GRACE = 3.0  # seconds that a server without engine goes on answering 503
 FLUSH_GRACE = 1.0  # seconds that aborted streams get to send their error
 STATS_INTERVAL = 10.0
@@ -41,25 +41,6 @@ THREAD_GRACE = 0.5  # seconds that threads get to end by themselves
 # The default of 700 new objects means a collection every few streamed events; this took 4 to 6 % off their CPU time
 # (64 streams, 100 events/s each, `--device mock`).
 GC_THRESHOLDS = (50_000, 50, 100)
-
-
-class Console(Protocol):
-    """Where the server tells a human what happens."""
-
-    def loading(self, message: Loading) -> None:
-        """Progress before the engine is ready."""
-
-    def banner(self, ready: Ready, config: ServerConfig, url: str) -> None:
-        """The engine is ready."""
-
-    def stats(self, line: StatsLine) -> None:
-        """Every 10 s; whether that is worth a line is up to the console."""
-
-    def note(self, text: str) -> None:
-        """One line."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was; idempotent."""
 
 
 def run(config: ServerConfig, console: Console) -> int:
@@ -93,16 +74,48 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console)
     """Serve on a listening socket until the end; returns the exit code. Raises the `QuireError` of a failed start."""
     metrics = Metrics(config.serve.metrics_prefix, config.model_names[0])
     engine = ServedEngine(config, metrics=metrics)
-    board = LoadingBoard(console.loading)
-    http = HttpListener(build_app(engine, config, metrics, board), config.http, listener, metrics)
+    http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
     with StopRequests() as stop:
         serving = http.start()
         console.note(f"Listening on {url_of(listener, config.http)} (answers 503 until the model is loaded)")
         try:
-            return await _Life(engine, http, config, console, stop, serving).run(board, metrics)
+            return await _Life(engine, http, config, console, stop, serving).run(metrics)
         finally:
             await engine.close()
             await http.stop(FLUSH_GRACE)
+
+
+class StopRequests:
+    """`with`: SIGTERM and Ctrl-C as events, the first asks to finish, the second to end now. For the main thread, with
+    a running loop."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._last = signal.SIGTERM
+
+    @property
+    def name(self) -> str:
+        """What a human calls the last signal."""
+        return "Ctrl-C" if self._last is signal.SIGINT else "SIGTERM"
+
+    @property
+    def code(self) -> int:
+        """The exit code of whoever ends at once because of the last signal."""
+        return INTERRUPTED if self._last is signal.SIGINT else DONE
+
+    def __enter__(self) -> "StopRequests":
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _take(self, number: signal.Signals) -> None:
+        self._last = number
+        (self.second if self.first.is_set() else self.first).set()
 
 
 class _Life:
@@ -113,10 +126,10 @@ class _Life:
         self._engine, self._http, self._config, self._console = engine, http, config, console
         self._stop, self._serving = stop, serving
 
-    async def run(self, board: LoadingBoard, metrics: Metrics) -> int:
+    async def run(self, metrics: Metrics) -> int:
         """Load, serve and drain; returns the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
-        starting = asyncio.create_task(self._engine.start(board.show))
+        starting = asyncio.create_task(self._engine.start(self._console.loading))
         await _first_of(starting, first, self._serving)
         if not starting.done():
             starting.cancel()

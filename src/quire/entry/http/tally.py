@@ -1,10 +1,11 @@
-"""What the metrics are told of steps and requests.
+"""What the metrics are told of steps and requests, and what is remembered of a request.
 
 Knows how a request's life is divided: it waits, until a step takes it up; its prompt is computed, until the first
 token; it decodes, until its end.
 """
 
 import time
+from typing import Any
 
 from quire.contracts import errors
 from quire.contracts.output import StepOutputs
@@ -40,21 +41,30 @@ def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
 
 def count_finished(metrics: Metrics, generation: Generation, reason: str) -> None:
     """A prompt has ended, with all its completions."""
+    token_s = [s for c in generation.completions if (s := c.mean_token_time) is not None]
+    metrics.request_finished(reason, **_measured(generation), token_s=token_s)
+
+
+def request_record(generation: Generation, state: str) -> dict[str, object]:
+    """What `/debug/requests` says of a prompt: its id and numbers, seconds among them, none of its text."""
+    return {"request_id": generation.request_id, "state": state} | _measured(generation) | {
+        "prefix": generation.metrics.prefix}
+
+
+def _measured(generation: Generation) -> dict[str, Any]:
     times = generation.metrics
     arrival, began, first = times.arrival_time, generation.began, times.first_token_time
     end = times.finished_time if times.finished_time is not None else time.monotonic()
     began = began if began is None or first is None else min(began, first)
-    metrics.request_finished(
-        reason,
-        num_prompt=len(generation.prompt_token_ids),
-        num_output=sum(len(c.token_ids) for c in generation.completions),
-        queue_s=None if began is None else max(0.0, began - arrival),
-        prefill_s=None if began is None or first is None else first - began,
-        decode_s=None if first is None else end - first,
-        e2e_s=end - arrival,
-        num_cached=generation.num_cached or 0,
-        token_s=[s for c in generation.completions if (s := c.mean_token_time) is not None],
-    )
+    return {
+        "num_prompt": len(generation.prompt_token_ids),
+        "num_output": sum(len(c.token_ids) for c in generation.completions),
+        "queue_s": None if began is None else max(0.0, began - arrival),
+        "prefill_s": None if began is None or first is None else first - began,
+        "decode_s": None if first is None else end - first,
+        "e2e_s": end - arrival,
+        "num_cached": generation.num_cached or 0,
+    }
 
 
 def count_refusal(metrics: Metrics, error: Exception) -> None:

@@ -16,7 +16,7 @@ import uvicorn
 from quire.config.serve import HttpConfig
 from quire.entry.http.engine import EngineState
 from quire.entry.http.protocol import ConnectionLimits, LimitedProtocol, Traffic
-from quire.procs.messages import Ready
+from quire.procs.messages import Loading, Ready
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -129,8 +129,12 @@ class FakeEngine:
     ready: Ready | None = None
     text: Any = None
     failure: Exception | None = None
+    loading: Loading = Loading("starting")
     num_live: int = 0
     last_step_age: float | None = None
+
+    def requests(self) -> list[dict[str, object]]:
+        return [{"request_id": "r", "prefix": None}]
 
 
 @dataclass

@@ -16,7 +16,6 @@ from quire.entry.http.app import build_app
 from quire.entry.http.auth import OPEN_PATHS
 from quire.entry.http.engine import EngineState
 from quire.entry.http.ops import ALWAYS
-from quire.entry.http.readiness import LoadingBoard
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Loading
 
@@ -27,10 +26,8 @@ OPEN = ServerConfig()
 LOCKED = ServerConfig(http=HttpConfig(api_key=("sk-other", SECRET)))
 
 
-def make(
-    engine: Any, config: ServerConfig = OPEN, board: LoadingBoard | None = None, metrics: Metrics | None = None
-) -> Any:
-    return build_app(engine, config, metrics or Metrics(), board)
+def make(engine: Any, config: ServerConfig = OPEN, metrics: Metrics | None = None) -> Any:
+    return build_app(engine, config, metrics or Metrics())
 
 
 def every_route(app: Any) -> list[tuple[str, str]]:
@@ -78,10 +75,10 @@ def test_an_empty_bearer_is_fine_when_no_key_is_set(engine: FakeEngine) -> None:
 
 
 def test_while_it_loads_the_api_says_when_to_come_back(engine: FakeEngine) -> None:
-    engine.state, engine.ready, board = EngineState.STARTING, None, LoadingBoard()
-    app = make(engine, board=board)
+    engine.state, engine.ready = EngineState.STARTING, None
+    app = make(engine)
     assert "starting" in call(app, "/health").json()["reason"]
-    board.show(Loading("weights", 25, 100, "B"))
+    engine.loading = Loading("weights", 25, 100, "B")
     for path in ("/health", "/ready", "/ping"):
         answer = call(app, path)
         assert answer.status == 503 and answer.headers["retry-after"] == "5"
@@ -123,6 +120,12 @@ def test_a_hung_step_makes_it_unready_and_not_dead(engine: FakeEngine) -> None:
     engine.last_step_age = 5.1
     assert call(app, "/ready").status == 503 and "has not finished a step" in call(app, "/ready").json()["reason"]
     assert call(app, "/health").status == 200
+
+
+def test_the_records_of_requests_can_be_read_in_every_state(engine: FakeEngine) -> None:
+    for engine.state in EngineState:
+        answer = call(make(engine), "/debug/requests")
+        assert (answer.status, answer.json()) == (200, {"requests": [{"request_id": "r", "prefix": None}]})
 
 
 # --- what else is refused ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.config.serve import ServerConfig
@@ -27,15 +28,18 @@ from quire.contracts.errors import (
     RequestFailed,
 )
 from quire.contracts.output import RequestOutput
+from quire.contracts.prefix import Miss
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.engine.mock_executor import mock_tokens
 from quire.entry.core_process import build
+from quire.entry.http import engine as module
 from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs.core_client import CoreClient
-from quire.procs.core_thread import CoreThread
+
+from ....core_thread import CoreThread
 
 PATIENCE = 60.0
 PROMPT = [5, 6, 7]
@@ -241,8 +245,6 @@ def test_before_it_is_ready_and_while_it_drains() -> None:
         engine = ServedEngine(ServerConfig.from_flat(device="mock"), metrics=Metrics())
         with pytest.raises(EngineStarting):
             open_one(engine)
-        with pytest.raises(EngineStarting):
-            await engine.tokenized(Prompt(text="x"))
         async with serving(mock_step_ms=2.0) as (engine, _):
             running = asyncio.create_task(read(open_one(engine, 20)))
             await asyncio.sleep(0)
@@ -396,20 +398,6 @@ def test_who_takes_too_long_fails_alone() -> None:
             with pytest.raises(RequestFailed) as caught:
                 await read(late)
             assert caught.value.code == "deadline" and len(outputs) == 10
-
-    run(work())
-
-
-def test_a_long_text_is_encoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        async with serving() as (engine, _):
-            assert engine.front is not None
-            encode, threads = engine.front.encode, []
-            monkeypatch.setattr(engine.front, "encode",
-                                lambda prompt: threads.append(threading.current_thread()) or encode(prompt))
-            short, long = [await engine.tokenized(Prompt(text="word " * n)) for n in (10, 2000)]
-            assert short.token_ids and len(long.token_ids or ()) > 1000
-            assert threads[0] is threading.main_thread() and threads[1] is not threads[0]
 
     run(work())
 
@@ -645,6 +633,40 @@ def test_metrics_hear_of_every_request_once() -> None:
     began = time.monotonic()
     run(work())
     assert time.monotonic() - began < PATIENCE
+
+
+def test_the_records_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live ones first; an ended one says what was reused, and why no more; numbers only, and not for ever."""
+    monkeypatch.setattr(module, "RECENT", 4)
+    prompt = list(range(100))
+
+    async def work() -> None:
+        async with serving(block_size=16, mock_step_ms=2) as (engine, _):
+            first = open_one(engine, 2, prompt)
+            (waiting,) = engine.requests()
+            assert (waiting["request_id"], waiting["state"], waiting["prefix"]) == ("r", "waiting", None)
+            await read(first)
+            salted = engine.open([Prompt(token_ids=prompt, cache_salt="secret")], params(2), request_id="salted")
+            await read(salted)
+            await read(open_one(engine, 2, [*prompt[:40], 7, *prompt[41:]]))
+            gone = open_one(engine, 900, prompt)
+            await anext(gone)
+            assert engine.requests()[0]["state"] == "running"
+            gone.close()
+            records = engine.requests()
+            assert [record["state"] for record in records] == ["abort", "length", "length", "length"]
+            reports = [record["prefix"] for record in records]
+            assert reports[0] is None and reports[1].why is Miss.TOKENS and reports[2].why is Miss.EXTRAS
+            assert (reports[1].block, reports[1].position, reports[1].differs_at) == (2, 32, 40)
+            assert reports[2].detail == "salt" and reports[3].why is Miss.NEW
+            ended = msgspec.json.decode(msgspec.json.encode(records[1]))
+            assert (ended["num_prompt"], ended["num_cached"], ended["num_output"]) == (100, 32, 2)
+            assert ended["prefix"]["why"] == "tokens" and ended["e2e_s"] >= ended["decode_s"] >= 0
+            assert "secret" not in repr(records)
+            await read(open_one(engine, 1))
+            assert len(engine.requests()) == 4
+
+    run(work())
 
 
 def test_unknown_controls_are_errors() -> None:

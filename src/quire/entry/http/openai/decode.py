@@ -1,21 +1,27 @@
 """Request bodies to typed requests: the one validator of every route, and error messages that name field and range.
 
 msgspec decodes strictly (no "3" for 3, no NaN, no bare surrogates) but takes an integer where a number is asked for.
+Names that neither a schema nor the tables of fields know are told back in a header.
 """
 
+import json
+import logging
 import re
+from collections.abc import Iterator
 from itertools import islice
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import inspect
 
+from quire.config.text_table import read_rows
 from quire.contracts.errors import InvalidParameter
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange
-from quire.entry.http.openai.fields import IGNORED, REFUSED
 
+LOG = logging.getLogger("quire")
 T = TypeVar("T", bound=msgspec.Struct)
 PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 STEP = re.compile(r"\w+|\[[^]]*\]")
@@ -24,8 +30,29 @@ GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
 JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
               "array": "a list", "object": "an object"}
 MAX_NAME = 64
-MAX_UNKNOWN = 10  # names that are told back
+MAX_UNKNOWN, MAX_LOGGED = 10, 100  # names that are told back, and logged: more would let a client fill the log
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Refused(NamedTuple):
+    """Why a field of other servers' requests that would change the answer is refused, and the values (beside null) that
+    ask for nothing and are let through."""
+
+    reason: str
+    harmless: list[Any]
+
+
+def _refused() -> Iterator[tuple[str, Refused]]:
+    for names, reason, *harmless in read_rows(Path(__file__).with_name("refused_fields.txt")):
+        for name in names.split():
+            yield name, Refused(reason, json.loads(harmless[0]) if harmless else [])
+
+
+REFUSED = dict(_refused())
+IGNORED = frozenset(  # do not change the answer, and are taken silently
+    "metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier verbosity prediction "
+    "parallel_tool_calls session_id include_reasoning separate_reasoning guided_decoding_backend "
+    "guided_whitespace_pattern media_io_kwargs mm_processor_kwargs".split())
 
 
 class RequestDecoder(Generic[T]):
@@ -42,8 +69,11 @@ class RequestDecoder(Generic[T]):
     async def read(self, context: ServerContext, exchange: Exchange) -> T:
         """The request in an exchange's body; fields that nobody knows are told back and logged. Errors: `decode`'s."""
         request, unknown = self.decode(await exchange.body())
-        exchange.unknown_fields(unknown)
-        context.unknown_fields.log(unknown)
+        for name in unknown:
+            exchange.warn(f"unknown field {name}")
+            if name not in (told := context.unknown_fields) and len(told) < MAX_LOGGED:
+                told.add(name)
+                LOG.warning("a request has the unknown field %s; it is ignored (told once).", name)
         return request
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
@@ -64,7 +94,7 @@ class RequestDecoder(Generic[T]):
             raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
         except RecursionError as error:
             raise HttpError(400, "the body is nested too deeply.", code="invalid_json") from error
-        unknown = (_printable(name) for name in names if name not in self._known)
+        unknown = (ascii(name[:MAX_NAME]) for name in names if name not in self._known)
         return request, list(islice(unknown, MAX_UNKNOWN))
 
     def _refuse(self, names: dict[str, msgspec.Raw]) -> None:
@@ -118,10 +148,6 @@ def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
     if isinstance(kind, inspect.DictType) and step.startswith("["):
         return [kind.value_type]
     return []
-
-
-def _printable(name: str) -> str:
-    return ascii(name[:MAX_NAME])
 
 
 def words(kind: inspect.Type) -> str:

@@ -4,6 +4,7 @@ Both routes that generate share this; how a choice looks is the `Writer`'s matte
 every way out, so that nothing is generated for a client that is gone.
 """
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -107,7 +108,7 @@ async def answer(
     prompts = await prompts_of(context, exchange, request)
     await spell_bad_words(context, exchange, params)
     options = request.stream_options or StreamOptions()
-    job = Job(prompts=prompts, params=params, request_id=request_id, model=model, created=exchange.now(),
+    job = Job(prompts=prompts, params=params, request_id=request_id, model=model, created=int(time.time()),
               stream=bool(request.stream), priority=request.priority or 0,
               timeout=request_timeout(exchange.header(b"x-request-timeout")),
               include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
@@ -120,7 +121,7 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
     stream."""
     with context.in_flight.hold(job.request_id):
         async with exchange.watch() as watch:
-            await watch.look()  # its text may have been encoded in a thread for long
+            await asyncio.sleep(0)  # ends here if the client has hung up: its text may have taken long to encode
             stream = context.engine.open(
                 job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout)
             began = time.monotonic()
@@ -167,8 +168,7 @@ async def _events(events: EventStream, stream: RequestStream, progress: "Progres
     stream.pour_into(_Pushed(events, progress))
     try:
         async for batch in stream:
-            data = progress.events(batch)
-            if data:
+            if data := progress.events(batch):
                 await events.write(data)
         watch.stop()
         await events.end(progress.last() + DONE)
@@ -187,8 +187,7 @@ class _Pushed:
         return self._events.ready
 
     def take(self, batch: Batch) -> None:
-        data = self._progress.events(batch)
-        if data:
+        if data := self._progress.events(batch):
             self._events.push(data)
 
 

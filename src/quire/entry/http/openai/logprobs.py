@@ -6,6 +6,8 @@ A token's number is taken once and shown wherever the token shows, so that clien
 import codecs
 from collections.abc import Sequence
 
+import msgspec
+
 from quire.contracts.output import Logprob, LogprobsByToken
 from quire.entry.http.openai.schema import ChatLogprob, ChatLogprobs, LegacyLogprobs, TokenLogprob
 from quire.text.tokenizer import Tokenizer
@@ -144,9 +146,8 @@ def prompt_columns(
 
 def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
     """The columns of a text and of what follows it."""
-    return LegacyLogprobs(text_offset=first.text_offset + second.text_offset,
-                          token_logprobs=first.token_logprobs + second.token_logprobs,
-                          tokens=first.tokens + second.tokens, top_logprobs=first.top_logprobs + second.top_logprobs)
+    parts = msgspec.structs.asdict(second)
+    return LegacyLogprobs(**{name: column + parts[name] for name, column in msgspec.structs.asdict(first).items()})
 
 
 def chat_logprobs(

@@ -30,7 +30,8 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     def answer() -> bytes:
         special = request.add_special_tokens is not False
         ids = tokenizer.encode(request.prompt or "", special) if given is None else given
-        strings = _strings(tokenizer, ids) if request.return_token_strs else None
+        texts = {token: tokenizer.token_text(token) for token in set(ids)} if request.return_token_strs else {}
+        strings = [texts[token] for token in ids] if request.return_token_strs else None
         return msgspec.json.encode(
             schema.TokenizeResponse(count=len(ids), max_model_len=longest, tokens=ids, token_strs=strings))
 
@@ -82,11 +83,6 @@ def _card(context: ServerContext, name: str) -> schema.ModelCard:
     ready, model = context.engine.ready, context.config.engine.model.model
     return schema.ModelCard(id=name, created=context.created, root=model or "quire-tiny",
                      max_model_len=None if ready is None else ready.max_model_len)
-
-
-def _strings(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    texts = {token: tokenizer.token_text(token) for token in set(ids)}
-    return [texts[token] for token in ids]
 
 
 def _content(tokenizer: Tokenizer, token: int | None) -> str | None:

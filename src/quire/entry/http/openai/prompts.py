@@ -166,7 +166,9 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
     plain = []
     knows_developer = "developer" in template.source()
     for at, message in enumerate(messages):
-        if message.content is None and not _says_otherwise(message):
+        # An assistant may have called a tool, or only thought.
+        other = message.tool_calls or message.reasoning or message.reasoning_content
+        if message.content is None and not (message.role == "assistant" and other):
             raise InvalidParameter(
                 f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages")
         if not isinstance(message.content, str):
@@ -181,9 +183,3 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
             fields["role"] = "system"
         plain.append(fields)
     return plain
-
-
-def _says_otherwise(message: Message) -> bool:
-    """Whether a message needs no content: an assistant may have called a tool, or only thought."""
-    other = message.tool_calls or message.reasoning or message.reasoning_content
-    return message.role == "assistant" and bool(other)

@@ -28,7 +28,10 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
     if request.top_p is not None:
         given["top_p"] = max(request.top_p, SMALLEST_TOP_P)
     if request.seed is not None:
-        given["seed"] = _seed(request.seed)
+        if not -(2**63) <= request.seed < 2**64:
+            raise InvalidParameter(f"seed={request.seed}: must be an integer in [-2^63, 2^64).", param="seed")
+        # OpenAI's seeds are signed 64-bit numbers; ours unsigned, with -1 for a random one.
+        given["seed"] = request.seed if request.seed >= -1 else request.seed + 2**64
     if request.stream:
         interval = max(stream_interval, request.stream_interval or 1)
         given["stream_interval"] = interval if interval > 1 else None
@@ -64,10 +67,3 @@ def request_timeout(header: str | None) -> float | None:
         raise InvalidParameter(
             f"X-Request-Timeout={header[:40]!r}: must be a number of seconds above 0.", param="X-Request-Timeout")
     return asked
-
-
-def _seed(seed: int) -> int:
-    """OpenAI's seeds are signed 64-bit numbers; ours unsigned, with -1 for a random one."""
-    if not -(2**63) <= seed < 2**64:
-        raise InvalidParameter(f"seed={seed}: must be an integer in [-2^63, 2^64).", param="seed")
-    return seed if seed >= -1 else seed + 2**64

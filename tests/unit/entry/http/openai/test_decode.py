@@ -7,8 +7,7 @@ import pytest
 
 from quire.contracts.errors import InvalidParameter
 from quire.entry.http.errors import HttpError
-from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.fields import IGNORED, REFUSED
+from quire.entry.http.openai.decode import IGNORED, REFUSED, RequestDecoder
 from quire.entry.http.openai.schema import ChatRequest, CompletionRequest
 
 COMPLETION = RequestDecoder(CompletionRequest)

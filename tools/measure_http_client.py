@@ -1,6 +1,6 @@
 """Many event streams read by one cheap loop, so that what a server costs can be measured beside its client.
 
-A process of its own (`quire.bench.http` starts it): counts events and times first ones, and decodes nothing. Speaks
+A process of its own (`measure_http.py` starts it): counts events and times first ones, and decodes nothing. Speaks
 just enough HTTP/1.1 for the server measured: one POST per connection at a time, a chunked answer.
 """
 

@@ -1,9 +1,12 @@
 """What HTTP costs: the processor time of the server's HTTP process per streamed event, and the delay that it adds.
 
+    python tools/measure_http.py [--seconds X] [--streams 64] [--intervals 8] [--json]
+
 A real `quire serve --device mock` runs as a child, so that nothing but HTTP, the front end and the process hop is
 measured; a client in a third process reads the streams.
 """
 
+import argparse
 import http.client
 import json
 import signal
@@ -16,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quire.config.bundled import bundled_model
@@ -23,6 +27,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.engine.mock_core import build_mock_core
+from quire.entry.cli.table import format_table
 from quire.entry.front import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.observe.process import read_usage
@@ -31,6 +36,18 @@ from quire.text.load import load_text
 PROMPT = "The cat sat on the mat and looked at the rain. " * 4
 START_TIMEOUT, STOP_TIMEOUT = 60.0, 15.0
 FIRST_REPEAT = 200
+CLIENT = Path(__file__).with_name("measure_http_client.py")
+ABOUT = """\
+Processor time (user and system) of the HTTP process, in microseconds per streamed event and per token, with events of
+one token and coalesced ones; then milliseconds to the first token of a single request, through HTTP and straight from
+a core in this process.
+
+"""
+COLUMNS = {
+    "streams": "streams", "stream_interval": "tokens/event", "step_ms": "step, ms", "events": "events",
+    "events_per_s": "events/s", "http_cpu_us_per_event": "us/event", "http_cpu_us_per_token": "us/token",
+    "client_cpu_us_per_event": "client us/event", "ttft_median_ms": "TTFT p50, ms", "ttft_max_ms": "max, ms",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +180,7 @@ def _drive(server: Server, *, streams: int, repeat: int, num_tokens: int) -> dic
             "stream_options": {"include_usage": True}}
     task = {"port": server.port, "path": "/v1/completions", "body": body, "streams": streams, "repeat": repeat,
             "pid": server.pid}
-    done = subprocess.run([sys.executable, "-P", "-m", "quire.bench.http_client"], input=json.dumps(task), text=True,
+    done = subprocess.run([sys.executable, str(CLIENT)], input=json.dumps(task), text=True,
                           stdout=subprocess.PIPE, check=True)
     result: dict[str, Any] = json.loads(done.stdout)
     if "error" in result:
@@ -180,3 +197,31 @@ def _cpu_seconds(server: Server) -> float:
 
 def _ms(seconds: float) -> float:
     return round(1000 * seconds, 3)
+
+
+def main() -> None:
+    """Measure the chosen cases and the first token, and print tables or JSON."""
+    parser = argparse.ArgumentParser(description=ABOUT)
+    parser.add_argument("--seconds", type=float, default=4.0, metavar="X", help="length of a run (default: 4)")
+    parser.add_argument("--streams", type=int, nargs="*", help="only these numbers of streams, of 1 64 256")
+    parser.add_argument("--intervals", type=int, nargs="*", help="only these tokens per event, of 1 8")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"rows": []}
+    for case in CASES:
+        if case.streams in (args.streams or [case.streams]) and case.interval in (args.intervals or [case.interval]):
+            print(f"{case.streams} streams, {case.interval} tokens per event", file=sys.stderr)
+            result["rows"].append(measure_case(case, args.seconds))
+    result["first_token"] = measure_first_token()
+    print(json.dumps(result, indent=1) if args.json else _report(result))
+
+
+def _report(result: dict[str, Any]) -> str:
+    rows = [[row[name] for name in COLUMNS] for row in result["rows"]]
+    first = [(name.replace("_", " "), value) for name, value in result["first_token"].items()]
+    parts = [format_table(list(COLUMNS.values()), rows)] if rows else []
+    return ABOUT + "\n\n".join([*parts, format_table(("first token", "value"), first)])
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line the user should see."""
-        self._end_bar()
+        self.close()
         self._print(f"quire: note: {text}")
 
     def loading(self, message: Loading) -> None:
@@ -52,7 +52,7 @@ class Console:
 
     def banner(self, ready: Ready, config: ServerConfig, url: str) -> None:
         """The engine is loaded and the server answers at `url`."""
-        self._end_bar()
+        self.close()
         for line in banner_lines(ready, config, url, age()):
             self._print(line)
         for note in ready.notes:
@@ -64,18 +64,15 @@ class Console:
         if self._stats and busy:
             self._print(stats_text(line))
 
-    def close(self) -> None:
-        """Leave the terminal as it was; idempotent."""
-        self._end_bar()
-
     def _draw(self, message: Loading, new: bool) -> None:
         if new:
-            self._end_bar()
+            self.close()
             self._bar = Progress(message.phase, message.total, enabled=True, unit=message.unit).__enter__()
         if self._bar is not None:
             self._bar.update(message.done, message.total)
 
-    def _end_bar(self) -> None:
+    def close(self) -> None:
+        """Leave the terminal as it was; idempotent."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.__exit__(None, None, None)

@@ -1,10 +1,13 @@
-"""docs/flags.md: every flag of ours, and what each flag of vLLM means here. Printed by `quire serve --print-flags`."""
+"""docs/flags.md: every flag of ours, and what each flag of vLLM means here; never imports torch.
+
+    PYTHONPATH=src python tools/flags_page.py > docs/flags.md
+"""
 
 from collections import Counter
 from pathlib import Path
 
 from quire.config.flags import flag_names, server_options
-from quire.config.peer_flags import PEER_FLAGS, Meaning, PeerFlag, Takes
+from quire.config.peer_flags import MEANINGS, PEER_FLAGS, PeerFlag
 
 
 def flags_page() -> str:
@@ -29,21 +32,25 @@ def _options() -> str:
 
 def _counts() -> str:
     counts = Counter(flag.meaning for flag in PEER_FLAGS)
-    return f"{len(PEER_FLAGS)} flags: {', '.join(f'{counts[meaning]} {meaning.value}' for meaning in Meaning)}.\n"
+    return f"{len(PEER_FLAGS)} flags: {', '.join(f'{counts[meaning]} {meaning}' for meaning in MEANINGS)}.\n"
 
 
 def _peers() -> str:
-    return "".join(f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.meaning.value} | {_cell(_why(flag))} |\n"
+    return "".join(f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.meaning} | {_cell(_why(flag))} |\n"
                    for flag in PEER_FLAGS)
 
 
 def _why(flag: PeerFlag) -> str:
-    if flag.meaning is Meaning.REFUSED and flag.takes is not Takes.SWITCH and flag.neutral:
+    if flag.meaning == "refused" and flag.takes != "switch" and flag.neutral:
         return f"{flag.why} (accepted: {', '.join(flag.neutral)})"
-    if flag.meaning is Meaning.REFUSED and flag.takes is Takes.SWITCH:
+    if flag.meaning == "refused" and flag.takes == "switch":
         return f"{flag.why} (accepted: {flag.name if 'on' in flag.neutral else f'--no-{flag.name[2:]}'})"
     return flag.why
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(flags_page(), end="")

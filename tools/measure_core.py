@@ -1,12 +1,17 @@
 """Microseconds of Python that the engine core takes per step, on the mock executor: no model, no torch.
 
+    python tools/measure_core.py [--steps N] [--json]
+
 What counts for the core is everything between two results: accepting requests, planning, blocks and their hashes,
 confirming and finishing, the output records and their encoding for another process. The mock's own time is subtracted.
 The front end's part (`RequestOutput` objects without text) is measured apart: it does not run in the core's loop.
 """
 
+import argparse
+import json
 import random
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
@@ -19,6 +24,7 @@ from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
+from quire.entry.cli.table import format_table
 from quire.entry.front import FrontEnd, Limits
 from quire.entry.prompts import Prompt
 from quire.kv.allocator import KVAllocator
@@ -30,6 +36,12 @@ BLOCK_SIZE, NUM_PROMPT, NUM_OUTPUTS, NUM_CHURN_OUTPUTS = 16, 64, 512, 64
 VOCAB_SIZE, EOS = 151_936, 151_645  # the mock never samples an id as high as this EOS
 MAX_STEPS = 400
 WARM_UP = 48  # steps before measuring: enough to admit all
+ABOUT = """\
+Python per step of the engine core, in microseconds. p50 and mean: planning, finishing, blocks and hashes, output
+records and their encoding together. Then means: the parts, from a second run with clocks inside; and what runs
+elsewhere, the front end's output objects and a plan's encoding for workers in other processes.
+
+"""
 BLOCK_WORK = ("match", "can_admit", "admit", "grow", "grow_many", "publish", "free")
 
 
@@ -203,3 +215,34 @@ def _measure_parts(times: CoreTimes, num_steps: int) -> None:
     for _ in range(num_steps):
         timed_encode(load.step(sink))
     times.parts = {name: clock.spent / num_steps / 1000 for name, clock in (clocks | {"encode": encoding}).items()}
+
+
+def row(times: CoreTimes) -> dict[str, Any]:
+    """One line of the table."""
+    case = times.case
+    return {"running": case.num_running, "depth": case.depth, "churn": "yes" if case.churn else "no",
+            "p50": round(statistics.median(times.core), 1), "mean": _mean(times.core),
+            **{name: round(value, 1) for name, value in times.parts.items()},
+            "front_end": _mean(times.front_end), "plan_encoding": _mean(times.plan_encoding)}
+
+
+def _mean(values: Iterable[float]) -> float:
+    return round(statistics.fmean(values), 1)
+
+
+def main() -> None:
+    """Measure every case, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=ABOUT)
+    parser.add_argument("--steps", type=int, default=MAX_STEPS, choices=range(1, MAX_STEPS + 1), metavar="N",
+                        help="steps to measure, at most %(default)s, because then requests would end")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args()
+    rows = [row(measure_core(case, args.steps)) for case in CASES]
+    if args.json:
+        print(json.dumps({"unit": "microseconds of Python per step", "rows": rows}, indent=1))
+    else:
+        print(ABOUT + format_table([name.replace("_", " ") for name in rows[0]], [list(r.values()) for r in rows]))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.bench.engine import CASES, Case, CoreTimes, _Load, measure_core
+from measure_core import CASES, Case, CoreTimes, _Load, measure_core
 from quire.contracts.step import StepPlan
 from quire.engine.mock_executor import MockExecutor
 
@@ -45,7 +45,7 @@ def test_with_churn_requests_end_and_are_replaced(depth: int) -> None:
 
 def test_the_mocks_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that only the mock moves leaves nothing for the core."""
-    from quire.bench import engine
+    import measure_core as engine
 
     now = [0]
     monkeypatch.setattr(engine, "perf_counter_ns", lambda: now[0])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+import measure_http as bench
 import quire
-from quire.bench import http as bench
-from quire.bench.http_client import drive
+from measure_http_client import drive
 from quire.contracts.errors import EngineDead
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -1,0 +1,57 @@
+"""`quire explain`: everything that would be decided for a model, without its weights; never imports torch."""
+
+import argparse
+import json
+import sys
+
+from quire.config import flags
+from quire.config.peer_flags import add_peer_flags
+from quire.config.placement import Parallel
+from quire.config.sources import CONFIG_FILE
+
+SUMMARY = "what would run, where and why: layers, weights, kernels, memory, ranks"
+WIDTH = 200  # of lines that go to a file
+
+
+def configure(parser: flags.FlagParser) -> None:
+    """Add the command's flags: those of `quire serve`, and sizes of parallel engines."""
+    from quire.explain.describe import GPUS
+
+    flags.add_model_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON: all names of all layers")
+    parser.add_argument("--layer", metavar="N", help="one layer in full: a number, embed or head")
+    parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", *GPUS),
+                        help="this machine's, or one that is only described")  # fmt: skip
+    for names, what in ((("--tensor-parallel-size", "-tp"), "ranks that cut every layer"),
+                        (("--pipeline-parallel-size", "-pp"), "stages that have some layers each"),
+                        (("--data-parallel-size", "-dp"), "replicas of attention")):  # fmt: skip
+        parser.add_argument(*names, dest=names[1][1:], metavar="N", type=int, default=1,
+                            help=f"plan for so many {what}; serving them is not implemented yet")  # fmt: skip
+    parser.add_argument("--enable-expert-parallel", "-ep", dest="ep", action="store_true",
+                        help="whole experts on the ranks of tp x dp, instead of a slice of each")  # fmt: skip
+    flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
+    add_peer_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tree, or JSON."""
+    from quire.explain.describe import GPUS, plan_engine
+
+    settings = flags.settings_of(args, server=True)
+    described = args.device if args.device in GPUS else ""
+    if args.device is not None and not described:
+        settings.put("device", args.device, "flag --device")
+    for note in settings.notes:
+        print(f"quire: note: {note}", file=sys.stderr)
+    config = flags.server_config(settings).engine
+    plan = plan_engine(config, Parallel(tp=args.tp, pp=args.pp, dp=args.dp, experts=args.ep), described).describe()
+    if args.json:
+        print(json.dumps(plan, indent=1))
+        return 0
+    from rich.console import Console
+
+    from quire.explain.render import render
+
+    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(render(plan, args.layer))
+    return 0

@@ -1,0 +1,41 @@
+"""`quire trace`: run one request and show every function that it went through."""
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
+from quire.contracts.errors import ConfigError
+from quire.platforms.detect import resolve_device
+
+SUMMARY = "run one request, and show every stop from the call to the kernels, with shapes and times"
+
+
+def configure(parser: FlagParser) -> None:
+    """Add the command's flags."""
+    add_model_argument(parser)
+    parser.add_argument("prompt_argument", metavar="PROMPT", nargs="?", default="The quire is a stack of folded pages.",
+                        help="text to continue (default: a built-in one)")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same, where no MODEL comes before it")
+    parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
+    parser.add_argument("--full", action="store_true", help="leave out nothing that repeats itself")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
+    add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tree and write the file."""
+    cuda = resolve_device(engine_config(args).device.device).device == "cuda"
+    from quire.entry.llm import LLM
+    from quire.explain.trace import trace
+
+    with LLM(**given_options(args) | {"async_depth": 1} | ({"enforce_eager": True} if cuda else {})) as llm:
+        found = trace(llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens)
+    print(*found.render(None if args.full else set()), sep="\n")
+    if args.out is not None:
+        try:
+            args.out.write_bytes(msgspec.json.encode({"traceEvents": list(found.events(found.begin))}))
+        except OSError as error:
+            raise ConfigError(f"--out: {args.out} cannot be written ({error.strerror}).") from None
+    return 0
