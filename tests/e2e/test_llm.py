@@ -272,6 +272,19 @@ def test_reset_prefix_cache_makes_the_next_request_compute_everything(talker: LL
     assert cached() == 0
 
 
+def test_an_output_says_why_its_prompt_was_not_reused(talker: LLM, greedy: Greedy) -> None:
+    size = talker.engine.core.facts.block_size
+    prompt = [10 + i for i in range(4 * size)]
+    edited = [*prompt[: 2 * size + 3], 9, *prompt[2 * size + 4 :]]
+    asked = [prompt, edited, {"prompt_token_ids": prompt, "cache_salt": "mine"}, [*prompt, 5]]
+    outputs = [talker.generate(one, greedy(1), use_tqdm=False)[0] for one in asked]
+    reports = [output.metrics.prefix for output in outputs]
+    assert [report and report.why.value for report in reports] == ["new", "tokens", "extras", None]
+    assert (reports[1].block, reports[1].position, reports[1].differs_at) == (2, 2 * size, 2 * size + 3)
+    assert reports[1].nearest == outputs[0].request_id and outputs[1].num_cached_tokens == 2 * size
+    assert reports[2].detail == "salt" and outputs[3].num_cached_tokens == 4 * size
+
+
 def test_closing_frees_and_refuses_further_use(oracle: Any, engine: Engine, greedy: Greedy) -> None:
     with engine(oracle().folder) as llm:
         stream = llm.stream([5], greedy(8))

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason
 from quire.contracts.step import I32, RowLogprobs
 
@@ -52,6 +53,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one step, in columns: request `handles[i]` got `tokens[i]`.
 
     cached       handle -> prompt tokens found in the prefix cache, once, with the first admission
+    prefixes     handle -> why those were not more, likewise, where there is anything to say
     logprobs     handle -> rows of this step's token;  prompt_logprobs  handle -> rows of this step's chunk
     """
 
@@ -59,6 +61,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     tokens: I32
     finished: tuple[Finish, ...] = ()
     cached: dict[int, int] = msgspec.field(default_factory=dict)
+    prefixes: dict[int, PrefixReport] = msgspec.field(default_factory=dict)
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     stats: StepStats = StepStats()
@@ -95,11 +98,12 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times of one request, seconds on the monotonic clock."""
+    """Times of one request, seconds on the monotonic clock, and why its prompt was not reused whole."""
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    prefix: PrefixReport | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

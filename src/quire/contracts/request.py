@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 
 import msgspec
 
+from quire.contracts.prefix import PrefixReport
 from quire.contracts.sampling import SamplerSpec
 
 
@@ -81,6 +82,7 @@ class Request:
         "num_cached",
         "num_preemptions",
         "num_prompt",
+        "prefix",
         "prompt_scored",
         "slot",
         "state",
@@ -100,6 +102,7 @@ class Request:
         self.slot = -1
         self.in_flight = 0  # results still to come after a preemption
         self.num_cached = -1  # prompt tokens found in the prefix cache at the first admission
+        self.prefix: PrefixReport | None = None  # why it was not the whole prompt
         self.num_preemptions = 0
         self.prompt_scored = 0  # prompt-logprob rows collected
 

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
+import msgspec
+
 from quire.config.engine import SchedulerConfig
 from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
@@ -15,7 +17,8 @@ from quire.engine.finish import Finisher
 from quire.engine.queue import SLACK
 from quire.engine.scheduler import InFlight, Scheduler
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import extras_digest
+from quire.kv.hashing import Tags
+from quire.kv.misses import PrefixHistory
 
 
 class EngineCore:
@@ -37,7 +40,8 @@ class EngineCore:
     ) -> None:
         self.executor = executor
         self.facts = executor.facts()
-        self.scheduler = Scheduler(self.facts, config, allocator, root_key)
+        history = PrefixHistory(allocator.pool, enabled=prefix_caching, clock=clock)
+        self.scheduler = Scheduler(self.facts, config, allocator, root_key, history)
         self._finisher = Finisher(self.scheduler, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[InFlight] = deque()
@@ -85,7 +89,7 @@ class EngineCore:
             )
         assert new.handle not in self._requests, f"handle {new.handle} is live"
         parent = self._requests.get(new.parent) if new.parent is not None else None
-        request = self.scheduler.add(new, self._extras(new), parent, places)
+        request = self.scheduler.add(new, self._tags(new), parent, places)
         try:
             self._finisher.watch(request)
         except Exception:
@@ -174,15 +178,7 @@ class EngineCore:
         if not self._finished:
             return outputs
         finished, self._finished = tuple(self._finished), []
-        return StepOutputs(
-            handles=outputs.handles,
-            tokens=outputs.tokens,
-            finished=finished + outputs.finished,
-            cached=outputs.cached,
-            logprobs=outputs.logprobs,
-            prompt_logprobs=outputs.prompt_logprobs,
-            stats=outputs.stats,
-        )
+        return msgspec.structs.replace(outputs, finished=finished + outputs.finished)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
@@ -192,9 +188,9 @@ class EngineCore:
                 del self._requests[handle]
                 self._finished.append(self._finisher.end(request, FinishReason.ERROR, error="deadline"))
 
-    def _extras(self, new: NewRequest) -> bytes:
+    def _tags(self, new: NewRequest) -> Tags:
         """Without prefix caching every prompt is a world of its own, shared only by its own completions."""
         tags = [("salt", new.cache_salt)] if new.cache_salt else []
         if not self._prefix_caching:
             tags.append(("request", str(new.handle if new.parent is None else new.parent)))
-        return extras_digest(tags)
+        return tags

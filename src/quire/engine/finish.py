@@ -5,6 +5,7 @@ from time import perf_counter
 import numpy as np
 
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
+from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, Request, RequestState
 from quire.contracts.step import I32, RowLogprobs, StepPlan, StepResult
 from quire.engine.scheduler import InFlight, Scheduler
@@ -54,7 +55,7 @@ class Finisher:
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         tokens = result.tokens[:, 0]
         failed = self._failures(step, result)
-        scored, cached = self._score_prompts(step, result), self._cached(step)
+        scored, (cached, prefixes) = self._score_prompts(step, result), self._reused(step)
         live, slots = self._confirm(step, tokens, failed)
         ended, finished = self._finish(step, tokens, live, slots)
         for request, code in failed.items():
@@ -72,6 +73,7 @@ class Finisher:
             tokens=tokens if all_live else tokens[live],
             finished=tuple(finished),
             cached=cached,
+            prefixes=prefixes,
             logprobs=logprobs,
             prompt_logprobs=scored,
             stats=self.state(step, perf_counter() - started),
@@ -180,8 +182,10 @@ class Finisher:
         return [(step.requests[i], slots[i]) for i in live if slots[i] in result.logprobs]
 
     @staticmethod
-    def _cached(step: InFlight) -> dict[int, int]:
-        return {r.new.handle: r.num_cached for r in step.admitted if r.state is not FINISHED}
+    def _reused(step: InFlight) -> tuple[dict[int, int], dict[int, PrefixReport]]:
+        live = [r for r in step.admitted if r.state is not FINISHED]
+        reports = {r.new.handle: r.prefix for r in live if r.prefix is not None}
+        return {r.new.handle: r.num_cached for r in live}, reports
 
     def state(self, step: InFlight = NO_STEP, finish_s: float = 0.0) -> StepStats:
         """How things stand now and, after a step, what it did."""

@@ -13,7 +13,8 @@ from quire.engine.budget import share_budget
 from quire.engine.queue import WaitingQueue
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import KeyChain
+from quire.kv.hashing import KeyChain, Tags
+from quire.kv.misses import PrefixHistory
 from quire.kv.prefix import PrefixMatch
 
 LOG = logging.getLogger("quire")
@@ -42,7 +43,8 @@ class InFlight:
 class Scheduler:
     """Continuous batching over one token budget, with chunked prefill, prefix reuse and preemption by recompute."""
 
-    def __init__(self, facts: ExecutorFacts, config: SchedulerConfig, allocator: KVAllocator, root_key: bytes) -> None:
+    def __init__(self, facts: ExecutorFacts, config: SchedulerConfig, allocator: KVAllocator, root_key: bytes,
+                 history: PrefixHistory) -> None:
         self.by_priority = config.scheduling_policy == "priority"
         self.table = RunningTable(facts.num_slots)
         self.queue = WaitingQueue(self.by_priority, config.max_waiting, facts.num_slots)
@@ -51,7 +53,7 @@ class Scheduler:
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
         self._lag = facts.decode_lag
         self._headroom = int(config.watermark * facts.num_blocks)
-        self._root = root_key
+        self._root, self._history = root_key, history
         self._chains: dict[int, KeyChain] = {}
         self._children: dict[int, dict[int, Request]] = {}  # parent's handle -> those blocked on its prompt, by handle
         self._released: list[int] = []
@@ -62,7 +64,7 @@ class Scheduler:
 
     # --- requests come and go -----------------------------------------------------------------------------------
 
-    def add(self, new: NewRequest, extras: bytes, parent: Request | None, places: int = 1) -> Request:
+    def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1) -> Request:
         """Queue a request. With a parent still before the end of its prompt, it is blocked until that is planned.
 
         places   as in `EngineCore.add`
@@ -71,7 +73,7 @@ class Scheduler:
             self.queue.check_room(places, self.num_blocked, self.table.num_free)
         request = Request(new, self._arrivals)
         self._arrivals += 1
-        chain = KeyChain(self._root, self.allocator.block_size, request.tokens, extras)
+        chain = KeyChain(self._root, self.allocator.block_size, request.tokens, tags)
         if parent is not None and not self._prompt_planned(parent):
             request.to(RequestState.BLOCKED, BlockReason.PARENT)
             self._children.setdefault(parent.new.handle, {})[new.handle] = request
@@ -249,10 +251,13 @@ class Scheduler:
 
         Until the caller moves it to RUNNING it still stands in the queue, and `fail` can undo all of this.
         """
-        match = self._match(request)
+        new, match = request.new, self._match(request)
         headroom = self._headroom if len(self.table) else 0
         if not self.allocator.can_admit(match, len(request.tokens), headroom):
             return None
+        if request.num_cached < 0 and new.parent is None:
+            request.prefix = self._history.admit(new.request_id, self._chains[new.handle], match, request.num_prompt,
+                                                 reads=new.read_prefix_cache)  # fmt: skip
         slot = self.table.enter(request, match.num_tokens, self.by_priority)
         blocks = self.allocator.admit(slot, match, len(request.tokens))
         self._publish_planned(request, min(len(request.tokens), match.num_tokens + room))

@@ -19,6 +19,7 @@ from quire.contracts.blocks import KVGeometry
 
 DIGEST_BYTES = 32
 _TOKEN_BYTES = 4
+Tags = Sequence[tuple[str, str]]  # (domain, value) pairs, such as ("salt", "tenant-7")
 
 
 def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry) -> bytes:
@@ -35,8 +36,8 @@ def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, 
     return sha256(b"quire.kv.namespace.v1" + _pack(fields)).digest()
 
 
-def extras_digest(tags: Sequence[tuple[str, str]]) -> bytes:
-    """32 bytes for (domain, value) pairs such as ("salt", "tenant-7"), in any order; b"" when there are none."""
+def extras_digest(tags: Tags) -> bytes:
+    """32 bytes for tags in any order; b"" when there are none."""
     if not tags:
         return b""
     return sha256(b"quire.kv.extras.v1" + _pack(sorted(tags))).digest()
@@ -60,20 +61,20 @@ def _pack(fields: Iterable[tuple[str, str]]) -> bytes:
 class KeyChain:
     """The keys of one request's full blocks, each hashed once, when first asked for.
 
-    `tokens` is the request's own array('I') of prompt and generated ids; it may only grow. `extras` (see
+    `tokens` is the request's own array('I') of prompt and generated ids; it may only grow. `tags` (see
     `extras_digest`) enter the first block and through the chain all others.
     """
 
-    __slots__ = ("block_size", "tokens", "_root", "_extras", "_keys")
+    __slots__ = ("block_size", "root", "tags", "tokens", "_extras", "_keys")
 
-    def __init__(self, root: bytes, block_size: int, tokens: "array[int]", extras: bytes = b"") -> None:
+    def __init__(self, root: bytes, block_size: int, tokens: "array[int]", tags: Tags = ()) -> None:
         assert len(root) == DIGEST_BYTES and block_size > 0, "a chain starts at a namespace digest"
         assert tokens.typecode == "I" and tokens.itemsize == _TOKEN_BYTES, "token ids are stored as array('I')"
         assert sys.byteorder == "little", "keys are defined over little-endian token ids"
-        self.block_size = block_size
+        self.block_size, self.root = block_size, root
         self.tokens = tokens
-        self._root = root
-        self._extras = extras
+        self.tags = tags
+        self._extras = extras_digest(tags)
         self._keys: list[bytes] = []
 
     @property
@@ -86,6 +87,12 @@ class KeyChain:
         """Keys computed so far."""
         return len(self._keys)
 
+    def continues(self, block: int) -> bytes | None:
+        """What a block's key is made of beside its own tokens; None when the block before it has no key yet."""
+        if block == 0:
+            return self.root + self._extras
+        return self._keys[block - 1] if block <= len(self._keys) else None
+
     def keys(self, stop: int, start: int = 0) -> list[bytes]:
         """Keys of the full blocks [start, stop)."""
         if stop > len(self._keys):
@@ -96,7 +103,7 @@ class KeyChain:
         keys, size = self._keys, self.block_size
         assert stop * size <= len(self.tokens), f"block {stop - 1} is not full: {len(self.tokens)} tokens of {size}"
         if not keys:
-            keys.append(block_key(self._root, self.tokens[:size].tobytes(), self._extras))
+            keys.append(block_key(self.root, self.tokens[:size].tobytes(), self._extras))
         parent, step = keys[-1], size * _TOKEN_BYTES
         data = self.tokens[len(keys) * size : stop * size].tobytes()
         for at in range(0, len(data), step):  # block_key without its call: this is the loop over a long prompt

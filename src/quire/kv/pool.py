@@ -9,7 +9,7 @@ class serves the device and every later tier.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.contracts.blocks import NULL_BLOCK
 
@@ -19,15 +19,17 @@ class BlockPool:
 
     evictions    keys dropped because their block was needed
     generation   changes whenever any key is dropped: a match made at an older generation may be stale
+    on_drop      told every key that is dropped, and why: "evicted", "distrusted" or "reset"
     """
 
-    __slots__ = ("num_blocks", "evictions", "generation", "_refs", "_keys", "_index", "_blank", "_cached")
+    __slots__ = ("num_blocks", "evictions", "generation", "on_drop", "_refs", "_keys", "_index", "_blank", "_cached")
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, "a pool needs a block"
         self.num_blocks = num_blocks
         self.evictions = 0
         self.generation = 0
+        self.on_drop: Callable[[bytes, str], None] | None = None
         self._refs = [0] * (num_blocks + 1)
         self._keys: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
@@ -78,13 +80,15 @@ class BlockPool:
     def _evict(self, num: int, into: list[int]) -> None:
         for _ in range(num):
             block, _ = self._cached.popitem(last=False)
-            self._drop_key(block)
+            self._drop_key(block, "evicted")
             into.append(block)
         self.evictions += num
 
-    def _drop_key(self, block: int) -> None:
+    def _drop_key(self, block: int, why: str) -> None:
         key = self._keys[block]
         assert key is not None
+        if self.on_drop is not None:
+            self.on_drop(key, why)
         del self._index[key]
         self._keys[block] = None
         self.generation += 1
@@ -131,13 +135,16 @@ class BlockPool:
         """Drop the keys of `blocks`, those that have one: their content is not to be trusted."""
         for block in blocks:
             if self._keys[block] is not None:
-                self._drop_key(block)
+                self._drop_key(block, "distrusted")
                 if self._refs[block] == 0:
                     del self._cached[block]
                     self._blank.append(block)
 
     def reset(self) -> bool:
         """Drop every key. False when blocks are in use: their holders may still publish content from before."""
+        if self.on_drop is not None:
+            for key in self._index:
+                self.on_drop(key, "reset")
         self._index.clear()
         self._keys = [None] * (self.num_blocks + 1)
         self._blank.extend(reversed(self._cached))

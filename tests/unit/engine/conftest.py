@@ -11,6 +11,7 @@ import pytest
 from quire.config.engine import SchedulerConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.output import Finish, StepOutputs
+from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import StepPlan, StepResult
@@ -26,7 +27,7 @@ class EngineRig:
     asked      handle -> the request;  prompts  handle -> its token ids
     tokens     handle -> tokens so far;  finish  handle -> its end
     rows       handle -> prompt rows so far, as (how many came before, id, value)
-    cached     handle -> reused prompt tokens, as reported
+    cached     handle -> reused prompt tokens, as reported;  prefixes  handle -> why they were not more
     plans      every plan submitted;  events  ("submit" | "collect", step number), in order
     now        what the core's clock shows
     """
@@ -53,6 +54,7 @@ class EngineRig:
         self.finish: dict[int, Finish] = {}
         self.rows: dict[int, list[tuple[int, int, float]]] = {}
         self.cached: dict[int, int] = {}
+        self.prefixes: dict[int, PrefixReport] = {}
         self.plans: list[StepPlan] = []
         self.events: list[tuple[str, int]] = []
         self.outputs = StepOutputs(handles=np.empty(0, np.int32), tokens=np.empty(0, np.int32))
@@ -130,6 +132,8 @@ class EngineRig:
             assert handle not in self.finish, f"cached tokens of {handle} after its end"
             assert handle not in self.cached, f"cached tokens of {handle} reported twice"
             self.cached[handle] = num
+        assert outputs.prefixes.keys() <= outputs.cached.keys()
+        self.prefixes.update(outputs.prefixes)
         for finish in outputs.finished:
             assert finish.handle not in self.finish, f"{finish.handle} finished twice"
             self.finish[finish.handle] = finish

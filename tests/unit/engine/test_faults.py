@@ -154,7 +154,7 @@ def test_a_fault_while_its_prompt_is_scored(Rig: Any, depth: int) -> None:
     survive(rig, times)
 
 
-@pytest.mark.parametrize("owner, name", [("scheduler", "add"), ("core", "_extras"), ("finisher", "watch"),
+@pytest.mark.parametrize("owner, name", [("scheduler", "add"), ("core", "_tags"), ("finisher", "watch"),
                                          ("queue", "push")])
 def test_a_fault_while_it_is_added_leaves_nothing(Rig: Any, depth: int, owner: str, name: str) -> None:
     rig = Rig(depth)

@@ -277,3 +277,50 @@ def test_prompt_rows_survive_a_preemption_in_the_middle_of_the_prompt(Rig: Any, 
     rig.judge(scored)
     resumed = [a for p in rig.plans for a in p.admitted if a.request_id == str(scored)][1]
     assert 0 < resumed.num_computed < delivered  # so some rows came twice from the executor
+
+
+# --- why not more ---------------------------------------------------------------------------------------------------
+
+
+def why(rig: Any, handle: int) -> tuple[str, int, int | None, str]:
+    """The reason, the block and the differing token of a request's report."""
+    report = rig.prefixes[handle]
+    assert report.num_blocks == len(rig.prompts[handle]) // 4 and report.position == 4 * report.block
+    assert rig.cached[handle] == report.num_reused * 4 and report.num_reused == report.block
+    return report.why.value, report.block, report.differs_at, report.detail or report.nearest
+
+
+def test_a_miss_says_where_the_chain_broke_and_why(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, budget=64)
+    first, same = rig.add(PROMPT, 1), rig.add(PROMPT, 1)  # the second shares in the step that computes the first
+    salted, edited = rig.add(PROMPT, 1, cache_salt="a"), rig.add([*PROMPT[:9], 99, *PROMPT[10:]], 1)
+    closed = rig.add(PROMPT, 1, read_prefix_cache=False)
+    rig.drain()
+    assert why(rig, first) == ("new", 0, None, "") and same not in rig.prefixes
+    assert why(rig, salted) == ("extras", 0, None, "salt")
+    assert why(rig, edited) == ("tokens", 2, 9, str(same)) and why(rig, closed) == ("off", 0, None, "")
+    scored = rig.add(PROMPT, 1, scored=True)
+    rig.drain()
+    assert why(rig, scored) == ("limit", 0, None, "")
+
+
+def test_a_miss_by_eviction_says_when(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, blocks=8, budget=64)
+    rig.add(PROMPT, 1)
+    rig.drain()
+    rig.now = 5.0
+    rig.add([7] * 20, 1)  # five blocks, and three never had a content
+    rig.drain()
+    rig.now = 7.0
+    again = rig.add(PROMPT, 1)
+    rig.drain()
+    assert why(rig, again) == ("dropped", 3, None, "evicted") and rig.prefixes[again].seconds == 2.0
+
+
+def test_an_engine_without_prefix_caching_says_so(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, caching=False)
+    rig.add(PROMPT, 1)
+    rig.drain()
+    second = rig.add(PROMPT, 1)
+    rig.drain()
+    assert why(rig, second) == ("off", 0, None, "") and not rig.scheduler._history._prompts

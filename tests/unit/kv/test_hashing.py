@@ -20,6 +20,7 @@ def namespace(**changes: object) -> bytes:
 
 
 ROOT = bytes(range(32))
+TAGS = [("salt", "s")]
 
 
 def test_namespace_depends_on_every_field():
@@ -56,7 +57,8 @@ def test_extras_are_tagged():
 def test_a_key_is_sha256_of_parent_tokens_and_extras():
     tokens = (1).to_bytes(4, "little") + (2**32 - 1).to_bytes(4, "little")
     assert block_key(ROOT, tokens, b"e") == sha256(ROOT + tokens + b"e").digest()
-    assert KeyChain(ROOT, 2, array("I", [1, 2**32 - 1]), b"e").keys(1) == [block_key(ROOT, memoryview(tokens), b"e")]
+    assert KeyChain(ROOT, 2, array("I", [1, 2**32 - 1]), TAGS).keys(1) == [
+        block_key(ROOT, memoryview(tokens), extras_digest(TAGS))]
 
 
 def test_keys_do_not_change_between_versions():
@@ -68,9 +70,9 @@ def test_keys_do_not_change_between_versions():
 
 def test_incremental_equals_at_once():
     tokens = array("I", range(50))
-    at_once = KeyChain(ROOT, 4, tokens, b"salt").keys(12)
+    at_once = KeyChain(ROOT, 4, tokens, TAGS).keys(12)
     growing = array("I", range(3))
-    chain = KeyChain(ROOT, 4, growing, b"salt")
+    chain = KeyChain(ROOT, 4, growing, TAGS)
     assert chain.num_full_blocks == 0 and chain.keys(0) == []
     for token in range(3, 50):
         growing.append(token)
@@ -94,7 +96,7 @@ def test_every_token_and_the_extras_reach_all_later_keys():
         tokens[position] = 77
         changed = KeyChain(ROOT, 4, tokens).keys(3)
         assert [a == b for a, b in zip(base, changed, strict=True)] == [i < position // 4 for i in range(3)]
-    salted = KeyChain(ROOT, 4, array("I", range(12)), extras_digest([("salt", "s")])).keys(3)
+    salted = KeyChain(ROOT, 4, array("I", range(12)), TAGS).keys(3)
     assert not set(salted) & set(base)
 
 

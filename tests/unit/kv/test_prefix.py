@@ -12,8 +12,8 @@ ROOT = bytes(32)
 SIZE = 4
 
 
-def chain(tokens, extras: bytes = b"") -> KeyChain:
-    return KeyChain(ROOT, SIZE, array("I", tokens), extras)
+def chain(tokens, tags=()) -> KeyChain:
+    return KeyChain(ROOT, SIZE, array("I", tokens), tags)
 
 
 def index_of(*sequences, num_blocks: int = 400) -> tuple[BlockPool, PrefixIndex]:
@@ -58,7 +58,7 @@ def test_equal_tokens_after_another_beginning_do_not_match():
     _, index = index_of([0] * 4 + [9] * 4)
     assert index.match(chain([1] * 4 + [9] * 4), 8).broke_at == 0
     assert index.match(chain([9] * 8), 8).blocks == []
-    assert index.match(chain([0] * 4 + [9] * 4, b"salt"), 8).blocks == []
+    assert index.match(chain([0] * 4 + [9] * 4, [("salt", "x")]), 8).blocks == []
 
 
 @pytest.mark.parametrize("common", [63, 64, 65, 130])

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import KeyChain, extras_digest
+from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 
 SIZE = 2
@@ -24,9 +24,8 @@ class Running:
 
     def __init__(self, tokens: list[int], salt: str) -> None:
         self.salt = salt
-        self.extras = extras_digest([("salt", salt)] if salt else [])
         self.tokens = array("I", tokens)
-        self.chain = KeyChain(ROOT, SIZE, self.tokens, self.extras)
+        self.chain = KeyChain(ROOT, SIZE, self.tokens, [("salt", salt)] if salt else [])
         self.num_computed = 0
 
     def content(self, block: int) -> tuple[str, tuple[int, ...]]:
@@ -164,7 +163,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         for key, block in pool._index.items():
             salt, tokens = self.written[block]
             assert len(tokens) % SIZE == 0 and tokens, "an unfinished block is findable"
-            truth = KeyChain(ROOT, SIZE, array("I", tokens), extras_digest([("salt", salt)] if salt else []))
+            truth = KeyChain(ROOT, SIZE, array("I", tokens), [("salt", salt)] if salt else [])
             assert truth.keys(len(tokens) // SIZE)[-1] == key, "a block contains other tokens than its key says"
         for slot, request in self.running.items():
             for index in range(request.num_computed // SIZE):

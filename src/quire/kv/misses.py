@@ -1,0 +1,82 @@
+"""Why a prompt's blocks were not reused: a bounded memory of the last prompts and of the keys that were dropped.
+
+Costs an append per admitted prompt and an entry per dropped key; prompts are compared only for one that missed. Knows
+chains and one pool's drops; nothing of requests, and it keeps no block.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+
+from quire.contracts.prefix import Miss, PrefixReport
+from quire.kv.hashing import KeyChain
+from quire.kv.pool import BlockPool
+from quire.kv.prefix import PrefixMatch
+
+PROMPTS = 64  # remembered, as many as have TOKENS together and at least one
+TOKENS = 1 << 20  # 4 MB, and their keys as much again
+DROPPED = 1 << 14  # keys
+
+
+class PrefixHistory:
+    """Explains misses over one pool; a history that is not `enabled` remembers nothing and calls every miss OFF."""
+
+    def __init__(self, pool: BlockPool, *, enabled: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._enabled, self._clock = enabled, clock
+        self._prompts: deque[tuple[str, KeyChain]] = deque()
+        self._dropped: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        if enabled:
+            pool.on_drop = self._note_drop
+
+    def admit(self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *,
+              reads: bool) -> PrefixReport | None:
+        """Why `match` is not all full blocks of the prompt, the first `num_prompt` tokens of `chain`; None when it is.
+
+        The prompt is then remembered, with what it generates; call this before its blocks are in the pool. reads: it
+        was looked up at all
+        """
+        at, num_blocks = len(match.blocks), num_prompt // chain.block_size
+        say = partial(PrefixReport, num_reused=at, num_blocks=num_blocks, block=at, position=at * chain.block_size)
+        report = None
+        if at < num_blocks and (not self._enabled or not reads):
+            report = say(why=Miss.OFF)
+        elif at < num_blocks:
+            report = say(why=Miss.LIMIT) if match.broke_at is None else self._why(chain, at, say)
+        if self._enabled:
+            self._prompts.append((name, chain))
+            held = sum(len(chain.tokens) for _, chain in self._prompts)
+            while len(self._prompts) > PROMPTS or (held > TOKENS and len(self._prompts) > 1):
+                held -= len(self._prompts.popleft()[1].tokens)
+        return report
+
+    def _why(self, chain: KeyChain, at: int, say: Callable[..., PrefixReport]) -> PrefixReport:
+        """Why block `at` is not in the pool; `say` makes the report."""
+        if (dropped := self._dropped.get(chain.keys(at + 1, at)[0])) is not None:
+            return say(why=Miss.DROPPED, detail=dropped[0], seconds=self._clock() - dropped[1])
+        before, first, end = chain.continues(at), at * chain.block_size, (at + 1) * chain.block_size
+        mine, most = chain.tokens[first:end], -1 if at else 0  # a prompt with another first token is no relative
+        found = say(why=Miss.NEW)
+        for name, other in reversed(self._prompts):
+            token = first + min(max(most, 0), len(mine) - 1)  # who is nearer than `found` has the same here
+            if len(other.tokens) < end or (most >= 0 and other.tokens[token] != chain.tokens[token]):
+                continue
+            theirs = other.tokens[first:end]
+            if theirs == mine and other.tokens[:first] == chain.tokens[:first]:
+                if other.continues(0) == chain.continues(0):
+                    return say(why=Miss.PENDING, nearest=name)
+                if most < len(mine):
+                    why = Miss.EXTRAS if chain.root == other.root else Miss.NAMESPACE
+                    tags = sorted({tag for tag, _ in set(chain.tags) ^ set(other.tags)})
+                    most, found = len(mine), say(why=why, nearest=name, detail=", ".join(tags))
+            elif other.continues(at) == before:
+                same = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+                if same > most:
+                    most, found = same, say(why=Miss.TOKENS, nearest=name, differs_at=first + same)
+        return found
+
+    def _note_drop(self, key: bytes, why: str) -> None:
+        self._dropped[key] = (why, self._clock())
+        self._dropped.move_to_end(key)
+        if len(self._dropped) > DROPPED:
+            self._dropped.popitem(last=False)
