@@ -31,6 +31,24 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 1_000.0, "factor": 4.0, "original_max_position_embeddings": 64},
 }
+_QWEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+_SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
+# What makes a path visible: groups, a dense layer, a scaling that is not 1, widths that no two things share.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": _QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    "qwen3_moe": _QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]},
+    "deepseek_v2": _DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None},
+    "deepseek_v3": _DEEPSEEK | _LATENT | _SIGMOID,
+    "glm4_moe": _DEEPSEEK | _SIGMOID | {"n_group": 1, "topk_group": 1, "use_qk_norm": True},
+}
 
 
 @dataclass(frozen=True)
@@ -122,12 +140,25 @@ def hf_config(spec: Tiny) -> Any:
         attn_implementation="eager",
         dtype="float32",
     )
-    classes = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+    classes = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
+               "mixtral": "MixtralConfig", "qwen2_moe": "Qwen2MoeConfig", "qwen3_moe": "Qwen3MoeConfig",
+               "deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "glm4_moe": "Glm4MoeConfig"}
+    options |= EXPERTS.get(spec.family, {})
+    if spec.family in EXPERTS:
+        options["experts_implementation"] = "eager"
+    if "kv_lora_rank" in options:
+        options["num_key_value_heads"] = heads
+        del options["head_dim"]  # is that of the rotated part there
+        if spec.rope == "yarn":
+            options["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9}
+    if spec.family == "glm4_moe":
+        options["rope_parameters"]["partial_rotary_factor"] = 0.5
+        options["attention_bias"] = spec.bias
     if spec.family == "mistral":
         options["sliding_window"] = None
     if spec.family == "llama":
         options |= {"attention_bias": spec.bias, "mlp_bias": spec.bias}
-    if spec.family == "qwen3":
+    if spec.family in ("qwen3", "qwen3_moe"):
         options["attention_bias"] = spec.bias
     return getattr(transformers, classes[spec.family])(**options)
 
@@ -143,6 +174,9 @@ def random_model(spec: Tiny, seed: int) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire.entry.http.openai.fields import IGNORED, REFUSED
+from quire.entry.http.openai.decode import IGNORED, REFUSED
 from quire.entry.http.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Node = Any  # dict, list, scalar or Raw

@@ -16,9 +16,9 @@ from quire.entry.http.app import build_app
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
 from quire.observe.metrics import Metrics
-from quire.procs.core_thread import CoreThread
 from quire.procs.messages import CoreStart
 
+from ..core_thread import CoreThread
 from .serving import PATIENCE, Server
 
 

@@ -113,8 +113,8 @@ def test_the_bundled_model_answers_as_it_does_in_this_process(talker_options: di
         weights = [(done, total) for phase, done, total in loadings if phase == "weights"]
         assert weights and weights[-1][0] == weights[-1][1] > 0 and weights == sorted(weights)
         assert ready.weight_bytes > 0 and ready.kv_bytes > 0 and ready.plans.keys() >= {"dtype", "attention"}
-        got = await engine.tokenized(Prompt(text=prompt))
-        tokens = await ask(engine, got.token_ids or [], 12, ignore_eos=False)
+        assert engine.front is not None
+        tokens = await ask(engine, engine.front.encode(Prompt(text=prompt)), 12, ignore_eos=False)
         assert tokens == expected.outputs[0].token_ids
         await engine.close()
 

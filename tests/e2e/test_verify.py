@@ -102,3 +102,39 @@ def test_without_transformers_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError, match=r"pip install quire\[verify\]"):
         verify(str(folder), CONFIG)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+
+ROUTED = [f"layer {layer}{what}" for layer in (1, 2) for what in (" router", "")]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"])
+def test_router_decisions_are_compared(oracle: Any, tiny: Any, family: str) -> None:
+    report = verify(str(oracle(tiny(family=family)).folder), CONFIG)
+    assert report.ok, report.render()
+    found = {row.name for row in report.rows if row.name.endswith("router")}
+    assert found == {"layer 1 router", *({"layer 0 router", "layer 2 router"} if family == "mixtral" else ()),
+                     *({"layer 2 router"} if family not in ("mixtral", "qwen2_moe") else ())}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stage"),
+    [
+        ("model.layers.1.mlp.gate.weight", "layer 1 router"),
+        ("model.layers.2.mlp.gate.e_score_correction_bias", "layer 2 router"),
+        ("model.layers.1.mlp.experts.5.up_proj.weight", "layer 1"),
+        ("model.layers.1.mlp.shared_experts.down_proj.weight", "layer 1"),
+        ("model.layers.2.self_attn.kv_b_proj.weight", "layer 2 router"),
+    ],
+)
+def test_the_router_or_expert_of_a_perturbed_tensor_is_named(
+    oracle: Any, tiny: Any, perturbed: Any, tensor: str, stage: str
+) -> None:
+    """The router of a layer comes behind its attention: what is wrong there is seen in the router first."""
+    folder = oracle(tiny(family="deepseek_v3")).folder
+    report = verify(str(perturbed(folder, tensor)), CONFIG, reference=folder)
+    assert report.first_divergent == stage, report.render()
+
+
+def test_the_trained_model_with_experts(shared: Path) -> None:
+    report = verify(str(shared / "models" / "quire-tiny-moe"), CONFIG, "The module provides")
+    assert report.ok and [row.name for row in report.rows[:5]] == ["embed", "layer 0", *ROUTED[:2], "layer 2 router"]

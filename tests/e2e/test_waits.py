@@ -30,14 +30,14 @@ from quire.config.engine import EngineConfig
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
-from quire.kernels import select
 from quire.kernels.attention.native import FEW
+from quire.kernels.supports import SUPPORTS
 from quire.weights import dummy
 from quire.worker.worker import Worker
 
 VOCAB = 512
 READ_BACK = "Worker._read_back"  # the one function of the worker that may wait
-COLLECT = "InProcessExecutor.collect"  # the one function of the engine's thread that may wait
+COLLECT = "LaunchingExecutor.collect"  # the one function of the engine's thread that may wait
 
 # Reads inside READ_BACK: tokens and slots, each moved and viewed, whether any row failed, who asked for logprobs.
 RESULT_READS = 6
@@ -317,8 +317,8 @@ def test_reads_of_a_step(attention: str, small: Callable[[], Engine], monkeypatc
         return result
 
     monkeypatch.setattr(Worker, "run", watched)
-    names = select.IMPLEMENTATIONS["attention"]
-    monkeypatch.setitem(select.IMPLEMENTATIONS, "attention", names[names.index(attention) :])
+    able = SUPPORTS["attention"]
+    monkeypatch.setitem(SUPPORTS, "attention", {name: able[name] for name in (attention, "ref")})
     engine = small()
     if engine.kernels.attention.__name__.rpartition(".")[2] != attention:
         pytest.skip(f"no {attention} attention on this machine")

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.cache import compiling_ahead
 from quire.kernels.triton_runtime import jit, tl
-from quire.layers.linear import parameter_rows
 from quire.layers.stack import Model
 from quire.models.registry import build_model
 from quire.platforms.cpu import read_cpu_facts
@@ -19,7 +18,6 @@ from quire.platforms.cuda import CudaFacts
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
-from quire.weights.names import NameIndex, Target
 from quire.weights.stream import stream_weights
 
 CONFIG = {
@@ -76,10 +74,8 @@ def test_what_another_process_holds_is_counted(facts: CudaFacts) -> None:
 @pytest.mark.parametrize(("chunk", "threads"), [(1 << 20, 8), (100_000, 3), (8 << 20, 1)])
 def test_streamed_weights_are_the_cpu_s(tmp_path: Path, facts: CudaFacts, dtype: str, chunk: int, threads: int) -> None:
     expected, model = build("cpu", dtype, facts), build("cuda", dtype, facts)
-    index = NameIndex(expected.name_map)
-    tensors = {index.stored(Target(name, part)): torch.randn(count, *parameter.shape[1:]).bfloat16()
-               for name, parameter, rows in parameter_rows(expected.named_modules())
-               for part, (_, count) in rows.items()}
+    tensors = {part.stored: torch.randn(part.rows, *param.shape[1:]).bfloat16()
+               for param in expected.layout for part in param.parts}
     save_file(tensors, tmp_path / "model.safetensors")
     load_weights(expected, tmp_path)
     print(stream_weights(model, tmp_path, chunk_bytes=chunk, num_threads=threads))
@@ -90,10 +86,8 @@ def test_streamed_weights_are_the_cpu_s(tmp_path: Path, facts: CudaFacts, dtype:
 def test_the_rate_from_the_page_cache(tmp_path: Path, facts: CudaFacts) -> None:
     big = CONFIG | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128}
     model = build_model(parse_checkpoint_config(big), dtype="bfloat16", device="cuda", platform=facts)
-    index = NameIndex(model.name_map)
-    save_file({index.stored(Target(name, part)): torch.zeros(count, *p.shape[1:], dtype=torch.bfloat16)
-               for name, p, rows in parameter_rows(model.named_modules()) for part, (_, count) in rows.items()},
-              tmp_path / "model.safetensors")
+    save_file({part.stored: torch.zeros(part.rows, *param.shape[1:], dtype=torch.bfloat16)
+               for param in model.layout for part in param.parts}, tmp_path / "model.safetensors")
     for threads in (1, 2, 4, 8, 16):
         print(threads, "threads:", min((stream_weights(model, tmp_path, num_threads=threads) for _ in range(2)),
                                        key=lambda report: report.seconds))

@@ -19,8 +19,9 @@ from quire.kernels import triton_runtime
 from quire.kernels.attention import KVView
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build
+from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
-from quire.models.qwen3 import Qwen3
+from quire.models.layout import layout
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.slots import SlotTables
@@ -76,7 +77,8 @@ class Recording:
 
 def make_model(device: str) -> Model:
     args = parse_checkpoint_config(CONFIG)
-    model = Qwen3(args, Build(torch.float32, CPU, select_kernels(device, "float32", head_dim=args.head_dim)))
+    kernels = select_kernels(device, "float32", head_dim=args.head_dim)
+    model = Decoder(args, layout(args), Build(torch.float32, CPU, kernels))
     random = torch.Generator().manual_seed(0)
     for _, parameter in model.named_parameters():
         parameter.data.normal_(0.0, 0.3, generator=random)

@@ -10,6 +10,7 @@ import torch
 
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.plain import assemble_plain
+from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_dtype
@@ -18,10 +19,11 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
 from quire.engine.core import EngineCore
-from quire.kernels.select import Kernels
+from quire.kernels.select import Kernels, Needs, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
+from quire.models.plan import EnginePlan, moe_plans
 from quire.observe.progress import Progress
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import DevicePlan, resolve_device
@@ -88,6 +90,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
+    if config.load.routing == "uniform" and config.load.load_format != "dummy":
+        raise ConfigError("routing=uniform ignores what a model has learned, and is for load_format=dummy.")
     phases = _Phases()
     device = resolve_device(config.device.device)
     folder, tokenizer_folder = resolve_folders(config)
@@ -109,7 +113,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
         else:
             parts = assemble_plain(config, folder, args, dtype, cpu, on_loading=loading, end_phase=phases.end,
                                    free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
-    core = _build_core(parts, dtype, device)
+    core = _build_core(parts, folder, dtype, device)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()
     notes = (*_notes(args, dtype, parts.memory, config), *parts.notes, *unused)
@@ -136,8 +140,15 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
     )
 
 
-def _build_core(parts: Parts, dtype: DTypePlan, device: DevicePlan) -> EngineCore:
-    config, memory, scheduler = parts.config, parts.memory, parts.config.scheduler
+def _build_core(parts: Parts, folder: Path, dtype: DTypePlan, device: DevicePlan) -> EngineCore:
+    config, memory, scheduler, model = parts.config, parts.memory, parts.config.scheduler, parts.model
+    machine = ", ".join(filter(None, (str(device), parts.hardware)))
+    kernels = model.kernels.choices
+    plan = EnginePlan(
+        name=config.model.model or NAME, folder=folder, args=model.args, layout=model.layout, device=device.device,
+        machine=machine, dtype=dtype, kernels=kernels, memory=memory, sequences=scheduler.sequences(),
+        moe=moe_plans(model.args, kernels, Needs(device=device.device, dtype=dtype.dtype), here),
+    )  # fmt: skip
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth,
@@ -145,10 +156,10 @@ def _build_core(parts: Parts, dtype: DTypePlan, device: DevicePlan) -> EngineCor
         num_blocks=memory.num_blocks,
         block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len,
-        vocab_size=parts.model.args.vocab_size,
+        vocab_size=model.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
-        plans={"device": ", ".join(filter(None, (str(device), parts.hardware))), "dtype": dtype, "memory": memory,
-               "kernels": parts.model.kernels.choices} | parts.plans,
+        plans={"device": machine, "dtype": dtype, "memory": memory, "kernels": kernels,
+               "engine": plan} | parts.plans,
     )
     root = namespace_digest(
         model=config.model.model or "quire-tiny",

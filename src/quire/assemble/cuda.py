@@ -26,12 +26,11 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
-from quire.kernels.attention import KVView
 from quire.kernels.cache import compiling_ahead, use_cache_folder
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
-from quire.models.registry import build_model, kv_components
+from quire.models.registry import build_model, kv_components, kv_views
 from quire.platforms.cuda import read_cuda_facts
 from quire.procs.launching import LaunchingExecutor
 from quire.weights.dummy import load_dummy
@@ -67,7 +66,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
         return replace(parts, hardware=str(facts), notes=(note,))
     cache, note = use_cache_folder()
-    model = build_model(args, dtype=dtype.dtype, device="cuda", platform=facts)
+    model = build_model(args, dtype=dtype.dtype, device="cuda", platform=facts, routing=config.load.routing)
     loaded = _load(model, config, folder, on_loading)
     end_phase("weights")
     geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size,
@@ -149,7 +148,7 @@ def _graph_tokens(config: EngineConfig, num_parameters: int) -> tuple[int, ...]:
 
 def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> CudaWorker:
     arena = KVArena(geometry, num_blocks, DEVICE)
-    views = [KVView(*arena.views(layer)) for layer in range(model.args.num_layers)]
+    views = kv_views(model.args, map(arena.views, range(model.args.num_layers)))
     return CudaWorker(model, views, limits, DEVICE)
 
 

@@ -9,9 +9,8 @@ from quire.assemble.parts import Loading, Parts
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, resolve_geometry, resolve_memory
-from quire.kernels.attention import KVView
 from quire.kvstore.arena import KVArena
-from quire.models.registry import build_model, kv_components
+from quire.models.registry import build_model, kv_components, kv_views
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.cuda import CudaFacts
 from quire.procs.in_process import InProcessExecutor
@@ -30,7 +29,7 @@ def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
     free_bytes   says how much of the device's memory is free
     """
     device = torch.device(facts.device)
-    model = build_model(args, dtype=dtype.dtype, device=facts.device, platform=facts)
+    model = build_model(args, dtype=dtype.dtype, device=facts.device, platform=facts, routing=config.load.routing)
     weight_bytes = sum(p.numel() * p.element_size() for _, p in model.named_parameters())
     if config.load.load_format == "dummy":
         load_dummy(model, config.model.seed)
@@ -49,7 +48,7 @@ def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
         free_bytes=free_bytes(),
     )
     arena = KVArena(geometry, memory.num_blocks + 1, device)
-    views = [KVView(*arena.views(layer)) for layer in range(args.num_layers)]
+    views = kv_views(args, map(arena.views, range(args.num_layers)))
     sampling = SamplingTable(num_slots, args.vocab_size, memory.max_model_len, facts.device)
     tables = SlotTables(sampling, num_slots, geometry.num_blocks(memory.max_model_len), device)
     worker = Worker(model, views, tables, Sampler(sampling), block_size=geometry.block_size)

@@ -6,29 +6,34 @@ Knows nothing of tensors, devices or flags. No torch.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.config.rope import MAX_NUMBER, RopeArgs, read_rope
+from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
+from quire.config.keys import count, flag, names, positive, size
+from quire.config.latent import LATENT_FAMILIES, LATENT_KEYS, LatentArgs, read_latent
+from quire.config.rope import RopeArgs, read_rope
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
+EXTRA_LAYERS = ("deepseek_v3", "glm4_moe")  # families trained to predict more than one token (MTP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What differs between the dense families when their config.json is silent, and which keys each one reads."""
+    """What differs between the families when their config.json is silent, and which keys each one reads."""
 
     architecture: str
     qkv_bias: bool | None = False  # None: the key attention_bias says
     output_bias: bool | None = False
     mlp_bias: bool | None = False
-    qk_norm: bool = False
+    qk_norm: bool | None = False  # None: the key use_qk_norm says
     default_window: int | None = None  # sliding_window when the key is missing
     default_head_dim: int | None = None  # None: hidden_size / heads
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
+    rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
     keys: frozenset[str] = frozenset()
 
 
@@ -40,6 +45,15 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True, default_head_dim=128,
         window_flag=True, keys=frozenset({"attention_bias"})),
+    "mixtral": Family(architecture="MixtralForCausalLM", keys=MOE_KEYS["mixtral"]),
+    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, window_flag=True,
+                        keys=MOE_KEYS["qwen2_moe"]),
+    "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
+                        window_flag=True, keys=MOE_KEYS["qwen3_moe"] | {"attention_bias"}),
+    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", keys=MOE_KEYS["deepseek_v2"] | LATENT_KEYS),
+    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", keys=MOE_KEYS["deepseek_v3"] | LATENT_KEYS),
+    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, rotated=0.5,
+                       keys=MOE_KEYS["glm4_moe"] | {"attention_bias", "partial_rotary_factor", "use_qk_norm"}),
 }  # fmt: skip
 
 # Keys that every family reads, or that cannot change what inference computes.
@@ -50,7 +64,9 @@ KNOWN_KEYS = frozenset(
     "partial_rotary_factor pretraining_tp quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta "
     "sliding_window tie_word_embeddings torch_dtype transformers_version use_cache use_sliding_window vocab_size "
     "_name_or_path _attn_implementation attn_implementation return_dict output_attentions output_hidden_states "
-    "is_decoder is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type".split()
+    "is_decoder is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type num_nextn_predict_layers "
+    "num_mtp_layers output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux "
+    "ep_size".split()
 )
 
 # Keys that change the math in some model of the wider field -> the values with which they change nothing.
@@ -62,16 +78,20 @@ MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
         ("alibi use_mrope use_qk_norm qk_layernorm use_parallel_residual", (None, False)),
         ("num_experts num_local_experts n_routed_experts", (None, 0)),
         ("no_rope_layers", (None, [])),
+        ("qkv_bias", (None, True)),
     ) for key in keys.split()
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
-    """The arguments of one dense decoder, complete: no default is left to the model file.
+    """The arguments of one decoder, complete: no default is left to the model file.
 
+    head_dim         of queries and keys;  rotary_dim  how many of these are rotated
     attention_bias   q, k and v projections have a bias;  output_bias  so has o_proj
     qk_norm          RMS norm over head_dim of q and k before rotation
+    moe, latent      what takes the place of the feed-forward layer and of grouped-query attention
+    extra_layers     layers that the checkpoint has behind the last one, to predict more tokens; they are not read
     dtype            what the checkpoint says it is stored in ("bfloat16", ...)
     notes            what a user should hear: ignored and unknown keys, one sentence each
     """
@@ -84,6 +104,7 @@ class ModelArgs:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int
     intermediate_size: int
     norm_eps: float
     rope: RopeArgs
@@ -94,12 +115,20 @@ class ModelArgs:
     tie_word_embeddings: bool
     max_position_embeddings: int
     dtype: str
+    moe: MoEArgs | None = None
+    latent: LatentArgs | None = None
+    extra_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
 def read_checkpoint_config(folder: Path) -> ModelArgs:
     """Read `folder/config.json`. Raises ModelNotFound, ModelError (damaged) or UnsupportedModel, one line each."""
+    return parse_checkpoint_config(read_raw_config(folder), str(Path(folder) / "config.json"))
+
+
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """`folder/config.json` as it is. Raises ModelNotFound or ModelError."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -109,52 +138,67 @@ def read_checkpoint_config(folder: Path) -> ModelArgs:
         raise ModelError(f"{path} cannot be read ({error}): download it again.") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} holds {type(raw).__name__}, not an object: download it again.")
-    return parse_checkpoint_config(raw, str(path))
+    return raw
 
 
-def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
-    """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors."""
+def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json", *,
+                            allow_quantized: bool = False) -> ModelArgs:
+    """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors.
+
+    allow_quantized   read the sizes of a model whose weights cannot be run yet
+    """
     keys = {key: value for key, value in raw.items()}
     model_type, family = _find_family(keys, source)
-    _refuse_quantization(keys, source)
-    _refuse_math(keys, source)
-    hidden = _size(keys, "hidden_size", source)
-    heads = _size(keys, "num_attention_heads", source)
+    if not allow_quantized:
+        _refuse_quantization(keys, source)
+    _refuse_math(keys, family, source)
+    hidden = size(keys, "hidden_size", source)
+    heads = size(keys, "num_attention_heads", source)
     kv_heads = _kv_heads(keys, model_type, heads, source)
-    max_positions = _size(keys, "max_position_embeddings", source)
-    layers = _size(keys, "num_hidden_layers", source)
+    max_positions = size(keys, "max_position_embeddings", source)
+    layers = size(keys, "num_hidden_layers", source)
     _refuse_window(keys, family, max_positions, layers, source)
     rope, rope_notes = read_rope(keys, max_positions, source)
-    bias = _flag(keys, "attention_bias", source) if "attention_bias" in family.keys else False
-    mlp_bias = _flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False
+    latent = read_latent(keys, model_type, rope, source)
+    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads, source)
+    rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope, source)
+    spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
+    extra = count(keys, spelled, 1, source) or 0 if model_type in EXTRA_LAYERS else 0
+    bias = flag(keys, "attention_bias", source) if "attention_bias" in family.keys else False
+    mlp_bias = flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False
     dtype, dtype_notes = _dtype(keys, source)
     return ModelArgs(
         model_type=model_type,
         architecture=family.architecture,
-        vocab_size=_size(keys, "vocab_size", source),
+        vocab_size=size(keys, "vocab_size", source),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_head_dim(keys, family, hidden, heads, source),
-        intermediate_size=_size(keys, "intermediate_size", source),
-        norm_eps=_positive(keys, "rms_norm_eps", 1e-6, source),
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        intermediate_size=size(keys, "intermediate_size", source),
+        norm_eps=positive(keys, "rms_norm_eps", 1e-6, source),
         rope=rope,
         attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
-        qk_norm=family.qk_norm,
-        tie_word_embeddings=_flag(keys, "tie_word_embeddings", source),
+        qk_norm=flag(keys, "use_qk_norm", source) if family.qk_norm is None else family.qk_norm,
+        tie_word_embeddings=flag(keys, "tie_word_embeddings", source),
         max_position_embeddings=max(max_positions, rope.extended_positions),
         dtype=dtype,
+        moe=read_moe(keys, model_type, layers, source),
+        latent=latent,
+        extra_layers=extra,
         eos_token_ids=_eos(keys, source),
-        notes=(*_auto_map_note(keys), *rope_notes, *dtype_notes, *_unknown_note(keys, family)),
+        notes=(*_auto_map_note(keys), *_extra_note(layers, extra), *rope_notes, *dtype_notes,
+               *_unknown_note(keys, family)),
     )
 
 
 def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family]:
     ours = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
-    architectures = _names(keys, "architectures", source)
+    architectures = names(keys, "architectures", source)
     named = {family.architecture: name for name, family in FAMILIES.items()}
     model_type = keys.get("model_type") or (named.get(architectures[0]) if architectures else None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -177,23 +221,23 @@ def _refuse_quantization(keys: Mapping[str, Any], source: str) -> None:
                            "use the unquantized checkpoint of this model.")
 
 
-def _refuse_math(keys: Mapping[str, Any], source: str) -> None:
+def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
     activation = keys.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"{source}: hidden_act={activation!r} is not implemented (only 'silu').")
     for key, neutral in MATH_KEYS.items():
-        if key in keys and keys[key] not in neutral:
+        if key in keys and key not in family.keys and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
             raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented.")
 
 
 def _refuse_window(keys: Mapping[str, Any], family: Family, positions: int, layers: int, source: str) -> None:
     """Attention here is full; a window at least as long as the context changes nothing."""
-    kinds = sorted(set(_names(keys, "layer_types", source)) - {"full_attention"})
-    window = _count(keys, "sliding_window", family.default_window, source)
+    kinds = sorted(set(names(keys, "layer_types", source)) - {"full_attention"})
+    window = count(keys, "sliding_window", family.default_window, source)
     active = window is not None and window < positions
     if family.window_flag:
-        first = _count(keys, "max_window_layers", None, source)
+        first = count(keys, "max_window_layers", None, source)
         reached = bool(kinds) if keys.get("layer_types") else first is None or first < layers
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
@@ -204,10 +248,27 @@ def _refuse_window(keys: Mapping[str, Any], family: Family, positions: int, laye
         raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented.")
 
 
+def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: RopeArgs, source: str) -> int:
+    """How many of a head's dimensions are rotated; the two halves of them come first in the checkpoint."""
+    nested = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    if "partial_rotary_factor" not in family.keys:
+        if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
+            raise UnsupportedModel(f"{source}: partial_rotary_factor={nested['partial_rotary_factor']} is not "
+                                   "implemented for this family.")
+        return head_dim
+    part = positive({**keys, **nested}, "partial_rotary_factor", family.rotated, source)
+    rotated = int(head_dim * part)
+    if rotated % 2 or not 0 < rotated <= head_dim or (rotated < head_dim and rope.kind == "yarn"):
+        raise UnsupportedModel(f"{source}: partial_rotary_factor={part} of {head_dim} dimensions is not implemented "
+                               f"with rope type {rope.kind!r}.")
+    return rotated
+
+
 def _kv_heads(keys: Mapping[str, Any], model_type: str, heads: int, source: str) -> int:
-    if keys.get("num_key_value_heads") is None and (model_type == "llama" or "num_key_value_heads" in keys):
+    optional = model_type == "llama" or model_type in LATENT_FAMILIES
+    if keys.get("num_key_value_heads") is None and (optional or "num_key_value_heads" in keys):
         return heads
-    kv_heads = _size(keys, "num_key_value_heads", source)
+    kv_heads = size(keys, "num_key_value_heads", source)
     if heads % kv_heads:
         raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}.")
     return kv_heads
@@ -215,7 +276,7 @@ def _kv_heads(keys: Mapping[str, Any], model_type: str, heads: int, source: str)
 
 def _head_dim(keys: Mapping[str, Any], family: Family, hidden: int, heads: int, source: str) -> int:
     if keys.get("head_dim") is not None:
-        head_dim = _size(keys, "head_dim", source)
+        head_dim = size(keys, "head_dim", source)
     elif family.default_head_dim is not None and "head_dim" not in keys:
         head_dim = family.default_head_dim
     elif hidden % heads:
@@ -226,43 +287,6 @@ def _head_dim(keys: Mapping[str, Any], family: Family, hidden: int, heads: int, 
     if head_dim % 2:
         raise ModelError(f"{source}: head_dim={head_dim} is odd; rotary positions need pairs.")
     return head_dim
-
-
-def _checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any], bool], what: str,
-             default: Any = None) -> Any:
-    value = keys.get(key, default)
-    if not fits(value):
-        raise ModelError(f"{source}: {key}={value!r} must be {what}.")
-    return value
-
-
-def _size(keys: Mapping[str, Any], key: str, source: str) -> int:
-    if key not in keys:
-        raise ModelError(f"{source}: {key} is missing; it must be a positive integer.")
-    return int(_checked(keys, key, source, lambda value: type(value) is int and value > 0, "a positive integer"))
-
-
-def _count(keys: Mapping[str, Any], key: str, default: int | None, source: str) -> int | None:
-    """A number that may be switched off, by null or false."""
-    value: int | None = _checked(keys, key, source, lambda value: value is None or value is False or type(value) is int,
-                                 "an integer or null", default)
-    return None if value is False else value
-
-
-def _names(keys: Mapping[str, Any], key: str, source: str) -> list[str]:
-    def fits(value: Any) -> bool:
-        return not value or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-    return list(_checked(keys, key, source, fits, "a list of names") or ())
-
-
-def _positive(keys: Mapping[str, Any], key: str, default: float, source: str) -> float:
-    return float(_checked(keys, key, source, lambda value: type(value) in (int, float) and 0 < value <= MAX_NUMBER,
-                          "a positive number", default))
-
-
-def _flag(keys: Mapping[str, Any], key: str, source: str) -> bool:
-    return bool(_checked(keys, key, source, lambda value: value is None or isinstance(value, bool), "true or false"))
 
 
 def _dtype(keys: Mapping[str, Any], source: str) -> tuple[str, tuple[str, ...]]:
@@ -289,6 +313,13 @@ def _auto_map_note(keys: Mapping[str, Any]) -> tuple[str, ...]:
     if not keys.get("auto_map"):
         return ()
     return (f"auto_map is ignored: {keys.get('model_type')} is built in, the repository's own code is never run",)
+
+
+def _extra_note(layers: int, extra: int) -> tuple[str, ...]:
+    if not extra:
+        return ()
+    return (f"the checkpoint's layer {layers}, which predicts a second token, is not read: speculative decoding with "
+            "it is not implemented yet",)
 
 
 def _unknown_note(keys: Mapping[str, Any], family: Family) -> tuple[str, ...]:

@@ -48,6 +48,8 @@ class LoadConfig:
 
     load_format: str = option(
         "auto", "auto = safetensors; dummy = random weights", choices=("auto", "safetensors", "dummy"))
+    routing: str = option("model", "how tokens choose experts: model = by the routers; uniform = at random, so that "
+                          "dummy weights are measured like trained ones", choices=("model", "uniform"))
     download_dir: str | None = option(None, "folder for downloaded models (default: the hub's cache)")
     offline: bool = option(False, "make no network call; the model must be in the cache")
     hf_token: str | None = option(None, "token for gated repositories")

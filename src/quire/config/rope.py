@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config.keys import MAX_NUMBER
 from quire.contracts.errors import ModelError, UnsupportedModel
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10_000.0
-MAX_NUMBER = 1e30  # no setting of a checkpoint is larger, and float32 holds it
 _KNOWN = frozenset("type rope_type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
                    "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate partial_rotary_factor".split())
 
@@ -53,8 +53,6 @@ def read_rope(keys: Mapping[str, Any], max_positions: int, source: str) -> tuple
     raw = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise UnsupportedModel(f"{source}: rope settings that differ by layer are not implemented.")
-    if raw.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
-        raise UnsupportedModel(f"{source}: partial_rotary_factor={raw['partial_rotary_factor']} is not implemented.")
     if raw.get("mrope_section") is not None:
         raise UnsupportedModel(f"{source}: mrope_section is not implemented.")
     kind = raw.get("rope_type", raw.get("type", "default"))

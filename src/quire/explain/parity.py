@@ -6,6 +6,7 @@ Knows where both sides can be tapped; knows nothing of how a layer works.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class Difference:
 class Report:
     """The outcome of `verify`.
 
-    rows      embed, each layer, norm and logits, in the order they are computed
+    rows      embed, each layer, norm and logits, in the order they are computed; before a layer with experts, the
+              weights [T, E] that its router gives to them, so that a token sent to other experts is seen there
     ours      greedy tokens;  theirs  the reference's choice after the same tokens, so equal up to the first difference
     margin    at that difference: by how much the reference prefers its own token (logits); 0 when there is none
     """
@@ -191,9 +193,16 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], _Run]:
     pieces: dict[str, list[Tensor]] = {}
 
     def keep(where: int | str, hidden: Tensor) -> None:
-        name = where if isinstance(where, str) else f"layer {where}"
+        name = where if isinstance(where, str) else f"layer {where}"  # a router's decision comes before its layer
         pieces.setdefault(name, []).append(hidden.to("cpu", copy=True))
 
+    def keep_routing(layer: int, weights: Tensor, ids: Tensor) -> None:
+        dense = weights.new_zeros(len(ids), moe.routing.num_experts).scatter_(1, ids.long(), weights)
+        keep(f"layer {layer} router", dense)
+
+    moe = engine.args.moe
+    for layer in sorted(moe.layers) if moe is not None else ():
+        engine.worker.model.layers[layer].mlp.on_routing = partial(keep_routing, layer)
     engine.worker.on_hidden = keep
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     front = front_end(engine)
@@ -224,9 +233,18 @@ def _run_transformers(folder: Path, token_ids: list[int]) -> _Run:
 
         return keep
 
+    def routing_tap(name: str) -> Any:
+        def keep(module: Any, given: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
+            logits, weights, ids = result
+            stages[name] = torch.zeros_like(logits).scatter_(1, ids, weights).detach()
+
+        return keep
+
     body = model.base_model
     body.get_input_embeddings().register_forward_hook(tap("embed"))
     for index, layer in enumerate(body.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(routing_tap(f"layer {index} router"))
         layer.register_forward_hook(tap(f"layer {index}"))
     body.norm.register_forward_hook(tap("norm"))
     with torch.inference_mode():

@@ -1,37 +1,19 @@
 """Which implementation of each operation runs: decided once, at start-up, as a value that can be printed.
 
-An implementation is a module with the functions its operation's `__init__` describes and a `SUPPORT` that says what
-it can do. Knows nothing of how they work.
+An implementation is a module with the functions its operation's `__init__` describes; `supports.py` says what it can
+do. A probe says what a machine lacks: `here` asks this process, others answer for a machine that is only described.
+Knows nothing of how implementations work, and imports PyTorch only with those that were chosen.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
+from typing import Any
 
 from quire.contracts.errors import ConfigError
+from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
 
-# Operation -> its implementations, best first. Every one ends with the reference, which supports everything.
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "norm": ("triton", "native", "cpu", "ref"),
-    "heads": ("triton", "native", "cpu", "ref"),
-    "activation": ("triton", "native", "cpu", "ref"),
-    "linear": ("cuda", "native", "cpu", "ref"),
-    "attention": ("hopper", "triton", "native", "cpu", "ref"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Support:
-    """What an implementation can do. `missing` names something of this machine or PyTorch build it lacks, or is "".
-
-    max_head_dim   the widest attention head; None: any
-    """
-
-    devices: frozenset[str]
-    dtypes: frozenset[str]
-    features: frozenset[str] = frozenset()
-    missing: str = ""
-    max_head_dim: int | None = None
+Probe = Callable[[str], str]  # a key of NEEDS -> why there is none, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +31,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that was picked for `op`, why, and why each one before it was not."""
+    """The implementation that was picked for `op`, why, and why each other one before it (or at all, where one was
+    asked for) was not; `features`: what it can do here beside what all can, sorted."""
 
     op: str
     name: str
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
+    features: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         others = "".join(f"; not {name}: {why}" for name, why in self.rejected)
@@ -63,76 +47,87 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The chosen implementation modules, one per operation, and the choices that led to them."""
+    """The chosen implementation modules by operation, None for what the model has no use for; and the choices."""
 
-    norm: ModuleType
-    heads: ModuleType
-    activation: ModuleType
-    linear: ModuleType
-    attention: ModuleType
     choices: tuple[Choice, ...]
+    norm: Any = None
+    heads: Any = None
+    activation: Any = None
+    linear: Any = None
+    attention: Any = None
+    latent: Any = None
+    routing: Any = None
+    experts: Any = None
+
+    def features(self, op: str) -> tuple[str, ...]:
+        """What the implementation of `op` can do beside what all can; nothing where there is none."""
+        return next((choice.features for choice in self.choices if choice.op == op), ())
 
 
-def objection(support: Support, needs: Needs) -> str:
-    """Why an implementation cannot serve `needs`; "" when it can."""
+def here(need: str) -> str:
+    """Why this process cannot run what needs `need`, or ""; imports what knows it."""
+    module, _, name = NEEDS[need].partition(":")
+    why: str = getattr(importlib.import_module(module), name)()
+    return why
+
+
+def objection(support: Support, needs: Needs, probe: Probe = here) -> str:
+    """Why an implementation cannot serve `needs`; "" when it can. The machine is asked last."""
     if needs.device not in support.devices:
         return f"runs on {', '.join(sorted(support.devices))}, not on {needs.device}"
-    if support.missing:
-        return support.missing
     if needs.dtype not in support.dtypes:
         return f"computes in {', '.join(sorted(support.dtypes))}, not in {needs.dtype}"
     if support.max_head_dim is not None and needs.head_dim > support.max_head_dim:
         return f"has heads of at most {support.max_head_dim}, not of {needs.head_dim}"
     lacking = sorted(needs.features - support.features)
-    return f"has no {', '.join(lacking)}" if lacking else ""
+    if lacking:
+        return f"has no {', '.join(lacking)}"
+    return next(filter(None, map(probe, support.needs)), "")
 
 
-def select(op: str, needs: Needs, forced: str | None = None) -> tuple[Choice, ModuleType]:
+def select(op: str, needs: Needs, forced: str | None = None, probe: Probe = here) -> Choice:
     """The best implementation of `op` for `needs`, or `forced`.
 
     Raises ConfigError when `forced` does not exist or cannot serve the needs, with the reasons for every candidate.
     """
-    names = IMPLEMENTATIONS[op]
-    if forced is not None and forced not in names:
-        raise ConfigError(f"kernel {forced!r} does not exist for {op} (one of {', '.join(names)}).")
+    supports = SUPPORTS[op]
+    if forced is not None and forced not in supports:
+        raise ConfigError(f"kernel {forced!r} does not exist for {op} (one of {', '.join(supports)}).")
     rejected: list[tuple[str, str]] = []
-    for name in names:
-        module = importlib.import_module(f"quire.kernels.{op}.{name}")
-        why_not = objection(module.SUPPORT, needs)
+    for name, support in supports.items():
+        why_not = objection(support, needs, probe)
         if forced is not None and name != forced:
             rejected.append((name, why_not or f"{forced} was asked for"))
         elif why_not:
             rejected.append((name, why_not))
         else:
             reason = "asked for" if forced else "first that supports " + _words(needs)
-            return Choice(op, name, reason, tuple(rejected)), module
+            extra = [words for need, words in support.extra.items() if not probe(need)]
+            return Choice(op, name, reason, tuple(rejected), tuple(sorted(support.features.union(*extra))))
     table = "; ".join(f"{name}: {why}" for name, why in rejected)
     raise ConfigError(f"no implementation of {op} serves {_words(needs)} ({table}).")
 
 
-def select_kernels(
-    device: str,
-    dtype: str,
-    *,
-    head_dim: int = 0,
-    attention_features: frozenset[str] = frozenset(),
-    forced: dict[str, str] | None = None,
-) -> Kernels:
-    """Pick every operation for a model computed in `dtype` on `device`, with attention heads of `head_dim`; `forced`
-    maps operations to names."""
+def choose_kernels(
+    device: str, dtype: str, *, ops: tuple[str, ...] = DENSE, head_dim: int = 0,
+    attention_features: frozenset[str] = frozenset(), forced: dict[str, str] | None = None, probe: Probe = here,
+) -> tuple[Choice, ...]:  # fmt: skip
+    """Pick the operations `ops` for a model computed in `dtype` on `device`, with attention heads of `head_dim`;
+    `forced` maps operations to names."""
     forced = forced or {}
-    unknown = sorted(set(forced) - set(IMPLEMENTATIONS))
+    unknown = sorted(set(forced) - set(ops))
     if unknown:
-        raise ConfigError(f"operation {unknown[0]!r} does not exist (one of {', '.join(IMPLEMENTATIONS)}).")
-    choices: list[Choice] = []
-    modules: dict[str, ModuleType] = {}
-    for op in IMPLEMENTATIONS:
-        needs = Needs(device=device, dtype=dtype)
-        if op == "attention":
-            needs = replace(needs, features=attention_features, head_dim=head_dim)
-        choice, modules[op] = select(op, needs, forced.get(op))
-        choices.append(choice)
-    return Kernels(choices=tuple(choices), **modules)
+        raise ConfigError(f"operation {unknown[0]!r} does not exist in this model (one of {', '.join(ops)}).")
+    needs = Needs(device=device, dtype=dtype)
+    attention = replace(needs, features=attention_features, head_dim=head_dim)
+    return tuple(select(op, attention if op == "attention" else needs, forced.get(op), probe) for op in ops)
+
+
+def select_kernels(device: str, dtype: str, **asked: Any) -> Kernels:
+    """`choose_kernels`, and import what was chosen."""
+    choices = choose_kernels(device, dtype, **asked)
+    modules = {choice.op: importlib.import_module(f"quire.kernels.{choice.op}.{choice.name}") for choice in choices}
+    return Kernels(choices=choices, **modules)
 
 
 def _words(needs: Needs) -> str:

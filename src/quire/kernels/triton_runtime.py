@@ -64,8 +64,11 @@ def missing() -> str:
     return ""
 
 
-def missing_gluon() -> str:
-    """Why kernels in Gluon, which the interpreter does not know, cannot run in this process, or ""."""
+def missing_hopper() -> str:
+    """Why Hopper's kernels, in Gluon, which the interpreter does not know, cannot run in this process, or ""."""
     if why := missing():
         return why
-    return "" if gl is not None else f"its kernels are tried with Triton {', '.join(GLUON_VERSIONS)}x only"
+    if gl is None:
+        return f"its kernels are tried with Triton {', '.join(GLUON_VERSIONS)}x only"
+    major, minor = torch.cuda.get_device_capability()
+    return "" if major == 9 else f"needs compute capability 9.0, this GPU has {major}.{minor}"

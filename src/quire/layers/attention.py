@@ -27,13 +27,34 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps, build) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps, build) if args.qk_norm else None
         self.head_norm: Tensor | None = None
+        self.rotary_dim = args.rotary_dim
 
     def pack(self) -> None:
-        """Stack the two norms' weights by head, so that q and k are normalized in one call."""
+        """Stack the two norms' weights by head, so that q and k are normalized in one call.
+
+        Where only the first dimensions of a head are rotated, those of q and k are reordered, so that the halves of the
+        rotated part begin the halves of the head: kernels rotate whole heads, the rest of them by nothing.
+        """
+        if self.rotary_dim < self.head_dim:
+            self._reorder()
         if self.q_norm is None or self.k_norm is None:
             return
         q, k = self.q_norm.weight, self.k_norm.weight
         self.head_norm = torch.cat((q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1))).detach()
+
+    @torch.no_grad()
+    def _reorder(self) -> None:
+        half = self.rotary_dim // 2
+        rotated, rest = torch.arange(self.rotary_dim), torch.arange(self.rotary_dim, self.head_dim)
+        order = torch.cat((rotated[:half], rest[: len(rest) // 2], rotated[half:], rest[len(rest) // 2 :]))
+        heads = self.num_heads + self.num_kv_heads
+        rows = (torch.arange(heads)[:, None] * self.head_dim + order).flatten()
+        for parameter in (self.qkv.weight, self.qkv.bias):
+            if parameter is not None:
+                parameter[: len(rows)] = parameter[rows.to(parameter.device)]
+        for head_norm in (self.q_norm, self.k_norm):
+            if head_norm is not None:
+                head_norm.weight.copy_(head_norm.weight[order.to(head_norm.weight.device)])
 
     def forward(self, hidden: Tensor, norm: RMSNorm, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
         """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory.

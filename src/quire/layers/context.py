@@ -12,15 +12,16 @@ from quire.kernels.select import Kernels
 
 @dataclass(frozen=True)
 class Build:
-    """Where parameters live, what they are computed in, and with which kernels."""
+    """Where parameters live, what they are computed in, with which kernels; `experts` this rank owns (None: all)."""
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+    experts: tuple[int, ...] | None = None
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """An uninitialized parameter for inference."""
-        empty = memory.empty(shape, self.dtype, self.device)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialized parameter for inference, by default in the type that the model computes in."""
+        empty = memory.empty(shape, dtype or self.dtype, self.device)
         return nn.Parameter(empty, requires_grad=False)
 
 

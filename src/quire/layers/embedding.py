@@ -12,7 +12,7 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__()
-        self.kernel = build.kernels.linear
+        self.kernel, self.features = build.kernels.linear, build.kernels.features("linear")
         self.weight: nn.Parameter | None = build.parameter(vocab_size, hidden_size)
         self.packed: unquantized.PackedLinear | None = None
 
@@ -25,7 +25,7 @@ class VocabEmbedding(nn.Module):
         if self.packed is not None:
             return unquantized.rows(self.kernel, self.packed, token_ids)
         assert self.weight is not None
-        if "plain" in self.kernel.SUPPORT.features:
+        if "plain" in self.features:
             return unquantized.rows(self.kernel, unquantized.PackedLinear(self.weight, None), token_ids)
         return F.embedding(token_ids, self.weight)
 
@@ -35,7 +35,7 @@ class LMHead(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None, build: Build) -> None:
         super().__init__()
-        self.kernel = build.kernels.linear
+        self.kernel, self.features = build.kernels.linear, build.kernels.features("linear")
         self.weight: nn.Parameter | None = None if tied is not None else build.parameter(vocab_size, hidden_size)
         self.tied = (tied,)  # in a tuple, so that the embedding stays a child of the model alone
         self.packed: unquantized.PackedLinear | None = None
@@ -47,7 +47,7 @@ class LMHead(nn.Module):
         assert weight is not None, "packed twice"
         self.packed = unquantized.pack(self.kernel, weight, None)
         self.weight = None
-        if tied is not None and "rows" in self.kernel.SUPPORT.features:
+        if tied is not None and "rows" in self.features:
             tied.share(self.packed)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -1,6 +1,5 @@
 """Linear projections, fused over their checkpoint parts, and how every layer's weights are packed."""
 
-from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool, build: Build) -> None:
         super().__init__()
-        self.kernel = build.kernels.linear
-        self.rows = unquantized.rows_of(parts)
+        self.kernel, self.features = build.kernels.linear, build.kernels.features("linear")
         shapes = unquantized.describe(parts, in_features, bias)
         self.weight: nn.Parameter | None = build.parameter(*shapes["weight"])
         self.bias: nn.Parameter | None = build.parameter(*shapes["bias"]) if bias else None
@@ -39,7 +37,7 @@ class Linear(nn.Module):
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """[T, in_features] -> the projection of norm(x), in one kernel where it has the feature "norm"."""
-        if "norm" not in self.kernel.SUPPORT.features:
+        if "norm" not in self.features:
             return self(norm(x))
         assert self.packed is not None, "run before pack()"
         return unquantized.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)
@@ -47,7 +45,9 @@ class Linear(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """[T, in_features] -> residual [T, out_features] + the projection; perhaps in the residual's memory."""
         assert self.packed is not None, "run before pack()"
-        return unquantized.run_add(self.kernel, x, self.packed, residual)
+        if "add" in self.features:
+            return unquantized.run_add(self.kernel, x, self.packed, residual)
+        return residual + unquantized.run(self.kernel, x, self.packed)
 
 
 class GatedLinear(Linear):
@@ -59,7 +59,7 @@ class GatedLinear(Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool, build: Build) -> None:
         super().__init__(in_features, {"gate": out_features, "up": out_features}, bias, build)
         self.activation = build.kernels.activation
-        self.fused = "gated" in self.kernel.SUPPORT.features
+        self.fused = "gated" in self.features
 
     def pack(self) -> None:
         """See `Linear`."""
@@ -80,7 +80,7 @@ class GatedLinear(Linear):
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """See `Linear`."""
-        if not self.fused or "norm" not in self.kernel.SUPPORT.features:
+        if not self.fused or "norm" not in self.features:
             return self(norm(x))
         assert self.packed is not None, "run before pack()"
         return unquantized.run_norm_gated(self.kernel, x, norm.weight, norm.eps, self.packed)
@@ -99,14 +99,3 @@ def pack_layers(model: nn.Module) -> None:
     for module in model.modules():
         if module is not model and isinstance(module, Packs):
             module.pack()
-
-
-def parameter_rows(
-    modules: Iterable[tuple[str, nn.Module]],
-) -> Iterator[tuple[str, nn.Parameter, dict[str, tuple[int, int]]]]:
-    """(name, parameter, rows of each part) for `model.named_modules()`; what is not fused has the one part ""."""
-    for prefix, module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
-            rows = module.rows if isinstance(module, Linear) else {"": (0, parameter.shape[0])}
-            yield full, parameter, rows

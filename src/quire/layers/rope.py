@@ -13,11 +13,14 @@ Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
 
 
 class Rotary:
-    """Rotation angles of a model: frequencies [D / 2] float32 and the factor on cos and sin."""
+    """Rotation angles of a model: frequencies [D / 2] float32 and the factor on cos and sin.
 
-    def __init__(self, args: RopeArgs, head_dim: int, device: torch.device) -> None:
-        frequencies, self.scale = rope_frequencies(args, head_dim)
-        self.frequencies = frequencies.to(device)
+    The first `rotated` of `width` dimensions are rotated; the pairs of the others turn by nothing.
+    """
+
+    def __init__(self, args: RopeArgs, rotated: int, device: torch.device, *, width: int) -> None:
+        frequencies, self.scale = rope_frequencies(args, rotated)
+        self.frequencies = torch.nn.functional.pad(frequencies, (0, (width - rotated) // 2)).to(device)
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """cos and sin [T, D] of positions [T]; angles in float32. The first half of sin is negated, as kernels want."""

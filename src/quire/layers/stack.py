@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from quire.config.checkpoint import ModelArgs
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
+from quire.layers.params import Param
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
-NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i} stands for a layer index
 
 
 class Model(Protocol):
@@ -19,7 +19,8 @@ class Model(Protocol):
 
     args: ModelArgs
     kernels: Kernels
-    name_map: NameMap
+    layout: Sequence[Param]
+    elsewhere: frozenset[str]  # checkpoint tensors that other ranks own
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
     layers: Sequence[Callable[..., Tensor]]  # (hidden, rotation, ctx, kv view) -> hidden
     norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
@@ -32,8 +33,6 @@ class Model(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, tensor) of every parameter not packed yet."""
 
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """(name, layer) of every layer, nested ones too."""
 
 
 def run_layers(

@@ -1,39 +1,11 @@
 """Mistral 7B v0.2 and later (Mistral AI): no biases, full attention."""
 
-from torch import nn
-
-from quire.config.checkpoint import ModelArgs
-from quire.layers.context import Build
-from quire.layers.decoder import DecoderBlock
-from quire.layers.embedding import LMHead, VocabEmbedding
-from quire.layers.linear import pack_layers
-from quire.layers.norm import RMSNorm
-from quire.layers.rope import Rotary
+from quire.layers.params import NameMap
 from quire.models import names
 
-NAME_MAP = (
+NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,
     *names.BLOCK_NORMS,
     *names.ATTENTION,
     *names.GATED_MLP,
 )
-
-
-class Mistral(nn.Module):
-    """A dense decoder without any bias."""
-
-    name_map = NAME_MAP
-
-    def __init__(self, args: ModelArgs, build: Build) -> None:
-        super().__init__()
-        self.args, self.kernels = args, build.kernels
-        self.embed = VocabEmbedding(args.vocab_size, args.hidden_size, build)
-        self.layers = nn.ModuleList(DecoderBlock(args, build) for _ in range(args.num_layers))
-        self.norm = RMSNorm(args.hidden_size, args.norm_eps, build)
-        tied = self.embed if args.tie_word_embeddings else None
-        self.head = LMHead(args.vocab_size, args.hidden_size, tied, build)
-        self.rotary = Rotary(args.rope, args.head_dim, build.device)
-
-    def pack(self) -> None:
-        """Turn loaded weights into the kernels' layout; once, before the first step."""
-        pack_layers(self)

@@ -1,6 +1,6 @@
-"""Rows of the name maps that the dense decoders of Hugging Face share: (checkpoint name, parameter, part)."""
+"""Rows of the name maps that the decoders of Hugging Face share: (checkpoint name, parameter, part)."""
 
-from quire.layers.stack import NameMap
+from quire.layers.params import NameMap
 
 EMBEDDING_AND_HEAD: NameMap = (
     ("model.embed_tokens.weight", "embed.weight", ""),
@@ -27,6 +27,18 @@ QK_NORM: NameMap = (
     ("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.q_norm.weight", ""),
     ("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.k_norm.weight", ""),
 )
+LATENT_ATTENTION: NameMap = (
+    ("model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight", "layers.{i}.attention.kv_down.weight", ""),
+    ("model.layers.{i}.self_attn.kv_a_layernorm.weight", "layers.{i}.attention.kv_norm.weight", ""),
+    ("model.layers.{i}.self_attn.kv_b_proj.weight", "layers.{i}.attention.kv_up.weight", ""),
+    ("model.layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.output.weight", ""),
+)
+DIRECT_QUERY: NameMap = (("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.q.weight", ""),)
+COMPRESSED_QUERY: NameMap = (
+    ("model.layers.{i}.self_attn.q_a_proj.weight", "layers.{i}.attention.q_down.weight", ""),
+    ("model.layers.{i}.self_attn.q_a_layernorm.weight", "layers.{i}.attention.q_norm.weight", ""),
+    ("model.layers.{i}.self_attn.q_b_proj.weight", "layers.{i}.attention.q.weight", "up"),
+)
 GATED_MLP: NameMap = (
     ("model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.gate_up.weight", "gate"),
     ("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.gate_up.weight", "up"),
@@ -36,4 +48,16 @@ MLP_BIAS: NameMap = (
     ("model.layers.{i}.mlp.gate_proj.bias", "layers.{i}.mlp.gate_up.bias", "gate"),
     ("model.layers.{i}.mlp.up_proj.bias", "layers.{i}.mlp.gate_up.bias", "up"),
     ("model.layers.{i}.mlp.down_proj.bias", "layers.{i}.mlp.down.bias", ""),
+)
+EXPERTS: NameMap = (
+    ("model.layers.{i}.mlp.gate.weight", "layers.{i}.mlp.router.weight", ""),
+    ("model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.gate"),
+    ("model.layers.{i}.mlp.experts.{e}.up_proj.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
+    ("model.layers.{i}.mlp.experts.{e}.down_proj.weight", "layers.{i}.mlp.experts.down", "{e}."),
+)
+ROUTER_BIAS: NameMap = (("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.router.bias", ""),)
+SHARED_EXPERTS: NameMap = (
+    ("model.layers.{i}.mlp.shared_experts.gate_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "gate"),
+    ("model.layers.{i}.mlp.shared_experts.up_proj.weight", "layers.{i}.mlp.shared.gate_up.weight", "up"),
+    ("model.layers.{i}.mlp.shared_experts.down_proj.weight", "layers.{i}.mlp.shared.down.weight", ""),
 )

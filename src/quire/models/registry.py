@@ -1,57 +1,87 @@
-"""Which class implements a model_type, and how one is built. No torch until a model is built.
+"""How a model is built, and what it keeps in the KV cache. No torch until one is built."""
 
-Knows names and what a model needs of the KV cache; nothing of the models' insides.
-"""
-
-import importlib
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.blocks import KVComponent
-from quire.contracts.errors import ConfigError, UnsupportedModel
+from quire.contracts.errors import ConfigError
+from quire.models.layout import layout, stored_names
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.cuda import CudaFacts
 
 if TYPE_CHECKING:
-    from quire.layers.stack import Model
+    from torch import Tensor
 
-MODELS: dict[str, str] = {
-    "llama": "quire.models.llama:Llama",
-    "mistral": "quire.models.mistral:Mistral",
-    "qwen2": "quire.models.qwen2:Qwen2",
-    "qwen3": "quire.models.qwen3:Qwen3",
-}
+    from quire.kernels.attention import KVView
+    from quire.layers.decoder import Decoder
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def build_model(
-    args: ModelArgs, *, dtype: str, device: str, platform: CpuFacts | CudaFacts, kernels: dict[str, str] | None = None
-) -> "Model":
+    args: ModelArgs, *, dtype: str, device: str, platform: CpuFacts | CudaFacts, kernels: dict[str, str] | None = None,
+    experts: tuple[int, ...] | None = None, routing: str = "model",
+) -> "Decoder":
     """An unloaded model: parameters are allocated, not filled. Next: load weights, then `model.pack()`.
 
     device     the platform's, or "meta": nothing is allocated, and the parameters can be counted
     dtype      what to compute in: "float32" or "bfloat16"
     kernels    operation -> implementation to force; ConfigError with the reasons when it cannot be
+    experts    numbers of those that this rank owns; None: all of them
+    routing    "model", or "uniform": experts are drawn at random in the routers' place
     """
     import torch
 
     from quire.kernels.select import select_kernels
     from quire.layers.context import Build
+    from quire.layers.decoder import Decoder
 
-    if args.model_type not in MODELS:
-        raise UnsupportedModel(f"model_type {args.model_type!r} is not implemented (one of {', '.join(MODELS)}).")
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
     if device not in (platform.device, "meta"):
         raise ConfigError(f"device {device!r} does not match the platform {platform.device!r}.")
-    module, _, name = MODELS[args.model_type].partition(":")
-    chosen = select_kernels(platform.device, dtype, head_dim=args.head_dim, forced=kernels)
-    build = Build(getattr(torch, dtype), torch.device(device), chosen)
-    model: Model = getattr(importlib.import_module(module), name)(args, build)
+    chosen = select_kernels(platform.device, dtype, ops=operations(args), head_dim=args.head_dim, forced=kernels)
+    build = Build(getattr(torch, dtype), torch.device(device), chosen, experts)
+    own = layout(args, experts)
+    elsewhere = frozenset(stored_names(layout(args))) - frozenset(stored_names(own)) if experts is not None else ()
+    model = Decoder(args, own, build, elsewhere=frozenset(elsewhere))
+    if routing == "uniform":
+        _route_uniformly(model)
     return model
 
 
+def _route_uniformly(model: "Decoder") -> None:
+    from quire.kernels.routing import uniform
+
+    moe = model.args.moe
+    if moe is None:
+        raise ConfigError("routing=uniform is for models with experts, which this one has not: leave it out.")
+    for layer in moe.layers:
+        model.layers[layer].mlp.choose = partial(uniform, model.kernels.routing, moe.routing)
+
+
+def operations(args: ModelArgs) -> tuple[str, ...]:
+    """The operations of `kernels/` that a model is made of."""
+    attention = ("latent",) if args.latent else ("heads", "attention")
+    return ("norm", *attention, "activation", "linear", *(("routing", "experts") if args.moe else ()))
+
+
+def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]]) -> "list[KVView]":
+    """What each layer's attention is given of its components in an arena, layer by layer."""
+    from quire.kernels.attention import KVView
+    from quire.kernels.latent import LatentView
+
+    view = LatentView if args.latent is not None else KVView
+    return [view(*parts) for parts in components]
+
+
 def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
-    """What one layer keeps per page: keys, then values, each [kv head][token][head_dim] in `dtype`."""
+    """What one layer keeps per page, in `dtype`: keys, then values, each [kv head][token][head_dim]; or the latent and
+    the rotated key that all heads share."""
     size = ITEM_BYTES[dtype]
+    if args.latent is not None:
+        widths = {"latent": args.latent.kv_rank, "rope": args.latent.rope_dim}
+        return tuple(KVComponent(name, 1, width, dtype, size) for name, width in widths.items())
     return tuple(KVComponent(name, args.num_kv_heads, args.head_dim, dtype, size) for name in ("k", "v"))

@@ -23,9 +23,11 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"](\d+\.\d+)['\"]", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class DriverProbe:
-    """What the driver says: the compute capability of the first GPU this process may use, or what is missing."""
+    """What the driver says of the first GPU this process may use: compute capability, bytes of memory; or what is
+    missing."""
 
     capability: tuple[int, int] = (0, 0)
+    memory: int = 0
     missing: str = ""
 
 
@@ -50,12 +52,13 @@ def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProb
     if code:
         named = "the driver sees no GPU" if code == _NO_DEVICE else f"the driver fails to start (CUDA error {code})"
         return DriverProbe(missing=named)
-    count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    count, major, minor, memory = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
     if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return DriverProbe(missing="the driver sees no GPU")
     driver.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, 0)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), MINOR, 0)
-    return DriverProbe(capability=(major.value, minor.value))
+    driver.cuDeviceTotalMem_v2(ctypes.byref(memory), 0)
+    return DriverProbe(capability=(major.value, minor.value), memory=memory.value)
 
 
 def torch_cuda_version() -> str:

@@ -24,15 +24,6 @@ def describe(parts: dict[str, int], in_features: int, bias: bool) -> dict[str, t
     return {"weight": (rows, in_features), "bias": (rows,)} if bias else {"weight": (rows, in_features)}
 
 
-def rows_of(parts: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """(first row, number of rows) of every part in the stacked tensor."""
-    placed, first = {}, 0
-    for name, rows in parts.items():
-        placed[name] = (first, rows)
-        first += rows
-    return placed
-
-
 def load(target: Tensor, source: Tensor, rows: tuple[int, int] | None) -> None:
     """Copy a checkpoint tensor into its rows of `target` (all of it when None), converting the dtype."""
     place = target if rows is None else target[rows[0] : rows[0] + rows[1]]
@@ -58,11 +49,9 @@ def run(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
 
 
 def run_add(kernel: ModuleType, x: Tensor, packed: PackedLinear, residual: Tensor) -> Tensor:
-    """x [T, K] -> residual [T, N] + the product, perhaps in the residual's memory."""
-    if "add" in kernel.SUPPORT.features:
-        fused: Tensor = kernel.run_add(x, packed.weight, packed.bias, residual)
-        return fused
-    return residual + run(kernel, x, packed)
+    """x [T, K] -> residual [T, N] + the product, perhaps in the residual's memory, of a kernel with "add"."""
+    y: Tensor = kernel.run_add(x, packed.weight, packed.bias, residual)
+    return y
 
 
 def run_norm(kernel: ModuleType, x: Tensor, norm: Tensor, eps: float, packed: PackedLinear) -> Tensor:

@@ -72,6 +72,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, tuple(files), tensors)
 
 
+def stored_in(folder: Path) -> dict[str, str]:
+    """Tensor -> name of its file, of all that a folder's index promises or its files hold; {} without any. Raises as
+    `read_checkpoint`."""
+    placed = _read_index(Path(folder))
+    if placed or not any(Path(folder).glob("*.safetensors")):
+        return placed
+    return {tensor.name: tensor.file.name for tensor in read_checkpoint(folder).tensors.values()}
+
+
 def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of one safetensors file, by offset. Raises WeightsError when it is damaged or cut short."""
     size = path.stat().st_size

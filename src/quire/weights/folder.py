@@ -4,6 +4,7 @@ Knows the hub client and its errors. No torch.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from quire.config.bundled import NAME, bundled_model
@@ -16,20 +17,22 @@ IGNORED = ("consolidated*", "original/*", "*/*.safetensors")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_folders(config: EngineConfig) -> tuple[Path, Path]:
+def resolve_folders(config: EngineConfig, *, only: Sequence[str] = ALLOWED) -> tuple[Path, Path]:
     """The folders of an engine's model and of its tokenizer, downloaded when they are ids of the hub.
 
+    only   patterns of the files that are needed
     Without a model it is the bundled one. Raises ModelNotFound.
     """
     model, tokenizer = config.model.model, config.model.tokenizer
-    folder = _configured(config, model) if model else bundled_model()
-    return folder, _configured(config, tokenizer) if tokenizer else folder
+    folder = _configured(config, model, only) if model else bundled_model()
+    return folder, _configured(config, tokenizer, only) if tokenizer else folder
 
 
-def _configured(config: EngineConfig, model: str) -> Path:
+def _configured(config: EngineConfig, model: str, only: Sequence[str]) -> Path:
     load = config.load
     return resolve_model_folder(
         model,
+        only=only,
         revision=config.model.revision,
         offline=load.offline,
         download_dir=load.download_dir,
@@ -44,9 +47,11 @@ def resolve_model_folder(
     offline: bool = False,
     download_dir: str | Path | None = None,
     token: str | None = None,
+    only: Sequence[str] = ALLOWED,
 ) -> Path:
     """The folder of `model`, downloading it when it is a hub id.
 
+    only       patterns of the files that are needed
     revision   branch, tag or commit of the hub repository, for every file
     offline    use only what was downloaded before; no network call is made
     Raises ModelNotFound in one line for a path or id that leads nowhere, a gated repository or a failed download.
@@ -60,12 +65,13 @@ def resolve_model_folder(
         raise ModelNotFound(f"{model} is a file: give the folder that holds config.json and the .safetensors files.")
     if not _HUB_ID.fullmatch(model) or model.count("/") != 1:
         raise ModelNotFound(f"{model!r} does not exist: give a folder, or a model id of the hub like Qwen/Qwen3-0.6B.")
-    return _download(model, revision, offline, download_dir, token)
+    return _download(model, revision, offline, download_dir, token, only=only)
 
 
 def _download(
-    model: str, revision: str | None, offline: bool, download_dir: str | Path | None, token: str | None
-) -> Path:
+    model: str, revision: str | None, offline: bool, download_dir: str | Path | None, token: str | None, *,
+    only: Sequence[str],
+) -> Path:  # fmt: skip
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -76,7 +82,7 @@ def _download(
                 cache_dir=download_dir,
                 token=token,
                 local_files_only=offline,
-                allow_patterns=list(ALLOWED),
+                allow_patterns=list(only),
                 ignore_patterns=list(IGNORED),
             )
         )

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.contracts.errors import WeightsError
-from quire.layers.linear import parameter_rows
+from quire.layers.params import is_unread
 from quire.layers.stack import Model
 from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint
-from quire.weights.names import NameIndex, Target
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 SHOWN = 3  # names in a message before "and N more"
@@ -62,42 +61,43 @@ def plan_load(model: Model, folder: Path) -> LoadPlan:
     Raises WeightsError in one line naming file, tensor and fix.
     """
     checkpoint = read_checkpoint(Path(folder))
-    places = _places(model)
-    wanted = _match(checkpoint, NameIndex(model.name_map), places, model)
+    wanted = _match(checkpoint, _places(model), model)
     order = {path: number for number, path in enumerate(checkpoint.files)}
     wanted.sort(key=lambda pair: (order[pair[0].file], pair[0].offset))
-    return LoadPlan(tuple((stored, places[target]) for stored, target in wanted))
+    return LoadPlan(tuple(wanted))
 
 
-def _places(model: Model) -> dict[Target, Place]:
-    places = {}
-    for name, parameter, rows in parameter_rows(model.named_modules()):
-        for part, (first, num_rows) in rows.items():
-            whole = num_rows == parameter.shape[0]
-            shape = (num_rows, *parameter.shape[1:])
-            places[Target(name, part)] = Place(parameter, None if whole else (first, num_rows), shape)
+def _places(model: Model) -> dict[str, Place]:
+    """Checkpoint name -> place of every part of every parameter."""
+    parameters, places = dict(model.named_parameters()), {}
+    for param in model.layout:
+        parameter = parameters.pop(param.name)
+        assert parameter.shape == param.shape, f"{param.name} was built as {list(parameter.shape)}"
+        first = 0
+        for part in param.parts:
+            rows = None if len(param.parts) == 1 else (first, part.rows)
+            places[part.stored] = Place(parameter, rows, (part.rows, *param.shape[1:]))
+            first += part.rows
+        assert first == param.shape[0], f"the parts of {param.name} have {first} rows"
+    assert not parameters, f"the layout lacks {', '.join(parameters)}"
     return places
 
 
-def _match(
-    checkpoint: Checkpoint, index: NameIndex, places: dict[Target, Place], model: Model
-) -> list[tuple[StoredTensor, Target]]:
+def _match(checkpoint: Checkpoint, places: dict[str, Place], model: Model) -> list[tuple[StoredTensor, Place]]:
     """Pair tensors with places before any byte is read. Both sides must come out even."""
-    wanted: list[tuple[StoredTensor, Target]] = []
+    wanted: list[tuple[StoredTensor, Place]] = []
     unknown = []
     for stored in checkpoint.tensors.values():
-        target = index.target(stored.name)
-        if target is not None and target in places:
-            _check(stored, places[target])
-            wanted.append((stored, target))
-        elif not _harmless(stored.name, model):
+        if stored.name in places:
+            _check(stored, places[stored.name])
+            wanted.append((stored, places[stored.name]))
+        elif stored.name not in model.elsewhere and not is_unread(stored.name, model.args):
             unknown.append(stored)
-    missing = set(places) - {target for _, target in wanted}
+    missing = sorted(places.keys() - checkpoint.tensors.keys())
     if missing:
-        names = sorted(index.stored(target) for target in missing)
         raise WeightsError(
-            f"{checkpoint.folder} lacks {_some(names)}: the checkpoint is incomplete, or not of this config.json; "
-            "download it again." + _tied_hint(names)
+            f"{checkpoint.folder} lacks {_some(missing)}: the checkpoint is incomplete, or not of this config.json; "
+            "download it again." + _tied_hint(missing)
         )
     if unknown:
         names = [f"{stored.name} (in {stored.file.name})" for stored in unknown]
@@ -105,7 +105,6 @@ def _match(
             f"{_some(names)} has no place in a {model.args.model_type} model with this config.json: "
             "use the config.json that belongs to these weights."
         )
-    assert len({target for _, target in wanted}) == len(wanted) == len(places), "a part was loaded twice"
     return wanted
 
 
@@ -120,11 +119,6 @@ def _check(stored: StoredTensor, place: Place) -> None:
             f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
             f"{list(place.shape)}: use the config.json that belongs to these weights."
         )
-
-
-def _harmless(name: str, model: Model) -> bool:
-    """Tensors that older checkpoints store and nobody needs: rotary tables, and the head when it is the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.args.tie_word_embeddings)
 
 
 def _tied_hint(names: list[str]) -> str:

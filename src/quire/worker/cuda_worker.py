@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, RowLogprobs, StepPlan, StepResult
-from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks
+from quire.kernels.attention import AttentionMeta, KVView, Prompt, SharedBlocks
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import triton as step
@@ -210,10 +210,18 @@ class CudaWorker:
             self.graphs.run(("mixed", padded, variant), lambda: self._mixed(padded, seqs, shared))
             hidden = self._hidden[padded, variant]
         else:
-            hidden = self._layers(tokens, max(len(plan.slots), rows), int(plan.num_tokens.max()), shared)
+            hidden = self._layers(tokens, max(len(plan.slots), rows), int(plan.num_tokens.max()), shared,
+                                  self._prompts(plan))
         if rows:
             self._head(hidden[self._buffers.sample_rows[:rows]])
         return rows, hidden
+
+    def _prompts(self, plan: StepPlan) -> tuple[Prompt, ...]:
+        """The sequences behind the decodes; of a prompt the host knows how much of it was computed before."""
+        ends, many = np.cumsum(plan.num_tokens), np.flatnonzero(plan.num_tokens > 1)
+        starts, past = ends - plan.num_tokens, self._lengths[plan.slots] - plan.num_tokens
+        places = range(many[0], len(ends)) if len(many) else ()
+        return tuple((int(starts[s]), int(ends[s]), s, int(past[s])) for s in places)
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, RowLogprobs]:
         """Waits for the device, in steps where somebody asked for the log-probabilities of a prompt."""
@@ -247,8 +255,11 @@ class CudaWorker:
         """The captured size that `count` sequences run in; 0 for none, and beyond the largest."""
         return next((size for size in self.limits.graph_sizes if size >= count > 0), 0)
 
-    def _layers(self, tokens: int, seqs: int, max_query_len: int, shared: bool) -> Tensor:
-        """Launch everything before the head: hidden [tokens, hidden]. Sizes are upper bounds of the step's own."""
+    def _layers(
+        self, tokens: int, seqs: int, max_query_len: int, shared: bool, prompts: tuple[Prompt, ...] | None = None
+    ) -> Tensor:
+        """Launch everything before the head: hidden [tokens, hidden]. Sizes are upper bounds of the step's own;
+        `prompts` are what the step has, so who is captured gives none."""
         packed, buffers = self._packed, self._buffers
         step.apply_runs(packed.device)
         step.build_inputs(packed.device, self.tables, buffers, tokens=tokens, seqs=seqs,
@@ -261,6 +272,7 @@ class CudaWorker:
             table_rows=packed.slots[:seqs],
             max_query_len=max_query_len,
             shared=SharedBlocks.view(packed.shared, SHARED_GROUPS, self.limits.num_slots, seqs) if shared else None,
+            prompts=prompts,
         )
         ctx = StepContext(positions=buffers.positions[:tokens], attention=meta, kv=self._kv)
         return run_layers(self.model, self.model.embed(buffers.token_ids[:tokens]), ctx)

@@ -37,7 +37,7 @@ class LayerTapes:
         self._attention = model.kernels.attention
         self._tapes: dict[int, Recorded] = {}
         self._buffers = Buffers()
-        self.obstacle = "" if "tape" in self._attention.SUPPORT.features else "its attention is not native"
+        self.obstacle = "" if "tape" in model.kernels.features("attention") else "its attention is not native"
 
     def run(self, hidden: Tensor, ctx: StepContext) -> Tensor:
         """hidden [T, hidden] -> [T, hidden], to be read before the next step."""

@@ -4,7 +4,6 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # for the tests that come after: Triton asks once
 
-import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +20,8 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
-from quire.kernels.select import IMPLEMENTATIONS, Needs, select
+from quire.kernels.select import Needs, select
+from quire.kernels.supports import SUPPORTS
 from quire.platforms.cuda import CudaFacts
 
 GIB = 1 << 30
@@ -59,18 +59,12 @@ def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch:
     executor.shutdown()
 
 
-@pytest.mark.parametrize("op", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", SUPPORTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_without_triton_every_operation_has_what_runs_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, op: str, dtype: str
-) -> None:
-    for name in IMPLEMENTATIONS[op]:
-        module = importlib.import_module(f"quire.kernels.{op}.{name}")
-        if "triton" in name or "hopper" in name:
-            monkeypatch.setattr(module, "SUPPORT", replace(module.SUPPORT, missing="there is no abacus"))
-    choice, _ = select(op, Needs(device="cuda", dtype=dtype))
-    assert choice.name == ("cuda" if op == "linear" else "ref")
-    assert op == "linear" or "abacus" in str(choice)
+def test_without_triton_every_operation_has_what_runs_on_a_gpu(op: str, dtype: str) -> None:
+    choice = select(op, Needs(device="cuda", dtype=dtype), probe=lambda need: "there is no abacus")
+    assert choice.name in ("ref", "grouped") or op == "linear"
+    assert choice.features == ("add", "out") if op == "linear" else "abacus" in str(choice)
 
 
 @pytest.mark.parametrize("why", ["", "there is no abacus"])

@@ -25,7 +25,7 @@ from quire.contracts.errors import ConfigError
 FLAGS = """
 --model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
 --dtype --max-model-len --generation-config --override-generation-config --seed --max-logprobs --chat-template
---load-format --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
+--load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
 --block-size --kv-cache-memory-bytes --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
@@ -88,7 +88,8 @@ def _fields() -> list[tuple[dataclasses.Field, str]]:
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if not flag.startswith("--no-")])
 def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
-    texts = {"--dtype": "half", "--load-format": "dummy", "--scheduling-policy": "priority", "--device": "cpu",
+    texts = {"--dtype": "half", "--load-format": "dummy",
+             "--routing": "uniform", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}'}
     boolean = f"--no-{flag[2:]}" in FLAGS
     args = [flag] if boolean else [flag, texts.get(flag, "1")]

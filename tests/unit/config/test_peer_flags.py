@@ -11,8 +11,7 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.config.flags import FlagParser, keyword_config, server_config, settings_of
-from quire.config.peer_args import asks_nothing
-from quire.config.peer_flags import OFF, ON, PEER_FLAGS, Meaning, PeerFlag, Takes
+from quire.config.peer_flags import MEANINGS, NARGS, OFF, ON, PEER_FLAGS, PeerFlag, asks_nothing
 from quire.config.serve import ServerConfig, server_names
 from quire.config.sources import Settings
 from quire.contracts.errors import ConfigError
@@ -59,12 +58,13 @@ def test_every_flag_of_theirs_is_in_the_table(documented: set[str]) -> None:
     assert documented - set(TABLE) == set()
 
 
-def test_no_name_is_there_twice() -> None:
+def test_no_name_is_there_twice_and_every_kind_is_known() -> None:
+    assert {flag.meaning for flag in PEER_FLAGS} == set(MEANINGS) and {flag.takes for flag in PEER_FLAGS} == set(NARGS)
     names = [name for flag in PEER_FLAGS for name in flag.names]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("flag", [f for f in PEER_FLAGS if f.meaning is Meaning.WORKS], ids=lambda flag: flag.name)
+@pytest.mark.parametrize("flag", [f for f in PEER_FLAGS if f.meaning == "works"], ids=lambda flag: flag.name)
 def test_what_works_is_a_flag_of_ours(flag: PeerFlag) -> None:
     visible = {name for action in make_parser().actions() if action.help is not argparse.SUPPRESS
                for name in action.option_strings}
@@ -72,32 +72,32 @@ def test_what_works_is_a_flag_of_ours(flag: PeerFlag) -> None:
 
 
 def given(flag: PeerFlag, name: str, text: str) -> list[str]:
-    if flag.takes is not Takes.SWITCH:
+    if flag.takes != "switch":
         return [name, text]
     return [name if text == ON else f"--no-{flag.name[2:]}"]
 
 
-@pytest.mark.parametrize("name", [n for n, f in TABLE.items() if f.meaning is not Meaning.WORKS])
+@pytest.mark.parametrize("name", [n for n, f in TABLE.items() if f.meaning != "works"])
 def test_each_of_the_others_behaves_as_the_table_says(name: str) -> None:
     flag = TABLE[name]
-    asking = next(t for t in ([OFF, ON] if flag.takes is Takes.SWITCH else ["1", "2"]) if not asks_nothing(flag, t))
-    if flag.meaning is Meaning.NO_OP:
+    asking = next(t for t in ([OFF, ON] if flag.takes == "switch" else ["1", "2"]) if not asks_nothing(flag, t))
+    if flag.meaning == "no-op":
         found = settings(given(flag, name, ON))
         assert found.values == {} and f"{name} changes nothing: {flag.why}." in found.notes
-    elif flag.meaning is Meaning.ALIAS:
+    elif flag.meaning == "alias":
         found = settings(given(flag, name, asking))
         assert set(found.values) == {flag.option} and flag.option in server_names()
         server_config(found)
     else:
         with pytest.raises(ConfigError, match=re.escape(flag.why)):
             settings(given(flag, name, asking))
-        for text in (*flag.neutral, *(() if flag.takes is Takes.SWITCH else ("none", "None"))):
+        for text in (*flag.neutral, *(() if flag.takes == "switch" else ("none", "None"))):
             assert settings(given(flag, name, text)) == Settings(values={}, origins={})
 
 
 def test_a_note_says_why_as_a_sentence() -> None:
     for flag in PEER_FLAGS:
-        assert flag.meaning is Meaning.WORKS or flag.why and not flag.why.endswith("."), flag.name
+        assert flag.meaning == "works" or flag.why and not flag.why.endswith("."), flag.name
 
 
 @pytest.mark.parametrize(("args", "values"), [

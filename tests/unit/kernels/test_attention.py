@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from quire.kernels.attention import AttentionMeta, KVView, cpu, inputs, native, plan, ref
+from quire.kernels.select import here
+from quire.kernels.supports import SUPPORTS
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-MISSING = native.SUPPORT.missing
+MISSING = here("flash attention") or here("native")
 NO_TILES = MISSING or native.NO_TILES
 FAST = [
     pytest.param(cpu, id="cpu"),
@@ -60,8 +62,8 @@ def test_strided_query_rows(impl: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_native_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
     """Alone or among others, bit for bit: parts of a context are cut in the same places."""
-    if native.SUPPORT.missing:
-        pytest.skip(native.SUPPORT.missing)
+    if MISSING:
+        pytest.skip(MISSING)
     case = inputs.Case((1, 1, 3, 1), (1100, 30, 513, 512), heads=(4, 2), head_dim=64, block_size=16)
     q, kv, meta = inputs.make(case, dtype)
     together = native.paged_attention(q, kv, meta, scale=0.2)
@@ -266,7 +268,8 @@ def test_shared_blocks_serve_every_owner() -> None:
 @pytest.mark.parametrize("impl", FAST)
 def test_declares_what_it_cannot(impl: ModuleType, extra: dict) -> None:  # type: ignore[type-arg]
     q, kv, meta = inputs.make(inputs.CASES[2], torch.float32)
-    assert not set(extra) & impl.SUPPORT.features and set(extra) <= ref.SUPPORT.features
+    able = SUPPORTS["attention"]
+    assert not set(extra) & able[impl.__name__.rpartition(".")[2]].features and set(extra) <= able["ref"].features
     plain = ref.paged_attention(q, kv, meta, scale=0.3)
     assert not torch.allclose(plain, ref.paged_attention(q, kv, meta, scale=0.3, **extra))
     with pytest.raises(AssertionError):

@@ -29,7 +29,7 @@ from quire.platforms.cpu import read_cpu_flags
 
 FLAGS = frozenset(build.NEEDED)
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=library.missing() or "runs")
-needs_tiles = pytest.mark.skipif(bool(linear.SUPPORT.missing), reason=linear.SUPPORT.missing or "runs")
+needs_tiles = pytest.mark.skipif(bool(library.missing_amx()), reason=library.missing_amx() or "runs")
 
 
 def fake_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -134,9 +134,8 @@ def test_a_compiler_older_than_the_cpu(tmp_path: Path, monkeypatch: pytest.Monke
     real = next(path for name in build.COMPILERS if (path := shutil.which(name)))
     fake_compiler(tmp_path, monkeypatch, f'{OLD}exec {real} "$@"')
     loaded = library._load(tmp_path / "cache")
-    monkeypatch.setattr(library, "library", lambda: loaded)
-    assert library.missing.__wrapped__() == ""
-    assert "newer C compiler" in library.missing.__wrapped__("amx_tile", "amx_bf16", "avx512_bf16")
+    assert library.missing(lambda: loaded) == ""
+    assert "newer C compiler" in library.missing_amx(lambda: loaded)
 
 
 @pytest.mark.parametrize("broken", ["exit 1", "[ $1 = --version ] || exit 1", "kill -9 $$"])

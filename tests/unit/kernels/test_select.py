@@ -1,38 +1,49 @@
-"""The choice of implementations is a value with reasons."""
+"""The choice of implementations is a value with reasons, and reading what they can do imports nothing."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
 
 from quire.contracts.errors import ConfigError
-from quire.kernels.attention import cpu, native, ref
-from quire.kernels.select import IMPLEMENTATIONS, Needs, Support, objection, select, select_kernels
+from quire.kernels.attention import cpu, hopper, native
+from quire.kernels.native import library
+from quire.kernels.select import Needs, choose_kernels, here, objection, select, select_kernels
+from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
 
 ELSEWHERE = tuple((name, "runs on cuda, not on cpu") for name in ("hopper", "triton"))
+CPU = Needs(device="cpu", dtype="float32")
+
+
+def everything(need: str) -> str:
+    assert need in NEEDS
+    return ""
+
+
+def nothing(need: str) -> str:
+    return f"there is no {need}"
 
 
 def test_best_that_fits() -> None:
-    choice, module = select("attention", Needs(device="cpu", dtype="float32"))
-    if native.SUPPORT.missing:
-        assert module is cpu and choice.name == "cpu" and choice.rejected[2:] == (("native", native.SUPPORT.missing),)
-    else:
-        assert module is native and choice.name == "native" and choice.rejected == ELSEWHERE
+    choice = select("attention", CPU, probe=everything)
+    assert choice.name == "native" and choice.rejected == ELSEWHERE and choice.features == ("tape",)
+    choice = select("attention", CPU, probe=lambda need: nothing(need) if need == "native" else "")
+    assert choice.name == "cpu" and choice.rejected[2:] == (("native", "there is no native"),)
 
 
 def test_reasons_for_the_rejected() -> None:
-    choice, module = select("attention", Needs(device="cpu", dtype="float32", features=frozenset({"window", "sinks"})))
-    assert module is ref and choice.rejected[3:] == (("cpu", "has no sinks, window"),)
-    lacking = native.SUPPORT.missing or "has no sinks, window"
-    assert choice.rejected[:3] == (*ELSEWHERE, ("native", lacking))
+    choice = select("attention", Needs(device="cpu", dtype="float32", features=frozenset({"window", "sinks"})))
+    assert choice.name == "ref"
+    assert choice.rejected == (*ELSEWHERE, *((name, "has no sinks, window") for name in ("native", "cpu")))
     assert "not cpu: has no sinks, window" in str(choice)
-    choice, _ = select("norm", Needs(device="cpu", dtype="float16"))
+    choice = select("norm", Needs(device="cpu", dtype="float16"))
     assert choice.name == "ref" and "not in float16" in choice.rejected[2][1]
 
 
 def test_forced() -> None:
-    choice, module = select("attention", Needs(device="cpu", dtype="float32"), forced="ref")
-    assert module is ref and choice.reason == "asked for" and choice.rejected[3] == ("cpu", "ref was asked for")
+    choice = select("attention", CPU, "ref", everything)
+    assert choice.name == "ref" and choice.reason == "asked for" and choice.rejected[3] == ("cpu", "ref was asked for")
 
 
 @pytest.mark.parametrize(
@@ -49,10 +60,21 @@ def test_impossible_is_an_error(op: str, features: frozenset[str], forced: str |
         select(op, Needs(device="cpu", dtype="float32", features=features), forced)
 
 
-def test_objections_in_order() -> None:
-    support = Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), missing="no compiler")
-    assert "not on cpu" in objection(support, Needs(device="cpu", dtype="float32"))
-    assert objection(support, Needs(device="cuda", dtype="float32")) == "no compiler"
+def test_a_machine_is_asked_last_and_only_what_decides() -> None:
+    asked: list[str] = []
+    select("attention", CPU, probe=lambda need: asked.append(need) or "")  # type: ignore[func-returns-value]
+    assert asked == ["flash attention", "native"]
+    support = Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), needs=("triton",))
+    assert "not on cpu" in objection(support, CPU, nothing)
+    assert "not in float32" in objection(support, Needs(device="cuda", dtype="float32"), nothing)
+    assert objection(support, Needs(device="cuda", dtype="bfloat16"), nothing) == "there is no triton"
+
+
+@pytest.mark.parametrize("probe", [everything, nothing])
+def test_features_that_hang_on_a_need(probe: object) -> None:
+    choice = select("linear", Needs(device="cuda", dtype="bfloat16"), probe=probe)  # type: ignore[arg-type]
+    more = ("gated", "norm") if probe is everything else ()
+    assert choice.name == "cuda" and set(choice.features) == {"add", "out", *more, *(("plain", "rows") if more else ())}
 
 
 def test_wider_heads_than_an_implementation_can() -> None:
@@ -60,19 +82,39 @@ def test_wider_heads_than_an_implementation_can() -> None:
     assert objection(narrow, Needs(device="cpu", dtype="float32", head_dim=512)) == ""
     said = objection(narrow, Needs(device="cpu", dtype="float32", head_dim=640))
     assert said == "has heads of at most 512, not of 640"
-    kernels = select_kernels("cpu", "float32", head_dim=640)
-    assert kernels.attention is cpu
-    if not native.SUPPORT.missing:
-        assert f"not native: {said}" in str(kernels.choices[-1])
+    choice = choose_kernels("cpu", "float32", head_dim=640)[-1]
+    assert choice.name == "cpu" and ("native", said) in choice.rejected
+    assert SUPPORTS["attention"]["hopper"].max_head_dim == max(hopper.DIMS)
+    assert SUPPORTS["attention"]["native"].max_head_dim == native.MAX_DIM
 
 
 def test_kernels_of_a_model() -> None:
     kernels = select_kernels("cpu", "float32", forced={"linear": "ref"})
-    assert [choice.op for choice in kernels.choices] == list(IMPLEMENTATIONS)
-    assert kernels.linear.__name__.endswith("linear.ref")
-    assert kernels.attention is select("attention", Needs(device="cpu", dtype="float32"))[1]
+    assert [choice.op for choice in kernels.choices] == list(DENSE)
+    assert kernels.linear.__name__.endswith("linear.ref") and kernels.experts is None
+    assert kernels.attention is (cpu if here("native") else native)
+    assert kernels.features("linear") == () and kernels.features("experts") == ()
     with pytest.raises(ConfigError, match="lineer"):
         select_kernels("cpu", "float32", forced={"lineer": "ref"})
+    with pytest.raises(ConfigError, match="experts.*in this model"):
+        select_kernels("cpu", "float32", forced={"experts": "ref"})
+
+
+def test_what_is_declared_exists() -> None:
+    """Every implementation is a module, every need names a function, and the last implementation needs nothing."""
+    for op, supports in SUPPORTS.items():
+        for name, support in supports.items():
+            importlib.import_module(f"quire.kernels.{op}.{name}")
+            assert set(support.needs) | set(support.extra) <= NEEDS.keys()
+        last = list(supports.values())[-1]
+        assert not last.needs and last.devices == {"cpu", "cuda"}
+    assert all(isinstance(here(need), str) for need in NEEDS)
+
+
+def test_the_library_as_it_is_found_and_as_it_is_loaded() -> None:
+    """What is known without PyTorch equals what a process that computes finds."""
+    assert library.missing(library.compiled) == library.missing()
+    assert library.missing_amx(library.compiled) == library.missing_amx()
 
 
 def test_every_kernel_module_can_be_imported_without_triton() -> None:
@@ -82,7 +124,7 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
 import quire.kernels
 from quire.kernels import triton_runtime
-assert triton_runtime.missing() == "Triton is not installed"
+assert triton_runtime.missing() == triton_runtime.missing_hopper() == "Triton is not installed"
 for module in pkgutil.walk_packages(quire.kernels.__path__, "quire.kernels."):
     importlib.import_module(module.name)
 """

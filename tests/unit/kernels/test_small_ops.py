@@ -26,17 +26,28 @@ from quire.kernels.norm import ref as norm_ref
 from quire.kernels.rope import cpu as rope_cpu
 from quire.kernels.rope import inputs as rope_inputs
 from quire.kernels.rope import ref as rope_ref
+from quire.kernels.select import here
+from quire.kernels.supports import SUPPORTS, Support
 
 # Relative to the largest value: float32 rounds at 6e-8, bfloat16 at 4e-3, and each op rounds a few times.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
 
 
+def support(implementation: ModuleType) -> Support:
+    _, _, op, name = implementation.__name__.split(".")
+    return SUPPORTS[op][name]
+
+
+def missing(implementation: ModuleType) -> str:
+    return next(filter(None, map(here, support(implementation).needs)), "")
+
+
 def fast(*implementations: ModuleType) -> Any:
     """One parameter per implementation, skipped with its reason where it cannot run."""
     return pytest.mark.parametrize("impl", [
         pytest.param(m, id=m.__name__.rpartition(".")[2],
-                     marks=pytest.mark.skipif(bool(m.SUPPORT.missing), reason=m.SUPPORT.missing or "runs"))
+                     marks=pytest.mark.skipif(bool(why := missing(m)), reason=why or "runs"))
         for m in implementations
     ])  # fmt: skip
 
@@ -85,8 +96,8 @@ def test_silu_mul(impl: ModuleType, shape: tuple[int, int], dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_silu_of_what_is_far_out(dtype: torch.dtype) -> None:
-    if activation_native.SUPPORT.missing:
-        pytest.skip(activation_native.SUPPORT.missing)
+    if why := missing(activation_native):
+        pytest.skip(why)
     gate = torch.tensor([-3e38, -1e4, -89.5, -88.5, -87.0, 89.5, 3e38, -torch.inf, torch.inf, torch.nan])
     gate_up = torch.cat((gate, torch.full_like(gate, 0.5)))[None].to(dtype)
     actual, expected = activation_native.silu_mul(gate_up), activation_ref.silu_mul(gate_up)
@@ -218,8 +229,8 @@ def small_misuses() -> dict[str, Any]:
 
 
 def test_c_is_handed_no_wrong_memory() -> None:
-    misuses = {} if activation_native.SUPPORT.missing else small_misuses()
-    misuses |= {} if linear_native.SUPPORT.missing else linear_misuses()
+    misuses = {} if missing(activation_native) else small_misuses()
+    misuses |= {} if missing(linear_native) else linear_misuses()
     for name, misuse in misuses.items():
         with pytest.raises(ValueError, match="native "):
             misuse()
@@ -228,5 +239,5 @@ def test_c_is_handed_no_wrong_memory() -> None:
 
 def skip_unless_computed(impl: ModuleType, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
-    if name not in impl.SUPPORT.dtypes:
+    if name not in support(impl).dtypes:
         pytest.skip(f"computes no {name}")

@@ -39,9 +39,19 @@ def test_as_transformers(settings: dict[str, Any], theta: float) -> None:
 
 
 def test_rows_are_signed_and_float32_at_far_positions() -> None:
-    rotary = Rotary(RopeArgs(theta=10_000.0), 8, torch.device("cpu"))
+    rotary = Rotary(RopeArgs(theta=10_000.0), 8, torch.device("cpu"), width=8)
     cos, sin = rotary.rows(torch.tensor([0, 100_000]), torch.float32)
     exact = 100_000 * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     assert torch.equal(cos[0], torch.ones(8)) and torch.equal(sin[0].abs(), torch.zeros(8))
     torch.testing.assert_close(cos[1, :4].double(), exact.cos(), rtol=0, atol=1e-2)
     assert torch.equal(sin[1, :4], -sin[1, 4:])
+
+
+def test_what_is_not_rotated_stays() -> None:
+    half, whole = (Rotary(RopeArgs(), 8, torch.device("cpu"), width=width) for width in (16, 8))
+    positions = torch.tensor([0, 5, 999])
+    (cos, sin), (cos_whole, sin_whole) = (rotary.rows(positions, torch.float32) for rotary in (half, whole))
+    for first in (0, 8):  # of each half of the head, 4 pairs turn and 4 do not
+        assert torch.equal(cos[:, first : first + 4], cos_whole[:, first // 2 : first // 2 + 4])
+        assert torch.equal(sin[:, first : first + 4], sin_whole[:, first // 2 : first // 2 + 4])
+        assert (cos[:, first + 4 : first + 8] == 1).all() and not sin[:, first + 4 : first + 8].any()

@@ -8,10 +8,12 @@ import torch
 import transformers
 
 from quire.config.checkpoint import read_checkpoint_config
-from quire.kernels.attention import AttentionMeta, KVView
+from quire.config.resolve import resolve_geometry
+from quire.kernels.attention import AttentionMeta
+from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
-from quire.models.registry import build_model
+from quire.models.registry import build_model, kv_components, kv_views
 from quire.platforms.cpu import read_cpu_facts
 from quire.weights.load import load_weights
 
@@ -30,6 +32,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0}
+QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+DEEPSEEK = LATENT | {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+}  # fmt: skip
+V2 = DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+V3 = DEEPSEEK | {
+    "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "num_mtp_layers": 0,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": 1,
+}  # fmt: skip
+GLM = {
+    "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
+    "partial_rotary_factor": 0.5, "num_mtp_layers": 0,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-biases-tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -46,6 +64,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied-biases": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "qwen3-odd-one-kv": ("Qwen3", {"head_dim": 16, "num_attention_heads": 5, "num_key_value_heads": 1}),
     "qwen3-yarn-mscale": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2Moe", QWEN_MOE | {"shared_expert_intermediate_size": 40, "num_hidden_layers": 4,
+                                          "decoder_sparse_step": 2}),
+    "qwen3-moe": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3-moe-plain": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "deepseek-v2": ("DeepseekV2", V2),
+    "deepseek-v2-groups": ("DeepseekV2", V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                                               "q_lora_rank": 20, "routed_scaling_factor": 1.7}),
+    "deepseek-v3": ("DeepseekV3", V3),
+    "deepseek-v3-direct": ("DeepseekV3", V3 | {"q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": None,
+                                               "rope_interleave": False}),
+    "glm4-moe": ("Glm4Moe", GLM),
+    "glm4-moe-plain": ("Glm4Moe", GLM | {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 0.25,
+                                         "tie_word_embeddings": True}),
 }
 
 
@@ -53,8 +85,12 @@ def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: i
     """A random model of transformers in float32, saved in small shards. Norms and biases are random too."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**(BASE | changes))
+    config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2)
@@ -82,9 +118,10 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
     args = model.args
     longest = max(len(prompt) for prompt in prompts)
     width = -(-longest // block)
-    page = (args.num_layers, 2, args.num_kv_heads, block, args.head_dim)
-    arena = torch.full((1 + width * len(prompts), *page), torch.nan)
-    kv = [KVView(arena[:, layer, 0], arena[:, layer, 1]) for layer in range(args.num_layers)]
+    geometry = resolve_geometry(kv_components(args, "float32"), args.num_layers, block)
+    arena = KVArena(geometry, 1 + width * len(prompts), torch.device("cpu"))
+    arena.data.view(torch.float32).fill_(torch.nan)
+    kv = kv_views(args, map(arena.views, range(args.num_layers)))
     tables = 1 + torch.arange(width * len(prompts)).view(width, len(prompts)).t().contiguous().int()
     done = [0] * len(prompts)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]

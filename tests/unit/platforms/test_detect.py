@@ -32,6 +32,10 @@ class Driver:
         ctypes.cast(out, ctypes.POINTER(ctypes.c_int))[0] = self._attributes[attribute - 75]
         return 0
 
+    def cuDeviceTotalMem_v2(self, out: "ctypes._Pointer[ctypes.c_size_t]", device: int) -> int:
+        ctypes.cast(out, ctypes.POINTER(ctypes.c_size_t))[0] = 80 << 30
+        return 0
+
 
 def answering(driver: Driver) -> Callable[[str], ctypes.CDLL]:
     return lambda name: driver  # type: ignore[return-value,unused-ignore]
@@ -45,8 +49,8 @@ def test_a_machine_without_a_driver() -> None:
 
 
 @pytest.mark.parametrize(("driver", "found"), [
-    (Driver(), DriverProbe(capability=(9, 0))),
-    (Driver(attributes=(8, 6)), DriverProbe(capability=(8, 6))),
+    (Driver(), DriverProbe(capability=(9, 0), memory=80 << 30)),
+    (Driver(attributes=(8, 6)), DriverProbe(capability=(8, 6), memory=80 << 30)),
     (Driver(init=100), DriverProbe(missing="the driver sees no GPU")),
     (Driver(init=803), DriverProbe(missing="the driver fails to start (CUDA error 803)")),
     (Driver(count=0), DriverProbe(missing="the driver sees no GPU")),

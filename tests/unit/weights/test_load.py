@@ -1,7 +1,9 @@
 """The loader's proof: every part exactly once, shapes as the config says, leftovers named on both sides."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
-from quire.layers.linear import parameter_rows
 from quire.layers.stack import Model
 from quire.models.registry import build_model
 from quire.platforms.cpu import read_cpu_facts
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
-from quire.weights.names import NameIndex, Target
+from quire.weights.stream import stream_weights
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -31,11 +32,7 @@ def build(dtype: str = "float32", **changes: object) -> Model:
 
 def write_weights(folder: Path, model: Model) -> dict[str, torch.Tensor]:
     """Random tensors for every place of `model`, under their checkpoint names, in one file."""
-    index = NameIndex(model.name_map)
-    tensors = {}
-    for name, parameter, rows in parameter_rows(model.named_modules()):
-        for part, (_, count) in rows.items():
-            tensors[index.stored(Target(name, part))] = torch.randn(count, *parameter.shape[1:])
+    tensors = {part.stored: torch.randn(part.rows, *param.shape[1:]) for param in model.layout for part in param.parts}
     save_file(tensors, folder / "model.safetensors")
     return tensors
 
@@ -62,15 +59,6 @@ def test_converts_dtypes(tmp_path: Path) -> None:
     model = build("bfloat16")
     load_weights(model, tmp_path)
     assert torch.equal(dict(model.named_parameters())["embed.weight"], tensors["model.embed_tokens.weight"].bfloat16())
-
-
-def test_layer_ten_is_not_layer_one() -> None:
-    index = NameIndex(build(num_hidden_layers=11).name_map)
-    for layer in (1, 10):
-        target = index.target(f"model.layers.{layer}.self_attn.k_proj.weight")
-        assert target == Target(f"layers.{layer}.attention.qkv.weight", "k")
-    assert index.target("other.layers.1.self_attn.k_proj.weight") is None
-    assert index.target("model.layers.1.self_attn.k_proj.weight.extra") is None
 
 
 def test_harmless_leftovers_are_passed_over(tmp_path: Path) -> None:
@@ -131,3 +119,72 @@ def test_dummy_is_small_seeded_and_everywhere() -> None:
     for (name, a), (_, b), (_, c) in pairs:
         assert torch.equal(a, b) and not torch.equal(a, c), name
         assert a.abs().max() <= 1e-3 and a.std() > 4e-4, name
+
+
+MOE = CONFIG | {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "mlp_only_layers": [0],
+}  # fmt: skip
+
+
+def build_moe(experts: tuple[int, ...] | None = None, **changes: object) -> Model:
+    args = parse_checkpoint_config(MOE | changes)
+    return build_model(args, dtype="float32", device="cpu", platform=read_cpu_facts(), experts=experts)
+
+
+def test_experts_land_in_their_places(tmp_path: Path) -> None:
+    tensors, model = write_weights(tmp_path, build_moe()), build_moe((4, 1))
+    load_weights(model, tmp_path)
+    loaded = dict(model.named_parameters())
+    at = "model.layers.1.mlp.experts"
+    stacked = [tensors[f"{at}.{expert}.{half}_proj.weight"] for expert in (4, 1) for half in ("gate", "up")]
+    assert torch.equal(loaded["layers.1.mlp.experts.gate_up"], torch.cat(stacked))
+    downs = torch.cat([tensors[f"{at}.{expert}.down_proj.weight"] for expert in (4, 1)])
+    assert torch.equal(loaded["layers.1.mlp.experts.down"], downs)
+
+
+@pytest.mark.parametrize("loader", [load_weights, stream_weights])
+def test_an_expert_of_another_rank_is_never_read(tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one whole layer's 6 experts only 2 are owned: the bytes of the others are not asked for."""
+    tensors, model = write_weights(tmp_path, build_moe()), build_moe((0, 5))
+    asked: list[int] = []  # by several threads
+
+    def preadv(handle: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(handle, buffers, offset)
+        asked.append(count)
+        return count
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    seen: list[tuple[int, int]] = []
+    loader(model, tmp_path, lambda done, total: seen.append((done, total)))
+    unowned = sum(t.nbytes for name, t in tensors.items() if any(f".experts.{e}." in name for e in range(1, 5)))
+    owned = sum(tensor.nbytes for tensor in tensors.values()) - unowned
+    assert unowned == 4 * 3 * 12 * 16 * 4
+    assert seen[-1] == (owned, owned)
+    assert sum(asked) == (owned if loader is stream_weights else 0)  # the other maps the file
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"num_experts": 4}, ("[6, 16]", "[4, 16]")),
+        ({"num_experts": 8}, ("[6, 16]", "[8, 16]")),
+        ({"moe_intermediate_size": 8}, ("12", "8")),
+    ],
+)
+def test_a_config_that_contradicts_the_experts_is_refused_with_both_numbers(
+    tmp_path: Path, changes: dict[str, object], numbers: tuple[str, str]
+) -> None:
+    write_weights(tmp_path, build_moe())
+    with pytest.raises(WeightsError) as error:
+        load_weights(build_moe(**changes), tmp_path)
+    assert all(number in str(error.value) for number in numbers)
+
+
+def test_a_stray_tensor_of_an_owned_expert_is_named(tmp_path: Path) -> None:
+    tensors, model = write_weights(tmp_path, build_moe()), build_moe((0, 5))
+    stray = {"model.layers.1.mlp.experts.5.gate_proj.bias": torch.ones(12)}
+    save_file(tensors | stray, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"experts\.5\.gate_proj\.bias"):
+        load_weights(model, tmp_path)

@@ -10,13 +10,11 @@ from safetensors.torch import save_file
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
-from quire.layers.linear import parameter_rows
 from quire.layers.stack import Model
 from quire.models.registry import build_model
 from quire.platforms.cpu import read_cpu_facts
 from quire.weights import stream
 from quire.weights.load import load_weights
-from quire.weights.names import NameIndex, Target
 from quire.weights.plan import LoadReport, plan_load
 from quire.weights.stream import cut_chunks, stream_weights
 
@@ -38,9 +36,7 @@ def build(dtype: str) -> Model:
 def write(folder: Path, dtypes: Sequence[torch.dtype]) -> None:
     """Random tensors for every place, in two shards, with the dtypes in turn and one tensor that nobody needs."""
     model = build("float32")
-    index = NameIndex(model.name_map)
-    names = [(index.stored(Target(name, part)), (count, *parameter.shape[1:]))
-             for name, parameter, rows in parameter_rows(model.named_modules()) for part, (_, count) in rows.items()]
+    names = [(part.stored, (part.rows, *param.shape[1:])) for param in model.layout for part in param.parts]
     tensors = {name: torch.randn(shape).to(dtypes[i % len(dtypes)]) for i, (name, shape) in enumerate(names)}
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
     for shard in range(2):

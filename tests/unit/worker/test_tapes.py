@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.native import tape as tape_module
-from quire.kernels.native.library import loaded, missing
+from quire.kernels.native.library import loaded, missing_amx
 from quire.kernels.native.tape import CHUNK, Buffers, Tape
 from quire.kernels.norm import native as norm
 from quire.layers.context import StepContext
@@ -22,7 +22,7 @@ from quire.worker import tapes
 from quire.worker.tapes import LayerTapes
 
 BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
-AMX = missing("amx_tile", "amx_bf16", "avx512_bf16")
+AMX = missing_amx()
 needs_amx = pytest.mark.skipif(bool(AMX), reason=f"bfloat16 in native kernels: {AMX}")
 
 

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.native.library import loaded, missing
-from quire.kernels.select import Support
-
-SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}), missing=missing())
+from quire.kernels.native.library import loaded
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -3,10 +3,6 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.select import Support
-
-SUPPORT = Support(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}))
-
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See `quire.kernels.activation`."""

@@ -5,12 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.select import Support
-from quire.kernels.triton_runtime import jit, missing, tl
+from quire.kernels.triton_runtime import jit, tl
 
-SUPPORT = Support(
-    devices=frozenset({"cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}), missing=missing()
-)
 BLOCK = 1024
 
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+Prompt = tuple[int, int, int, int]  # first row, end of its rows, sequence of the step, tokens of context before them
+
 
 @dataclass(frozen=True)
 class KVView:
@@ -80,7 +82,9 @@ class AttentionMeta:
     decode_len     a sequence of at most this many rows is a decode: 1, or one more than the drafts to verify; 0: none
                    is
     shared         which decodes share the beginning of their context, for implementations that read it once
-    plans          scratch of the implementation: what it derives from the above, once per step, by block size
+    prompts        the sequences from the first of more than `decode_len` rows on, for who wants to know them on the
+                   host; None: it does not say, as in a captured step
+    plans          scratch of the implementation: what it derives from the above, once per step, by what it is for
     """
 
     query_start: Tensor | list[int]
@@ -91,7 +95,8 @@ class AttentionMeta:
     max_query_len: int | None = None
     decode_len: int = 1
     shared: SharedBlocks | None = None
-    plans: dict[int, object] = field(default_factory=dict)
+    prompts: tuple[Prompt, ...] | None = None
+    plans: dict[object, object] = field(default_factory=dict)
 
 
 def as_list(values: Tensor | list[int]) -> list[int]:

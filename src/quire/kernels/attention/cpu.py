@@ -14,17 +14,13 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.attention.plan import ChunkPlan, Copied, DecodePlan, Merge, Run, Tail, plan_step
-from quire.kernels.select import Support
 
 
-def _missing() -> str:
+def missing() -> str:
     """Why the flash kernel cannot be used in this build of PyTorch, or ""."""
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return "this PyTorch has no flash attention for CPUs"
     return ""
-
-
-SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}), missing=_missing())
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
@@ -44,7 +40,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in SUPPORT)."""
+    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`)."""
     assert window is None and soft_cap is None and sinks is None, "selected for features it does not declare"
     plan = plan_step(meta, kv.block_size)
     decode = plan.decode

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, triton
 from quire.kernels.attention.hopper_prefill import prefill_kernel
 from quire.kernels.attention.triton_plan import TILE_WORDS, Plan, multiprocessors
-from quire.kernels.select import Support
-from quire.kernels.triton_runtime import descriptors, gl, missing_gluon
+from quire.kernels.triton_runtime import descriptors, gl
 
 ROWS = 128  # of a tile of queries
 DIMS = (64, 128)
 STAGES = 3  # 2 are up to 4% slower over long contexts (H200, docs/log.md)
-
-
-@functools.cache
-def _missing() -> str:
-    if why := missing_gluon():
-        return why
-    major, minor = torch.cuda.get_device_capability()
-    return "" if major == 9 else f"needs compute capability 9.0, this GPU has {major}.{minor}"
-
-
-SUPPORT = Support(
-    devices=frozenset({"cuda"}),
-    dtypes=frozenset({"bfloat16", "float16"}),
-    features=triton.SUPPORT.features,
-    missing=_missing(),
-    max_head_dim=max(DIMS),
-)
 
 
 def paged_attention(

@@ -9,25 +9,16 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
-from quire.kernels.attention.cpu import SUPPORT as CHUNKS
 from quire.kernels.attention.cpu import attend_chunk, write_kv
 from quire.kernels.attention.plan import ChunkPlan, plan_chunk
 from quire.kernels.native import memory
-from quire.kernels.native.library import loaded, missing
-from quire.kernels.select import Support
+from quire.kernels.native.library import loaded, missing_amx
 
-__all__ = ["SUPPORT", "paged_attention", "write_kv"]
+__all__ = ["paged_attention", "write_kv"]
 
 PART, MAX_DIM = 512, 512  # of native.c
 STEP, ROWS, WIDEST = 32, 32, 256  # of native_chunks.c
-NO_TILES = missing("amx_tile", "amx_bf16", "avx512_bf16")
-SUPPORT = Support(
-    devices=CHUNKS.devices,
-    dtypes=CHUNKS.dtypes,
-    features=frozenset({"tape"}),
-    missing=missing() or CHUNKS.missing,
-    max_head_dim=MAX_DIM,
-)
+NO_TILES = missing_amx()
 SCRATCH = 256 << 20  # bytes for the keys and values of chunks in the order of tiles
 FEW = 4  # query rows of a sequence that are done one by one
 MOST_PARTS = 8192  # of rows in one call, or of one row: 136 MB with 32 heads of 128
@@ -86,7 +77,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in SUPPORT)."""
+    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`)."""
     assert window is None and soft_cap is None and sinks is None, "selected for features it does not declare"
     plan = _plan(meta, kv.block_size)
     if plan.num_rows > len(q):

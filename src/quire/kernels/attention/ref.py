@@ -4,13 +4,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
-from quire.kernels.select import Support
-
-SUPPORT = Support(
-    devices=frozenset({"cpu", "cuda"}),
-    dtypes=frozenset({"float32", "bfloat16", "float16"}),
-    features=frozenset({"window", "soft_cap", "sinks"}),
-)
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:

@@ -28,16 +28,6 @@ from quire.kernels.attention.triton_plan import (
 from quire.kernels.attention.triton_prefill import prefill_kernel
 from quire.kernels.attention.triton_prefix import prefix_kernel
 from quire.kernels.attention.triton_tiles import LOG2E
-from quire.kernels.select import Support
-from quire.kernels.triton_runtime import missing
-
-SUPPORT = Support(
-    devices=frozenset({"cuda"}),
-    dtypes=frozenset({"float32", "bfloat16", "float16"}),
-    features=frozenset({"window", "soft_cap", "sinks"}),
-    missing=missing(),
-    max_head_dim=256,
-)
 
 
 @dataclass(frozen=True)

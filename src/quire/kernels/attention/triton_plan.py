@@ -25,7 +25,7 @@ from quire.contracts.step import I32, SharedPrefix
 from quire.kernels.attention import AttentionMeta, SharedBlocks, as_list, padded
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
-MAX_PARTS = 32  # items of one sequence
+MAX_PARTS = 32  # items of one sequence, where a shape says nothing else
 ITEM_WORDS, TILE_WORDS = 16, 8
 WIDTHS = (64, 256, 1024, MOST_SEQUENCES)  # of steps, in sequences, that the plan's kernel is compiled for
 PREFIX_ROWS = 64  # rows of a tile over a shared prefix, where there are as many; two of them run on a multiprocessor
@@ -66,7 +66,7 @@ class Shape:
 
     heads   query heads, of which `group` share a KV head;  window   0: none
     tile    keys per iteration of a decode;  tile_rows   query rows (heads of a KV head times tokens) of a tile
-    programs   of a decode that run on a multiprocessor at the same time
+    programs   of a decode that run on a multiprocessor at the same time;  parts  a sequence's items at most
     """
 
     heads: int
@@ -77,6 +77,7 @@ class Shape:
     tile: int
     tile_rows: int
     programs: int = 2
+    parts: int = MAX_PARTS
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
     limit, mixed = _limit(meta)
     kv_heads = shape.heads // shape.group
     waves = -(-shape.programs * multiprocessors() // kv_heads)
-    num_items = min(MAX_PARTS * num_seqs, num_seqs + 2 * waves) if limit else 0
+    num_items = min(shape.parts * num_seqs, num_seqs + 2 * waves) if limit else 0
     tile_tokens = shape.tile_rows // shape.group
     num_tiles = num_rows // tile_tokens + num_seqs if mixed else 0
     shared = meta.shared if limit and not shape.window else None
@@ -168,7 +169,7 @@ def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves
         meta.query_start, meta.seq_lens, meta.table_rows, None if shared is None else shared.place,
         None if shared is None else shared.blocks, plan.items, plan.tiles, plan.counters, num_seqs, num_items,
         num_tiles, item_programs, waves, plan.limit, tile_tokens, plan.prefix_parts, TILE=shape.tile,
-        WINDOW=shape.window, SIZE=shape.block_size, PARTS=min(MAX_PARTS, max(2, 4096 // width)),
+        WINDOW=shape.window, SIZE=shape.block_size, PARTS=min(shape.parts, max(2, 128 * shape.parts // width)),
         SHARED=shared is not None, HEADS=shape.heads // shape.group, WIDTH=width, BLOCK=block,
         ITEM_WORDS=ITEM_WORDS, TILE_WORDS=TILE_WORDS,
         num_warps=4 if width <= 256 else 8,

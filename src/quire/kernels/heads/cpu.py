@@ -7,9 +7,6 @@ from quire.kernels.attention import KVView
 from quire.kernels.attention.cpu import write_kv
 from quire.kernels.norm.cpu import rms_norm
 from quire.kernels.rope.cpu import apply_rope
-from quire.kernels.select import Support
-
-SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}))
 
 
 def prepare(

@@ -4,10 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import KVView
-from quire.kernels.native.library import loaded, missing
-from quire.kernels.select import Support
-
-SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}), missing=missing())
+from quire.kernels.native.library import loaded
 
 
 def prepare(

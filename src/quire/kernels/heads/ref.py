@@ -7,9 +7,6 @@ from quire.kernels.attention import KVView
 from quire.kernels.attention.ref import write_kv
 from quire.kernels.norm.ref import rms_norm
 from quire.kernels.rope.ref import apply_rope
-from quire.kernels.select import Support
-
-SUPPORT = Support(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}))
 
 
 def prepare(

@@ -11,12 +11,8 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.attention import KVView
 from quire.kernels.attention.triton_tiles import finite
-from quire.kernels.select import Support
-from quire.kernels.triton_runtime import jit, missing, tl
+from quire.kernels.triton_runtime import jit, tl
 
-SUPPORT = Support(
-    devices=frozenset({"cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}), missing=missing()
-)
 FEW = 4096  # rows (heads of tokens) up to which a program takes few of them: more programs, less to wait for
 
 

@@ -8,19 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.select import Support
 
-
-def _missing() -> str:
+def missing() -> str:
     """Why oneDNN's packed linears cannot be used in this build of PyTorch, or ""."""
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch was built without oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return "this PyTorch has no packed oneDNN linears"
     return ""
-
-
-SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}), missing=_missing())
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -11,14 +11,8 @@ from torch import Tensor
 from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import gemv
 from quire.kernels.norm.triton import rms_norm
-from quire.kernels.select import Support
 from quire.kernels.triton_runtime import missing
 
-SUPPORT = Support(
-    devices=frozenset({"cuda"}),
-    dtypes=frozenset({"float32", "bfloat16", "float16"}),
-    features=frozenset({"add", "out"} | (set() if missing() else {"gated", "norm", "plain", "rows"})),
-)
 FEW_ROWS = 2  # up to these gemv.py takes any weight
 HEAD = 65536  # outputs of a weight for which it takes as many rows as it can
 

@@ -204,9 +204,9 @@ def _some_kernel(
     given_at = x + row_of * stride + deep
     up = acc
     if PDL:
-        _prefetch(weight, col, n, K, BLOCK_N, STAGES * STEP)
+        prefetch(weight, col, n, K, BLOCK_N, STAGES * STEP)
         if GATED:
-            _prefetch(weight + n.to(tl.int64) * K, col, n, K, BLOCK_N, STAGES * STEP)
+            prefetch(weight + n.to(tl.int64) * K, col, n, K, BLOCK_N, STAGES * STEP)
         tl.extra.cuda.gdc_wait()
     for start in tl.range(0, K, STEP, num_stages=STAGES):
         there = tall < n
@@ -237,7 +237,7 @@ def _some_kernel(
 
 
 @jit
-def _prefetch(weight, col, n, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
+def prefetch(weight, col, n, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
     """Ask for the first AHEAD inputs of the outputs `col` to come to the L2 cache: a line is 64 numbers of 2 bytes."""
     LINES: tl.constexpr = AHEAD // 64
     line = tl.arange(0, LINES)[None, :] * 64

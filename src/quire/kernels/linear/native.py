@@ -12,15 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.native import memory
-from quire.kernels.native.library import loaded, missing
-from quire.kernels.select import Support
+from quire.kernels.native.library import loaded
 
-SUPPORT = Support(
-    devices=frozenset({"cpu"}),
-    dtypes=frozenset({"bfloat16"}),
-    features=frozenset({"add", "gated", "rows"}),
-    missing=missing("amx_tile", "amx_bf16", "avx512_bf16"),
-)
 GROUP, STEP = 32, 32  # of native.c: columns, inputs
 OUT_BF16, OUT_F32, OUT_GATED = range(3)
 

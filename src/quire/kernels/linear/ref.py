@@ -2,10 +2,6 @@
 
 from torch import Tensor
 
-from quire.kernels.select import Support
-
-SUPPORT = Support(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}))
-
 
 def pack(weight: Tensor) -> Tensor:
     """The weight as it is."""

@@ -6,9 +6,8 @@ plain integers; whoever calls has checked them, and not with `assert`: `python -
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
-
-import torch  # noqa: F401  (brings the OpenMP runtime)
 
 from quire.config.env import cache_folder
 from quire.kernels.native.build import CannotBuild, build
@@ -44,20 +43,32 @@ def library() -> ctypes.CDLL | str:
 
 
 @functools.cache
-def missing(*cpu_flags: str) -> str:
-    """Why native kernels that also need `cpu_flags` (words of /proc/cpuinfo) cannot run here, or ""."""
-    lacking = [flag for flag in cpu_flags if flag not in read_cpu_flags()]
+def compiled() -> ctypes.CDLL | str:
+    """`library` without PyTorch, whose threads it does not have: to be asked, not to compute."""
+    try:
+        return _open(cache_folder() / "kernels")
+    except CannotBuild as reason:
+        return str(reason)
+
+
+def missing(found: Callable[[], ctypes.CDLL | str] = library) -> str:
+    """Why native kernels cannot run here, or ""; `found` gives their library, or the reason why there is none."""
+    library = found()
+    return library if isinstance(library, str) else ""
+
+
+@functools.cache
+def missing_amx(found: Callable[[], ctypes.CDLL | str] = library) -> str:
+    """Why those that multiply tiles of bfloat16 cannot; see `missing`."""
+    lacking = [flag for flag in ("amx_tile", "amx_bf16", "avx512_bf16") if flag not in read_cpu_flags()]
     if lacking:
         return f"this CPU has no {lacking[0]}"
-    loaded = library()
-    if isinstance(loaded, str):
-        return loaded
-    if "amx_tile" in cpu_flags:
-        if not hasattr(loaded, "quire_linear_bf16"):
-            return "the compiled kernels are without AMX: install a newer C compiler"
-        if loaded.quire_enable_amx() != 0:
-            return "the system does not let this process use AMX"
-    return ""
+    library = found()
+    if isinstance(library, str):
+        return library
+    if not hasattr(library, "quire_linear_bf16"):
+        return "the compiled kernels are without AMX: install a newer C compiler"
+    return "the system does not let this process use AMX" if library.quire_enable_amx() else ""
 
 
 def loaded() -> ctypes.CDLL:
@@ -67,16 +78,19 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-def _load(folder: Path) -> ctypes.CDLL:
+def _open(folder: Path) -> ctypes.CDLL:
     flags = read_cpu_flags()
     try:
-        found = ctypes.CDLL(str(build(folder, flags)))
+        return ctypes.CDLL(str(build(folder, flags)))
     except OSError:  # compiled on another system that shares this cache: once more from the sources
         try:
-            found = ctypes.CDLL(str(build(folder, flags, fresh=True)))
+            return ctypes.CDLL(str(build(folder, flags, fresh=True)))
         except OSError as error:
             raise CannotBuild(f"the compiled kernels cannot be loaded ({error})") from None
-    region = _parallel_region()
+
+
+def _load(folder: Path) -> ctypes.CDLL:
+    found, region = _open(folder), _parallel_region()
     for name, letters in FUNCTIONS.items():
         if hasattr(found, name):  # without AMX there are no linears
             function = getattr(found, name)
@@ -90,7 +104,9 @@ def _load(folder: Path) -> ctypes.CDLL:
 
 
 def _parallel_region() -> ctypes.c_void_p:
-    """The address of GOMP_parallel in the OpenMP runtime that PyTorch brought."""
+    """The address of GOMP_parallel in the OpenMP runtime that PyTorch brings."""
+    import torch  # noqa: F401
+
     try:
         runtimes = openmp_runtimes(MAPS.read_text(errors="surrogateescape"))
         if runtimes:

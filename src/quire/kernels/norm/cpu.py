@@ -3,10 +3,6 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.select import Support
-
-SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}))
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `quire.kernels.norm`."""

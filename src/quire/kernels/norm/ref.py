@@ -3,12 +3,6 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.select import Support
-
-SUPPORT = Support(
-    devices=frozenset({"cpu", "cuda"}), dtypes=frozenset({"float32", "bfloat16", "float16"}), features=frozenset()
-)
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `quire.kernels.norm`."""

@@ -2,10 +2,6 @@
 
 from torch import Tensor
 
-from quire.kernels.select import Support
-
-SUPPORT = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32", "bfloat16"}))
-
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `quire.kernels.rope`."""

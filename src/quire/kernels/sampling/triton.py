@@ -15,11 +15,7 @@ from torch import Tensor
 from quire.kernels.sampling.triton_draw import GROUP, pick_kernel, stream_kernel
 from quire.kernels.sampling.triton_edits import edit_kernel, penalize_kernel, prepare_kernel
 from quire.kernels.sampling.triton_select import many_kernel, select_kernel
-from quire.kernels.select import Support
-from quire.kernels.triton_runtime import INTERPRETED, missing, triton
-
-DTYPES = frozenset({"float32", "bfloat16", "float16"})
-SUPPORT = Support(devices=frozenset({"cuda"}), dtypes=DTYPES, missing=missing())
+from quire.kernels.triton_runtime import INTERPRETED, triton
 
 PARTS = 256  # at most so many programs read one row
 PROGRAMS = 4096  # rows are cut until there are about so many

@@ -1,0 +1,126 @@
+"""A small DeepSeek-V3 on the CPU, built from a configuration alone: no checkpoint, random weights, a few seconds.
+
+    python examples/deepseek_cpu.py
+
+Prints the shape of the logits of a batch, compares the two forms of latent attention, and follows one token through a
+layer of experts.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.config.resolve import resolve_geometry
+from quire.kernels.attention import AttentionMeta
+from quire.kvstore.arena import KVArena
+from quire.layers.context import StepContext
+from quire.layers.decoder import Decoder
+from quire.layers.latent import choose_forms
+from quire.layers.stack import run_layers
+from quire.models.registry import build_model, kv_components, kv_views
+from quire.platforms.cpu import read_cpu_facts
+
+CONFIG = {
+    "model_type": "deepseek_v3", "vocab_size": 102400, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 160, "num_nextn_predict_layers": 0, "max_position_embeddings": 4096, "dtype": "float32",
+    "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 1024, "mscale": 1.0,
+                     "mscale_all_dim": 1.0},
+}  # fmt: skip
+BATCH, LENGTH, BLOCK = 2, 128, 32
+LAYER, TOKEN = 1, 5  # whose way is shown
+
+
+def build(args: ModelArgs) -> Decoder:
+    """The model with random weights, ready to run."""
+    model = build_model(args, dtype="float32", device="cpu", platform=read_cpu_facts())
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0, 0.05)
+    model.pack()
+    return model
+
+
+@torch.inference_mode()
+def logits(model: Decoder, token_ids: Tensor) -> Tensor:
+    """token_ids [B, L] -> [B, L, V], through a fresh paged cache: all tokens of all sequences in one step."""
+    batch, length = token_ids.shape
+    blocks = -(-length // BLOCK)
+    geometry = resolve_geometry(kv_components(model.args, "float32"), model.args.num_layers, BLOCK)
+    arena = KVArena(geometry, 1 + batch * blocks, torch.device("cpu"))  # page 0 is for padding
+    tables = 1 + torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    positions = torch.arange(length).repeat(batch)
+    pages = tables.long().repeat_interleave(BLOCK, dim=1)[:, :length].flatten()
+    meta = AttentionMeta(
+        query_start=[length * i for i in range(batch + 1)], seq_lens=[length] * batch, block_tables=tables,
+        kv_slots=pages * BLOCK + positions % BLOCK,
+    )  # fmt: skip
+    ctx = StepContext(positions, meta, kv_views(model.args, map(arena.views, range(model.args.num_layers))))
+    hidden = run_layers(model, model.embed(token_ids.flatten()), ctx)
+    return model.head(model.norm(hidden)).view(batch, length, -1)
+
+
+def show(what: str, tensor: Tensor) -> None:
+    """One line: a name and a shape."""
+    print(f"  {what:<50}{list(tensor.shape)}")
+
+
+def follow(model: Decoder, token_ids: Tensor) -> None:
+    """One token's way through the experts of a layer, with the shapes that all tokens have there together."""
+    moe = model.layers[LAYER].mlp
+    moe.on_routing = partial(print_routing, model.args)
+    moe.shared.register_module("gate_up", Shown("shared experts: silu(gate) * up", moe.shared.gate_up))
+    moe.experts = Shown("routed experts: weighted sum + shared + residual", moe.experts)
+    logits(model, token_ids)
+
+
+class Shown(torch.nn.Module):
+    """A layer that says what goes in and out."""
+
+    def __init__(self, what: str, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.what, self.layer = what, layer
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        show(f"into {self.what.partition(':')[0]}", x)
+        y: Tensor = self.layer(x, *rest)
+        show(self.what, y)
+        return y
+
+
+def print_routing(args: ModelArgs, weights: Tensor, ids: Tensor) -> None:
+    """What the router decided."""
+    show("router: weights", weights)
+    show("router: ids", ids)
+    routing = args.moe.routing
+    groups = sorted({int(expert) * routing.num_groups // routing.num_experts for expert in ids[TOKEN]})
+    chosen = ", ".join(f"{int(e)} x {float(w):.3f}" for e, w in zip(ids[TOKEN], weights[TOKEN], strict=True))
+    print(f"  token {TOKEN}: experts {chosen}; of groups {groups}; weights sum to {float(weights[TOKEN].sum()):.3f}")
+
+
+def main() -> None:
+    """Build, run, compare, follow."""
+    args = parse_checkpoint_config(CONFIG)
+    model = build(args)
+    token_ids = torch.randint(0, args.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    print(f"logits: {list(logits(model, token_ids).shape)}")
+
+    found = {}
+    for form in ("naive", "absorbed"):
+        for layer in model.layers:
+            layer.attention.forms = choose_forms(args.latent, form)
+        found[form] = logits(model, token_ids)
+    print(f"naive and absorbed attention: logits differ by {(found['naive'] - found['absorbed']).abs().max():.1e} "
+          f"at a spread of {found['naive'].std():.2f}")
+    print(f"left alone, this model expands sequences of more than {args.latent.break_even:.0f} rows in a step")
+
+    print(f"layer {LAYER}, {BATCH * LENGTH} tokens:")
+    follow(model, token_ids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The mixture of experts of a config.json: how tokens are routed, and which experts there are.
+
+Which order of operations a family has is decided by its model_type, because files that transformers writes leave out
+`scoring_func`, `topk_method` and `moe_layer_freq`; where they are there, they must agree. No torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config import keys as read
+from quire.contracts.errors import ModelError, UnsupportedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How one token's scores become `top_k` experts and weights, all in float32.
+
+        scores   = softmax or sigmoid of the router's logits (`scoring`)
+        chosen   = scores + bias, when `bias`: the bias picks experts, it never weighs them
+        groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
+                   score, or the sum of its two largest); experts of other groups count as -inf. One group: no step.
+        ids      = top_k of chosen, best first; of equal scores the expert with the lower number
+        weights  = scores[ids]; divided by their sum when `normalize` (plus `normalize_eps`); times `scaling`
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: str  # softmax | sigmoid
+    bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"  # max | top2
+    normalize: bool = False
+    normalize_eps: float = 0.0
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEArgs:
+    """The expert layers of a model.
+
+    expert_size    width of one expert's hidden layer;  shared_size  that of the shared experts together, 0: none
+    shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
+    router_float   the router's logits stay in float32; else they are rounded to the model's type first
+    layers         indices of the layers that have experts; the others have a plain feed-forward layer
+    """
+
+    routing: Routing
+    expert_size: int
+    shared_size: int
+    shared_gate: bool
+    router_float: bool
+    layers: frozenset[int]
+
+
+QWEN_KEYS = frozenset("num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "
+                      "decoder_sparse_step mlp_only_layers".split())
+DEEPSEEK_KEYS = frozenset(
+    "n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size n_shared_experts n_group topk_group "
+    "norm_topk_prob routed_scaling_factor first_k_dense_replace moe_layer_freq mlp_layer_types scoring_func "
+    "topk_method".split())  # fmt: skip
+# What each family reads; router_*, aux_* and ep_size matter in training alone.
+MOE_KEYS: Mapping[str, frozenset[str]] = {
+    "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
+    "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
+    "qwen3_moe": QWEN_KEYS,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), DEEPSEEK_KEYS),
+}
+
+
+def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs | None:
+    """The experts of a config.json; None for families without. Raises ModelError or UnsupportedModel."""
+    if model_type not in MOE_KEYS:
+        return None
+    if model_type == "mixtral":
+        routing = _routing(keys, source, "num_local_experts", scoring="softmax", normalize=True)
+        return MoEArgs(routing=routing, expert_size=read.size(keys, "intermediate_size", source), shared_size=0,
+                       shared_gate=False, router_float=False, layers=frozenset(range(num_layers)))
+    if model_type.startswith("qwen"):
+        return _read_qwen(keys, model_type, num_layers, source)
+    return _read_deepseek(keys, model_type, num_layers, source)
+
+
+def _read_qwen(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
+    every, dense = read.size(keys, "decoder_sparse_step", source, 1), keys.get("mlp_only_layers") or ()
+    experts = "num_experts" if "num_experts" in keys else "num_local_experts"
+    shared = model_type == "qwen2_moe"
+    return MoEArgs(
+        routing=_routing(keys, source, experts, scoring="softmax",
+                         normalize=read.flag(keys, "norm_topk_prob", source)),
+        expert_size=read.size(keys, "moe_intermediate_size", source),
+        shared_size=read.size(keys, "shared_expert_intermediate_size", source) if shared else 0,
+        shared_gate=shared, router_float=False,
+        layers=frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense),
+    )  # fmt: skip
+
+
+def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
+    old = model_type == "deepseek_v2"
+    methods = ("greedy", "group_limited_greedy") if old else ("noaux_tc",)
+    method = _agrees(keys, "topk_method", methods, source)
+    scoring = _agrees(keys, "scoring_func", ("softmax",) if old else ("sigmoid",), source)
+    normalize = read.flag(keys, "norm_topk_prob", source, not old)
+    if old and normalize:
+        raise UnsupportedModel(f"{source}: norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
+                               "implementations disagree on what it means.")
+    groups = method != "greedy"
+    routing = _routing(
+        keys, source, "n_routed_experts", scoring=scoring, normalize=normalize, normalize_eps=0.0 if old else 1e-20,
+        bias=not old, group_score="max" if old else "top2",
+        num_groups=keys.get("n_group", 8 if model_type == "deepseek_v3" else 1) or 1 if groups else 1,
+        top_groups=keys.get("topk_group", 4 if model_type == "deepseek_v3" else 1) or 1 if groups else 1,
+        scaling=read.positive(keys, "routed_scaling_factor", 2.5 if model_type == "deepseek_v3" else 1.0, source),
+    )  # fmt: skip
+    width, shared = read.size(keys, "moe_intermediate_size", source), read.count(keys, "n_shared_experts", 1, source)
+    return MoEArgs(routing=routing, expert_size=width, shared_size=width * (shared or 0), shared_gate=False,
+                   router_float=True, layers=_sparse_layers(keys, model_type, num_layers, source))  # fmt: skip
+
+
+def _sparse_layers(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> frozenset[int]:
+    kinds = read.names(keys, "mlp_layer_types", source)
+    if kinds:
+        return frozenset(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sparse")
+    dense = read.count(keys, "first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(model_type, 0), source) or 0
+    every = read.size(keys, "moe_layer_freq", source, 1)
+    return frozenset(i for i in range(dense, num_layers) if i % every == 0)
+
+
+def _agrees(keys: Mapping[str, Any], key: str, known: tuple[str, ...], source: str) -> str:
+    value = keys.get(key) or known[0]
+    if value not in known:
+        raise UnsupportedModel(f"{source}: {key}={value!r} is not implemented for {keys.get('model_type')} "
+                               f"(one of {', '.join(known)}).")
+    return str(value)
+
+
+def _routing(keys: Mapping[str, Any], source: str, experts_key: str, **rest: Any) -> Routing:
+    """The counts, checked against each other."""
+    experts, top_k = read.size(keys, experts_key, source), read.size(keys, "num_experts_per_tok", source)
+    routing = Routing(num_experts=experts, top_k=top_k, **rest)
+    groups, kept = routing.num_groups, routing.top_groups
+    if type(groups) is not int or groups < 1 or experts % groups:
+        raise ModelError(f"{source}: {experts_key}={experts} is not a multiple of n_group={groups}.")
+    if type(kept) is not int or not 1 <= kept <= groups:
+        raise ModelError(f"{source}: topk_group={kept} must be between 1 and n_group={groups}.")
+    if top_k > kept * (experts // groups):
+        raise ModelError(f"{source}: num_experts_per_tok={top_k} exceeds the {kept * (experts // groups)} experts that "
+                         "the chosen groups have.")
+    return routing

@@ -1,0 +1,52 @@
+"""Reading one key of a config.json: its value when it fits, else a `ModelError` that names the key and what fits."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.contracts.errors import ModelError
+
+MAX_NUMBER = 1e30  # no setting of a checkpoint is larger, and float32 holds it
+
+
+def checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any], bool], what: str,
+            default: Any = None) -> Any:
+    """keys[key], or `default`; `what` says in words what `fits` accepts."""
+    value = keys.get(key, default)
+    if not fits(value):
+        raise ModelError(f"{source}: {key}={value!r} must be {what}.")
+    return value
+
+
+def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
+    """A positive integer."""
+    if key not in keys and default is None:
+        raise ModelError(f"{source}: {key} is missing; it must be a positive integer.")
+    fits = lambda value: type(value) is int and value > 0  # noqa: E731
+    return int(checked(keys, key, source, fits, "a positive integer", default))
+
+
+def count(keys: Mapping[str, Any], key: str, default: int | None, source: str) -> int | None:
+    """A number that may be switched off, by null or false."""
+    value: int | None = checked(keys, key, source, lambda value: value is None or value is False or type(value) is int,
+                                "an integer or null", default)
+    return None if value is False else value
+
+
+def positive(keys: Mapping[str, Any], key: str, default: float, source: str) -> float:
+    """A number above zero."""
+    return float(checked(keys, key, source, lambda value: type(value) in (int, float) and 0 < value <= MAX_NUMBER,
+                         "a positive number", default))
+
+
+def flag(keys: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
+    """True or false; null is false."""
+    return bool(checked(keys, key, source, lambda value: value is None or isinstance(value, bool), "true or false",
+                        default))
+
+
+def names(keys: Mapping[str, Any], key: str, source: str) -> list[str]:
+    """A list of words, or nothing."""
+    def fits(value: Any) -> bool:
+        return not value or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+    return list(checked(keys, key, source, fits, "a list of names") or ())

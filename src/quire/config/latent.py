@@ -1,0 +1,65 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024) as a config.json describes it. No torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config import keys as read
+from quire.config.rope import RopeArgs
+from quire.contracts.errors import ModelError, UnsupportedModel
+
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+LATENT_KEYS = frozenset("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim "
+                        "rope_interleave attention_bias mlp_bias".split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentArgs:
+    """Sizes of the projections; P = nope_dim, R = rope_dim, V = v_dim, L = kv_rank.
+
+    q_rank     width of the compressed query; 0: queries come from one projection
+    kv_rank    width of the compressed keys and values, which the cache keeps beside a rotated key of rope_dim
+    norm_eps   of the norms of both; 1e-6 whatever the config says, as in Hugging Face
+    scale      of the scores: (P + R)^-0.5, times YaRN's temperature squared where the config has mscale_all_dim
+    interleaved   neighbours form the pairs that are rotated, (0, 1), (2, 3), ...; else (0, R / 2), (1, R / 2 + 1), ...
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    scale: float
+    norm_eps: float = 1e-6
+    interleaved: bool = True
+
+    @property
+    def break_even(self) -> float:
+        """Query rows per sequence above which expanding the latent to keys and values costs less arithmetic than
+        attending to it: L (P + V) / ((2 L + R) - (P + R + V)), infinite where it never does."""
+        saved = (2 * self.kv_rank + self.rope_dim) - (self.nope_dim + self.rope_dim + self.v_dim)
+        return self.kv_rank * (self.nope_dim + self.v_dim) / saved if saved > 0 else float("inf")
+
+
+def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source: str) -> LatentArgs | None:
+    """The latent attention of a config.json; None for families without. Raises ModelError or UnsupportedModel."""
+    if model_type not in LATENT_FAMILIES:
+        return None
+    for key in ("attention_bias", "mlp_bias"):
+        if read.flag(keys, key, source):
+            raise UnsupportedModel(f"{source}: {key}=true is not implemented for {model_type}.")
+    nope, rotated = read.size(keys, "qk_nope_head_dim", source), read.size(keys, "qk_rope_head_dim", source)
+    if rotated % 2:
+        raise ModelError(f"{source}: qk_rope_head_dim={rotated} is odd; rotary positions need pairs.")
+    heads, kv_heads = keys.get("num_attention_heads"), keys.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        raise ModelError(f"{source}: num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
+                         "has its own keys and values.")
+    temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
+    return LatentArgs(
+        q_rank=read.count(keys, "q_lora_rank", 1536, source) or 0, kv_rank=read.size(keys, "kv_lora_rank", source, 512),
+        nope_dim=nope, rope_dim=rotated, v_dim=read.size(keys, "v_head_dim", source, 128),
+        scale=(nope + rotated) ** -0.5 * temperature**2,
+        interleaved=model_type == "deepseek_v2" or read.flag(keys, "rope_interleave", source, True),
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""Which rank of a parallel engine holds which layers, heads and experts, and what ranks send each other per token.
+
+Pure arithmetic over a model's arguments; the rules are those of Megatron-LM (Shoeybi et al., 2019) inside a layer, and
+of whole experts on ranks across the replicas of attention (DeepSeek-V3, 2024, section 3.4). No torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.config.checkpoint import ModelArgs
+from quire.contracts.errors import ConfigError
+
+LOGIT_BYTES = 4  # float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How many ranks share the work: `tp` cut every layer, `pp` stages have a range of layers each, `dp` replicas of
+    attention have requests of their own. `experts`: each of the tp x dp ranks of a stage has whole experts, instead of
+    a slice of every one."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    experts: bool = False
+
+    def __str__(self) -> str:
+        return f"-tp {self.tp} -pp {self.pp} -dp {self.dp}{' --enable-expert-parallel' if self.experts else ''}"
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks among which the experts of a layer are shared out."""
+        return self.tp * self.dp if self.experts else 1
+
+
+ALONE = Parallel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one rank holds; ranges are half-open. `kv_heads`: several ranks have the same where there are fewer than
+    ranks. Numbers count the ranks of a stage first, then stages, then replicas."""
+
+    number: int
+    replica: int
+    stage: int
+    place: int
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+    experts: tuple[int, int]
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What the ranks of a group send each other: `num_bytes` for each token (or row, `per`) that one of them brings,
+    `times` a step on its way through the model."""
+
+    kind: str
+    where: str
+    group: str
+    num_bytes: int
+    times: int = 1
+    per: str = "token"
+
+
+def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
+    """Refuse sizes that do not divide the model; raises `ConfigError`."""
+    tp, kv = parallel.tp, args.num_kv_heads
+    if min(tp, parallel.pp, parallel.dp) < 1:
+        raise ConfigError(f"{parallel}: sizes are at least 1.")
+    if args.num_heads % tp:
+        raise ConfigError(f"-tp {tp}: {args.num_heads} heads are no multiple of it.")
+    if args.latent is None and kv % tp and tp % kv:
+        raise ConfigError(f"-tp {tp}: {kv} KV heads neither divide it nor are a multiple of it.")
+    if parallel.pp > args.num_layers:
+        raise ConfigError(f"-pp {parallel.pp}: the model has {args.num_layers} layers, a stage needs one.")
+    if parallel.experts and args.moe is None:
+        raise ConfigError("--enable-expert-parallel: this model has no experts.")
+
+
+def stages(num_layers: int, pp: int) -> tuple[tuple[int, int], ...]:
+    """The layers of each stage: equal numbers; those left go to the stages before the last, which also has the head."""
+    each, left = divmod(num_layers, pp)
+    sizes = [each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
+    return tuple((sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(pp))
+
+
+def share(count: int, parts: int, index: int) -> tuple[int, int]:
+    """The range of `count` things that part `index` has; the first parts have one more where they do not come out."""
+    each, left = divmod(count, parts)
+    first = index * each + min(index, left)
+    return first, first + each + (index < left)
+
+
+def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
+    """Every rank, in the order of their numbers."""
+    kv, num_experts = min(args.num_kv_heads, parallel.tp), args.moe.routing.num_experts if args.moe else 0
+    held = stages(args.num_layers, parallel.pp)
+    for number in range(parallel.size):
+        replica, rest = divmod(number, parallel.pp * parallel.tp)
+        stage, place = divmod(rest, parallel.tp)
+        among = replica * parallel.tp + place if parallel.experts else 0
+        yield Rank(
+            number=number, replica=replica, stage=stage, place=place, layers=held[stage],
+            heads=share(args.num_heads, parallel.tp, place),
+            kv_heads=(0, 1) if args.latent else share(args.num_kv_heads, kv, place * kv // parallel.tp),
+            experts=share(num_experts, parallel.expert_ranks, among), first=stage == 0, last=stage == parallel.pp - 1,
+        )  # fmt: skip
+
+
+def collectives(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: str) -> Iterator[Collective]:
+    """What is sent, in the order of a step.
+
+    item_bytes   of an activation;  spread  how tokens reach experts of other replicas: the name of a dispatcher
+    """
+    row, tp, moe = args.hidden_size * item_bytes, parallel.tp, args.moe
+    if tp > 1:
+        yield Collective("all-reduce", "embedding", "tp", row)
+        yield Collective("all-reduce", "attention output", "tp", row, args.num_layers)
+        yield Collective("all-reduce", "feed-forward output", "tp", row, args.num_layers)
+    if moe and parallel.dp > 1 and parallel.experts:
+        direct = spread == "all-to-all"
+        sent = row * (min(moe.routing.top_k, parallel.expert_ranks) if direct else parallel.dp - 1)
+        for kind, where in (("all-gather", "tokens to experts"), ("reduce-scatter", "experts' outputs back")):
+            yield Collective(spread if direct else kind, where, "ep" if direct else "dp", sent, len(moe.layers))
+    if parallel.pp > 1:
+        yield Collective("send/recv", "between stages", "pp", row, parallel.pp - 1)
+    if tp > 1:
+        yield Collective("gather", "logits", "tp", args.vocab_size * LOGIT_BYTES, per="sampled row")

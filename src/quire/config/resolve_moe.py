@@ -1,0 +1,163 @@
+"""How tokens reach experts and their results come back: the dispatcher and the kernel, chosen together, as a value.
+
+Dispatchers and kernels say as data what they produce and what they accept. A pair fits where the two agree on the
+layout of rows, the numbering of experts and who weighs the results, and where topology, machine and phase allow it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.placement import Parallel
+from quire.contracts.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatcher:
+    """What brings tokens to the ranks of their experts, and back.
+
+    layout     of the rows that experts get: "flat" (one per token, with ids of k experts), "grouped" (one per token and
+               expert, those of one expert together), "masked" (the same, with room for as many at every expert)
+    numbering  of the experts in ids: "global", with a map; "local" to the rank, -1 for others; "none" without ids
+    weighs     who multiplies by the routing weights and sums over k: "experts", or "combine" on the way back
+    sums       groups of ranks over whose partial results it has summed when it is done
+    """
+
+    layout: str
+    numbering: str
+    weighs: str
+    sums: frozenset[str] = frozenset()
+    capturable: bool = True
+    implemented: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsKernel:
+    """What an implementation of `kernels/experts` accepts, in the words of `Dispatcher`. `formats` of weights, with
+    where activations are quantized for each: "nowhere", on the "wire", or by the "experts"."""
+
+    layouts: tuple[str, ...] = ("flat",)
+    numberings: tuple[str, ...] = ("global", "local")
+    weighs: tuple[str, ...] = ("experts",)
+    formats: tuple[tuple[str, str], ...] = (("unquantized", "nowhere"),)
+    capturable: bool = True
+
+
+DISPATCHERS: Mapping[str, Dispatcher] = {
+    "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
+    "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp"})),
+    "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
+}
+KERNELS: Mapping[str, ExpertsKernel] = {
+    "triton": ExpertsKernel(),
+    "grouped": ExpertsKernel(layouts=("flat", "grouped"), numberings=("global", "local", "none"),
+                             weighs=("experts", "combine")),
+    "cpu": ExpertsKernel(capturable=False),
+    "ref": ExpertsKernel(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A machine. `kernels`: implementations of `kernels/experts`, best first, and why each cannot run there, or ""."""
+
+    device: str
+    kernels: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEPlan:
+    """What the expert layers of a model do in one phase.
+
+    quantize_at   "nowhere" | "wire" | "experts";  weighs  "experts" | "combine", who also sums over k
+    partial_over  groups of ranks whose results the caller has to sum; empty: the result is whole
+    shared        the shared experts: "none"; "added" to the routed ones before any sum; "summed alone" over tp
+    candidates    (dispatcher, experts or "" for all, why it is not used); the first without a reason is the one
+    """
+
+    phase: str
+    dispatcher: str
+    experts: str
+    layout: str
+    numbering: str
+    quantize_at: str
+    weighs: str
+    partial_over: tuple[str, ...]
+    shared: str
+    capturable: bool
+    topology: Parallel
+    candidates: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        result = "partial, to be summed over " + " and ".join(self.partial_over) if self.partial_over else "whole"
+        return (f"{self.phase}: dispatcher {self.dispatcher} ({self.layout} rows, ids: {self.numbering}), experts "
+                f"{self.experts}; weighed by {self.weighs}, quantized {self.quantize_at}, result {result}, shared "
+                f"experts {self.shared}, {'capturable' if self.capturable else 'not capturable'}"
+                + _table(self.candidates))
+
+
+def resolve_moe(model: ModelArgs, quantization: str, topology: Parallel, hardware: Hardware, phase: str,
+                overrides: Mapping[str, str] | None = None) -> MoEPlan:
+    """The first pair that fits, dispatchers first.
+
+    quantization   format of the experts' weights;  phase  "prefill" | "decode"
+    overrides      "dispatcher" and "experts" by name
+    Raises `ConfigError` with the table of candidates when none fits, or when one that was asked for does not.
+    """
+    assert model.moe is not None
+    asked = dict(overrides or {})
+    for what, name in asked.items():
+        known = tuple({"dispatcher": DISPATCHERS, "experts": KERNELS}[what])
+        if name not in known:
+            raise ConfigError(f"{what}={name!r} does not exist (one of {', '.join(known)}).")
+    candidates = tuple(_candidates(quantization, topology, hardware, phase, asked))
+    chosen = next((candidate for candidate in candidates if not candidate[2]), None)
+    if chosen is None:
+        wanted = "".join(f" {what}={name}" for what, name in asked.items())
+        raise ConfigError(f"no way to run the experts in {phase} on {topology}{wanted}:" + _table(candidates))
+    dispatcher, kernel = DISPATCHERS[chosen[0]], KERNELS[chosen[1]]
+    sharing = ("tp",) * (topology.tp > 1) + ("dp",) * _spread(topology)
+    partial = tuple(group for group in sharing if group not in dispatcher.sums)
+    shared = "added" if topology.tp == 1 or "tp" in partial else "summed alone"
+    return MoEPlan(
+        phase=phase, dispatcher=chosen[0], experts=chosen[1], layout=dispatcher.layout,
+        numbering=dispatcher.numbering, quantize_at=dict(kernel.formats)[quantization], weighs=dispatcher.weighs,
+        partial_over=partial, shared=shared if model.moe.shared_size else "none",
+        capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates)
+
+
+def _table(candidates: tuple[tuple[str, str, str], ...]) -> str:
+    return "".join(f"\n  {name} + {kernel or 'any'}: {reason or 'fits'}" for name, kernel, reason in candidates)
+
+
+def _spread(topology: Parallel) -> bool:
+    """Whether tokens of one replica of attention need experts of another's ranks."""
+    return topology.experts and topology.dp > 1
+
+
+def _candidates(quantization: str, topology: Parallel, hardware: Hardware, phase: str,
+                asked: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    captured = phase == "decode" and hardware.device == "cuda"
+    for name, dispatcher in DISPATCHERS.items():
+        if (name == "none") == _spread(topology):
+            yield name, "", ("tokens of other replicas need this rank's experts" if name == "none"
+                             else "every rank has the tokens that its experts need")  # fmt: skip
+            continue
+        for kernel, cannot_run in hardware.kernels:
+            reason = cannot_run or _mismatch(dispatcher, KERNELS[kernel], quantization, captured)
+            others = [other for other in asked.values() if other not in (name, kernel)]
+            if not reason and others:
+                reason = f"{' and '.join(others)} was asked for"
+            yield name, kernel, reason or ("" if dispatcher.implemented else "not implemented yet")
+
+
+def _mismatch(dispatcher: Dispatcher, kernel: ExpertsKernel, quantization: str, captured: bool) -> str:
+    """Where what one produces and the other accepts have nothing in common; "" when the two fit."""
+    if quantization not in dict(kernel.formats):
+        return f"has no {quantization} weights"
+    for what, comes, takes in (("rows", dispatcher.layout, kernel.layouts),
+                               ("numbering", dispatcher.numbering, kernel.numberings),
+                               ("weighing", dispatcher.weighs, kernel.weighs)):  # fmt: skip
+        if comes not in takes:
+            return f"{what}: {comes} comes, {' or '.join(takes)} is accepted"
+    return "cannot be captured in a graph" if captured and not (dispatcher.capturable and kernel.capturable) else ""

@@ -1,0 +1,123 @@
+"""The plan of an engine that is not there: for this machine or for one that is only described. No torch, no weights.
+
+Everything comes from the functions that `assemble` asks, but for what only a device can tell: of a GPU's memory the
+share that activations and graphs take is estimated here.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from quire.config.bundled import NAME
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
+from quire.config.engine import EngineConfig
+from quire.config.placement import ALONE, Parallel, Rank, check_parallel
+from quire.config.resolve import GIB, MemoryPlan, check_context, resolve_dtype, resolve_geometry, resolve_memory
+from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, DeviceMemory, resolve_batch, resolve_cuda_memory
+from quire.contracts.errors import ConfigError
+from quire.kernels.native import library
+from quire.kernels.select import Needs, Probe, choose_kernels
+from quire.models.layout import layout
+from quire.models.plan import EnginePlan, moe_plans
+from quire.models.registry import kv_components, operations
+from quire.platforms.cpu import read_cpu_facts
+from quire.platforms.detect import probe_driver, resolve_device
+from quire.weights.folder import resolve_folders
+
+HEADERS = ("*.json",)  # of a model on the hub: its weights are not downloaded to be explained
+OURS = (600 << 20) + 40 * (24 << 20)  # bytes: a process on a GPU before there is anything in it, and its graphs
+
+
+class Gpu(NamedTuple):
+    """A GPU as far as plans depend on it; `memory` in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+
+
+GPUS = {
+    "h200": Gpu("NVIDIA H200", (9, 0), int(139.8 * GIB)),
+    "h100": Gpu("NVIDIA H100 80GB", (9, 0), int(79.2 * GIB)),
+    "a100": Gpu("NVIDIA A100 80GB", (8, 0), int(79.2 * GIB)),
+}
+
+
+def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str = "") -> EnginePlan:
+    """What `config` would become, on the device named `described` (a key of GPUS) or on this machine.
+
+    Also for models whose weights are quantized in a way that cannot be run yet. Raises what `assemble` would.
+    """
+    gpu, machine = _device(config, described)
+    device, facts, folder = "cuda" if gpu else "cpu", read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
+    raw = read_raw_config(folder)
+    args = parse_checkpoint_config(raw, str(folder / "config.json"), allow_quantized=True)
+    check_context(config.model, args.max_position_embeddings)
+    check_parallel(args, parallel)
+    dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
+    probe, quantization = _probe(gpu), raw.get("quantization_config") or {}
+    kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, probe=probe)
+    moe = moe_plans(args, kernels, Needs(device=device, dtype=dtype.dtype), probe, parallel=parallel,
+                    quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
+    if gpu is not None:
+        config = replace(config, scheduler=resolve_batch(config.scheduler, gpu.memory))
+    plan = EnginePlan(
+        name=config.model.model or NAME, folder=folder, args=args, layout=layout(args), device=device, machine=machine,
+        dtype=dtype, kernels=kernels, memory="", sequences=config.scheduler.sequences(), moe=moe, parallel=parallel,
+        quantization=quantization,
+    )  # fmt: skip
+    alike = {(held, rank.layers[1] - rank.layers[0], rank.kv_heads[1] - rank.kv_heads[0]): (rank, held)
+             for rank, held in plan.held}  # fmt: skip
+    try:
+        memory = [_memory(plan, config, gpu, facts.free_memory, *one) for one in alike.values()]
+    except ConfigError as error:
+        return replace(plan, memory=str(error))
+    return replace(plan, memory=min(memory, key=lambda one: one.num_blocks))
+
+
+def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
+    """The GPU, if it is one, and the device in words."""
+    if gpu := GPUS.get(described):
+        return gpu, "cuda (described: {}, sm_{}{}, {:.1f} GiB)".format(gpu.name, *gpu.capability, gpu.memory / GIB)
+    found = resolve_device(config.device.device)
+    if found.device == "cpu":
+        return None, str(found)
+    driver = probe_driver()
+    return Gpu("this GPU", driver.capability, driver.memory), str(found)
+
+
+def _probe(gpu: Gpu | None) -> Probe:
+    """What a machine lacks, as far as that is known without PyTorch: nothing of a GPU's software and of PyTorch's own;
+    of the CPU's kernels what the processor and their compiler say."""
+
+    def probe(need: str) -> str:
+        if need == "hopper" and gpu and gpu.capability[0] != 9:
+            return "needs compute capability 9.0, this GPU has {}.{}".format(*gpu.capability)
+        if need == "native":
+            return library.missing(library.compiled)
+        return library.missing_amx(library.compiled) if need == "native AMX" else ""
+
+    return probe
+
+
+def _memory(plan: EnginePlan, config: EngineConfig, gpu: Gpu | None, free: int, rank: Rank, weights: int) -> MemoryPlan:
+    """The plan of a rank with so many bytes of weights; `free`: bytes of a CPU's memory before they are there."""
+    args, context = plan.args, plan.args.max_position_embeddings
+    own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
+    page = (kv_components(own, plan.dtype.dtype), rank.layers[1] - rank.layers[0], config.cache.block_size)
+    if gpu is None:
+        return resolve_memory(resolve_geometry(*page), config.model, config.cache, context=context,
+                              max_num_seqs=plan.sequences, free_bytes=max(0, free - weights))  # fmt: skip
+    left = gpu.memory - weights - OURS - _activations(args, config, plan.parallel.tp)
+    memory = DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights, others=0)
+    return resolve_cuda_memory(resolve_geometry(*page, CUDA_BLOCK_SIZE), config, memory, context=context,
+                               dtype=plan.dtype.dtype)  # fmt: skip
+
+
+def _activations(args: ModelArgs, config: EngineConfig, tp: int) -> int:
+    """Bytes, roughly, of the largest step: hidden states and the widest layer's results for every token, 2 bytes each;
+    float32 logits and what sampling makes of them for every sequence."""
+    inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // tp
+    if args.moe is not None:
+        inner = max(inner, args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size))
+    batch = config.scheduler
+    return batch.token_budget() * 2 * (4 * args.hidden_size + inner) + 3 * 4 * args.vocab_size * batch.sequences()

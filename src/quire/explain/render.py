@@ -1,0 +1,146 @@
+"""A described plan as a tree for a terminal: layers that are alike once, experts of a layer as one name."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.text import Text
+from rich.tree import Tree
+
+from quire.contracts.errors import ConfigError
+from quire.entry.cli.table import format_bytes as size
+
+Plan = Mapping[str, Any]
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def render(plan: Plan, layer: str | None = None) -> Tree:
+    """All of a described plan; or of its layers only `layer` ("embed", a number or "head"), with every name. Raises
+    ConfigError when there is none of that name."""
+    tree = Tree(Text("{name}  {type} ({architecture}), {parameters:,} parameters, {size}; computed in {dtype} "
+                     "({dtype_reason}); weights {format}".format(size=size(plan["model"]["bytes"]), **plan["model"])))
+    if layer is not None:
+        found = [one for one in plan["layers"] if one["layer"] == layer]
+        if not found:
+            raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
+        _layer(tree, found, full=True)
+        return tree
+    for line in (*(f"note: {note}" for note in plan["model"]["notes"]), f"device: {plan['machine']}"):
+        _add(tree, line)
+    _kernels(_add(tree, "kernels, and why not others"), plan)
+    layers = _add(tree, "layers: weights from the checkpoint, then the calls of a step in order")
+    for _, alike in groupby(plan["layers"], key=_likeness):
+        _layer(layers, list(alike))
+    _memory(tree, plan["memory"])
+    _ranks(tree, plan)
+    left = [f"{name}  {number:,} tensors" if number > 1 else name for name, number in plan["not_read"].items()]
+    for title, lines in (("not read", left), ("start-up, in order", list(map(": ".join, plan["phases"].items())))):
+        branch = _add(tree, title) if lines else tree
+        for line in lines:
+            _add(branch, line)
+    return tree
+
+
+def folded(names: Iterable[str]) -> Iterator[str]:
+    """Checkpoint names in order, those of all experts as one: "experts.{0-255}.up_proj.weight"."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        found = _EXPERT.search(name)
+        groups.setdefault(_EXPERT.sub(".experts.{}.", name), []).append(found[1] if found else "")
+    for pattern, numbers in groups.items():
+        yield pattern.replace("{}", numbers[0] if len(numbers) == 1 else f"{{{numbers[0]}-{numbers[-1]}}}")
+
+
+def _add(tree: Tree, line: str) -> Tree:
+    return tree.add(Text(line))
+
+
+def _likeness(layer: Plan) -> tuple[Any, ...]:
+    weights = [(one["name"].split(".", 2)[-1], *one["shape"], one["dtype"], one["run"]) for one in layer["weights"]]
+    return layer["kind"], *weights
+
+
+def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
+    layer, more = alike[0], len(alike) > 1
+    name = f"layers {layer['layer']}-{alike[-1]['layer']}" if more else layer["layer"]
+    branch = _add(tree, f"{'layer ' * name.isdecimal()}{name}: {layer['kind']}; {layer['parameters']:,} parameters, "
+                        f"{size(layer['bytes'])}{' each' * more}")  # fmt: skip
+    for one in layer["weights"]:
+        name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]
+        cut = f", cut by {one['shard']}" if one["shard"] else ""
+        node = _add(branch, f"{name}  {' x '.join(map(str, one['shape']))} {one['dtype']}, {size(one['bytes'])}{cut}")
+        for line in _origin(one, layer["layer"] if more else "", full):
+            _add(node, f"<- {line}")
+        _add(node, " -> ".join(dict.fromkeys(_short(one[step]) for step in ("load", "pack", "run") if one[step])))
+    calls = [_short(call["function"]) + (f" ({call['when']})" if call["when"] else "") for call in layer["calls"]]
+    _add(branch, f"calls {', '.join(calls)}")
+
+
+def _origin(one: Plan, layer: str, full: bool) -> Iterator[str]:
+    """Names and files of a parameter; `layer`: the number that stands for those of all layers like it."""
+    if full:
+        yield from (f"{name} in {file}" if file else name for name, file in one["stored"].items())
+        return
+    files = list(dict.fromkeys(filter(None, one["stored"].values())))
+    place = "" if layer or not files else f" in {files[0]}{f' to {files[-1]}' * (len(files) > 1)}"
+    yield ", ".join(folded(one["stored"])).replace(f".layers.{layer}.", ".layers.{i}.") + place
+
+
+def _short(function: str) -> str:
+    return function.removeprefix("quire.").removeprefix("kernels.")
+
+
+def _kernels(branch: Tree, plan: Plan) -> None:
+    for choice in plan["kernels"]:
+        features = f"; features: {', '.join(choice['features'])}" if choice["features"] else ""
+        node = _add(branch, f"{choice['op']}: {choice['name']} ({choice['reason']}{features})")
+        for name, why in choice["rejected"]:
+            _add(node, f"not {name}: {why}")
+    if plan["latent"]:
+        _add(branch, "latent attention: a token leaves {kv_rank} + {rope_dim} values; absorbed up to {break_even:.0f} "
+                     "rows of a sequence, expanded to keys and values with more".format(**plan["latent"]))  # fmt: skip
+    for phase, one in plan["moe"].items():
+        if isinstance(one, str):
+            _add(branch, one)
+            continue
+        result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
+        words = "dispatcher {dispatcher} ({layout} rows, {numbering} ids), kernel {experts}; weighed by {weighs}, "
+        words = f"{words}shared experts {{shared}}, result {result}".format(**one)
+        node = _add(branch, f"experts in {phase}: {words}")
+        for dispatcher, kernel, why in one["candidates"]:
+            if why:
+                _add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
+
+
+def _memory(tree: Tree, memory: Plan) -> None:
+    branch = _add(tree, f"memory of the fullest rank: {size(memory['weights'])} of weights")
+    if "refused" in memory:
+        _add(branch, memory["refused"])
+        return
+    parts = ", ".join(f"{name} {heads} x {dim} {dtype}" for name, heads, dim, dtype in memory["components"])
+    for line in (
+        f"KV cache: {size(memory['kv_bytes_per_token'])} per token ({parts}), pages of {memory['block_size']} tokens = "
+        f"{size(memory['page_bytes'])}",
+        f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
+        "longest context {max_model_len:,} tokens; {full_sequences:,} such requests at once, at most {sequences:,} in "
+        "all".format(**memory), *memory["notes"], memory["budget"],
+    ):  # fmt: skip
+        if line:
+            _add(branch, line)
+
+
+def _ranks(tree: Tree, plan: Plan) -> None:
+    if len(plan["ranks"]) == 1:
+        return
+    branch = _add(tree, f"{len(plan['ranks'])} ranks, and what they send each other")
+    for rank in plan["ranks"]:
+        shown = {"layers": "layers", "heads": "heads", "kv_heads": "KV heads", "experts": "experts"}
+        held = [f"{word} {rank[key][0]}-{rank[key][1] - 1}" for key, word in shown.items() if rank[key][1]
+                and not (key == "kv_heads" and plan["latent"])]  # fmt: skip
+        held += ["embedding"] * rank["first"] + ["head"] * rank["last"] + [size(rank["bytes"])]
+        who = "rank {number} (replica {replica}, stage {stage}, place {place})".format(**rank)
+        _add(branch, f"{who}: {', '.join(held)}")
+    for one in plan["collectives"]:
+        sent = f"{size(one['num_bytes'])} per {one['per']}" + (f" x {one['times']}" if one["times"] > 1 else "")
+        _add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}")

@@ -1,0 +1,34 @@
+"""The experts as two grouped products of PyTorch, on tokens sorted by expert. Nothing is read from the device."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.activation.ref import silu_mul
+from quire.kernels.experts.ref import placed
+
+
+def pack(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights as they are, transposed."""
+    return gate_up.mT, down.mT
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,
+        residual: Tensor | None = None) -> Tensor:
+    """See `quire.kernels.experts`."""
+    num_experts = packed[0].shape[0]
+    places = placed(ids, expert_map).flatten()
+    places, order = torch.where(places < 0, num_experts, places).sort(stable=True)
+    ends = torch.searchsorted(places, torch.arange(num_experts, device=x.device), right=True, out_int32=True)
+    found = run_grouped(x[order // ids.shape[1]], ends, packed)
+    parts = torch.empty_like(found)
+    parts[order] = torch.where((places < num_experts)[:, None], found, 0)  # rows of no expert were not written
+    y = (weights[:, None] @ parts.view(*ids.shape, x.shape[1]).float()).squeeze(1)
+    return (y if residual is None else y + residual).to(x.dtype)
+
+
+def run_grouped(rows: Tensor, ends: Tensor, packed: tuple[Tensor, Tensor]) -> Tensor:
+    """rows [M, H], those of the first expert up to ends[0], of the next up to ends[1], ... (int32) -> [M, H]: each row
+    through its expert, without weights. What comes after the last end is not computed."""
+    gate_up, down = packed
+    return F.grouped_mm(silu_mul(F.grouped_mm(rows, gate_up, offs=ends)), down, offs=ends)

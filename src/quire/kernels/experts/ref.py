@@ -1,0 +1,29 @@
+"""The experts one after the other, in float32."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.activation.ref import silu_mul
+
+
+def pack(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights as they are."""
+    return gate_up, down
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,
+        residual: Tensor | None = None) -> Tensor:
+    """See `quire.kernels.experts`."""
+    places = placed(ids, expert_map)
+    y = torch.zeros_like(x, dtype=torch.float32) if residual is None else residual.float()
+    for place, (gate_up, down) in enumerate(zip(*packed, strict=True)):
+        scale = (weights * (places == place)).sum(1, keepdim=True)
+        y = y + scale * (silu_mul(x.float() @ gate_up.float().t()) @ down.float().t())
+    return y.to(x.dtype)
+
+
+def placed(ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """Where this rank has the experts `ids`; -1: it has them not."""
+    if expert_map is None:
+        return ids
+    return torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])

@@ -1,0 +1,300 @@
+"""The experts on NVIDIA GPUs. Nothing is read from the device: grids are upper bounds, and programs without work end.
+
+Few tokens     Plain float32 arithmetic, each pair of a token and an expert by itself: one kernel for gate and up, and
+               one for down and the sum over k, of as many programs as read at the speed of memory.
+Many tokens    Pairs are sorted by expert (_sort_kernel). Tiles of pairs of one expert go through tensor cores
+               (_product_kernel): first gate and up together, which leaves silu(gate) * up in sorted order, then down,
+               which leaves weighted rows by token. _sum_kernel adds up each token's k rows in float32.
+
+Order of additions: fixed by the shapes, never by time. Floors on an H200 in bfloat16: the weights of the hit experts
+over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.activation.triton import silu
+from quire.kernels.attention.triton_plan import shared_memory
+from quire.kernels.linear.gemv import bucket, prefetch
+from quire.kernels.triton_runtime import jit, tl
+
+Packed = tuple[Tensor, Tensor]
+MOST_FEW = 4  # tokens
+BAND = 8  # tiles of pairs that run side by side through the same columns, so that these are read once
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut: pairs, outputs, inputs at a time, warps, iterations in flight. `tall`: the weights are the
+    tall operand, so that pairs cost 8 at a time."""
+
+    rows: int
+    cols: int
+    deep: int
+    warps: int
+    stages: int
+    tall: bool = False
+
+
+def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
+    """For gate and up, and for down: chosen by the mean number of pairs of an expert, for experts drawn evenly."""
+    mean = pairs / experts
+    if item_bytes == 4:
+        cut = Tiles(16 if mean <= 8 else 32, 32, 32, 4, 2)
+        return cut, cut
+    if mean <= 24:
+        rows = 16 if mean <= 8 else 32
+        return Tiles(rows, 64, 128, 4, 3, True), Tiles(rows, 128, 128, 4, 3, True)
+    if mean <= 64:
+        return Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)
+    return Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 4, 3)
+
+
+def pack(gate_up: Tensor, down: Tensor) -> Packed:
+    """The weights as they are."""
+    return gate_up.contiguous(), down.contiguous()
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+        residual: Tensor | None = None) -> Tensor:
+    """See `quire.kernels.experts`: in the residual's memory."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
+    if len(x):
+        (few if len(x) <= MOST_FEW else many)(x, weights, ids, packed, expert_map, None if residual is None else y, y)
+    return y
+
+
+def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
+        y: Tensor) -> None:
+    """`run` into y, each pair by itself."""
+    (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed[1].shape, pdl.in_use()
+    deep, across = min(512, bucket(hidden)), bucket(k)
+    h = x.new_empty(tokens * k, inner)
+    _few_up_kernel[(tokens * k, -(-inner // 2))](
+        x, packed[0], ids, expert_map, h, x.stride(0), k, inner, hidden, 2, deep, in_pdl,
+        num_warps=max(1, deep // 256), **pdl.options(in_pdl))
+    deep = min(bucket(max(8, inner)), max(64, 2048 // across))
+    _few_down_kernel[(tokens, -(-hidden // 2))](
+        h, packed[1], ids, expert_map, weights, residual, y, k, across, hidden, inner, 2, deep, in_pdl, num_warps=4,
+        **pdl.options(in_pdl))
+
+
+def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
+         y: Tensor, cut: tuple[Tiles, Tiles] | None = None) -> None:
+    """`run` into y, sorted by expert."""
+    (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
+    order, starts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, experts + 1))
+    block = 1024 if pairs <= 1024 else 4096
+    _sort_kernel[(experts,)](
+        ids, expert_map, order, starts, pairs, experts, block, in_pdl, num_warps=block // 256, **pdl.options(in_pdl))
+    h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
+    first, second = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
+    _product(x, packed[0], h, order, starts, k, None, first)
+    _product(h, packed[1], parts, order, starts, k, weights, second)
+    block = min(1024, bucket(hidden))
+    _sum_kernel[(tokens, -(-hidden // block))](
+        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
+
+
+def _product(x: Tensor, weight: Tensor, y: Tensor, order: Tensor, starts: Tensor, k: int, scales: Tensor | None,
+             cut: Tiles) -> None:
+    gated, in_pdl, pairs, experts, width = scales is None, pdl.in_use(), len(order), weight.shape[0], y.shape[1]
+    room = shared_memory() // (x.element_size() * cut.deep * (cut.rows + (cut.cols << gated)))
+    most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
+    _product_kernel[(most * -(-width // cut.cols),)](
+        x, weight, order, starts, scales, y, x.stride(0), k, experts, bucket(experts), width, weight.shape[2], cut.rows,
+        cut.cols, cut.deep, cut.tall, gated, BAND, in_pdl, num_warps=cut.warps,
+        num_stages=max(1, min(cut.stages, room)), **pdl.options(in_pdl))
+
+
+@jit
+def _place(ids, expert_map, at, mask):
+    """Where this rank has the expert of a pair; -1: it has it not."""
+    place = tl.load(ids + at, mask=mask, other=-1)
+    if expert_map is not None:
+        place = tl.load(expert_map + place, mask=place >= 0, other=-1)
+    return place
+
+
+@jit
+def _few_up_kernel(
+    x, gate_up, ids, expert_map, h, stride, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # ids are there, so the next kernel may read weights before it waits
+    pair = tl.program_id(0)
+    place = _place(ids, expert_map, pair, pair >= 0)
+    if place < 0:
+        return
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)[None, :]
+    at = gate_up + place.to(tl.int64) * (2 * N * K) + tl.minimum(col, N - 1)[:, None] * K + lane
+    source = x + (pair // TOP_K).to(tl.int64) * stride + lane
+    gate_tile = tl.load(at, mask=lane < K, other=0.0, eviction_policy="evict_first")
+    up_tile = tl.load(at + N * K, mask=lane < K, other=0.0, eviction_policy="evict_first")
+    gate, up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32), tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        given = tl.load(source + start, mask=start + lane < K, other=0.0).to(tl.float32)
+        gate_now, up_now = gate_tile.to(tl.float32), up_tile.to(tl.float32)
+        more = start + BLOCK_K + lane < K
+        gate_tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+        up_tile = tl.load(at + N * K + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+        gate += tl.sum(tl.reshape(gate_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
+        up += tl.sum(tl.reshape(up_now * given, [BLOCK_N, BLOCK_K // 8, 8]), 2)
+    value = silu(tl.sum(gate, 1)) * tl.sum(up, 1)
+    tl.store(h + pair.to(tl.int64) * N + col, value.to(h.dtype.element_ty), mask=col < N)
+
+
+@jit
+def _few_down_kernel(
+    h, down, ids, expert_map, weights, residual, y, TOP_K: tl.constexpr, J: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)[None, None, :]
+    turn = tl.arange(0, J)[:, None, None]
+    pair = token * TOP_K + turn
+    place = _place(ids, expert_map, pair, turn < TOP_K)
+    there = place >= 0
+    at = down + place.to(tl.int64) * (N * K) + tl.minimum(col, N - 1)[None, :, None] * K + lane
+    tile = tl.load(at, mask=there & (lane < K), other=0.0, eviction_policy="evict_first")
+    weight = tl.load(weights + pair, mask=there, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([J, BLOCK_N, BLOCK_K // 8], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        given = tl.load(h + pair * K + start + lane, mask=there & (start + lane < K), other=0.0).to(tl.float32)
+        now = tile.to(tl.float32)
+        more = there & (start + BLOCK_K + lane < K)
+        tile = tl.load(at + start + BLOCK_K, mask=more, other=0.0, eviction_policy="evict_first")
+        acc += tl.sum(tl.reshape(now * (given * weight), [J, BLOCK_N, BLOCK_K // 8, 8]), 3)
+    out = tl.sum(tl.sum(acc, 2), 0)
+    to = token.to(tl.int64) * N + col
+    if residual is not None:
+        out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
+    tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
+
+
+@jit(do_not_specialize=["pairs"])
+def _sort_kernel(
+    ids, expert_map, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program writes one expert's pairs in order, behind those of the experts before it."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, pairs, BLOCK):
+        place = _place(ids, expert_map, start + lane, start + lane < pairs)
+        before += ((place >= 0) & (place < expert)).to(tl.int32)
+    at = tl.sum(before, 0)
+    tl.store(starts + expert, at)
+    for start in range(0, pairs, BLOCK):
+        mine = _place(ids, expert_map, start + lane, start + lane < pairs) == expert
+        tl.store(order + at + tl.cumsum(mine.to(tl.int32), 0) - 1, start + lane, mask=mine)
+        at += tl.sum(mine.to(tl.int32), 0)
+    if expert == EXPERTS - 1:
+        tl.store(starts + EXPERTS, at)
+
+
+@jit
+def _find_tile(
+    starts, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr):
+    """This program's expert, the first of its pairs in the order, how many are left from there on (0: there is no such
+    tile), and its number among the COLS tiles of columns."""
+    at = tl.arange(0, WIDTH)
+    start = tl.load(starts + at, mask=at < EXPERTS, other=0)
+    end = tl.load(starts + at + 1, mask=at < EXPERTS, other=0)
+    count = (end - start + ROWS - 1) // ROWS
+    after = tl.cumsum(count, 0)
+    band = tl.program_id(0) // (BAND * COLS) * BAND
+    height = tl.maximum(tl.minimum(tl.sum(count, 0) - band, BAND), 1)
+    number = tl.program_id(0) % (BAND * COLS)
+    tile, col = band + number % height, number // height
+    mine = (tile < after) & (tile >= after - count) & (col < COLS)
+    first = tl.sum(tl.where(mine, start + (tile - after + count) * ROWS, 0), 0)
+    return tl.sum(tl.where(mine, at, 0), 0), first, tl.sum(tl.where(mine, end, 0), 0) - first, col
+
+
+@jit
+def _dot(weights, rows, acc, TALL: tl.constexpr):
+    """acc + weights [N, K] @ rows.T where they are TALL, else acc + rows [M, K] @ weights.T."""
+    if TALL:
+        acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+    return acc
+
+
+@jit
+def _product_kernel(
+    x, weight, order, starts, scales, y, stride, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TALL: tl.constexpr, GATED: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr):
+    """GATED: rows of x by token -> silu(gate) * up in sorted order; else rows in sorted order -> weighted, by pair."""
+    if PDL and GATED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # the order is there: the next kernel may read it before it waits
+    expert, first, left, tile = _find_tile(starts, EXPERTS, WIDTH, ROWS, (N + BLOCK_N - 1) // BLOCK_N, BAND)
+    row = tl.arange(0, ROWS)
+    pair = tl.load(order + first + row, mask=row < left, other=0)
+    col = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight += expert.to(tl.int64) * (N * K << GATED)
+    if PDL and not GATED:
+        if left > 0:
+            prefetch(weight, col, N, K, BLOCK_N, 256)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if left <= 0:
+        return
+    source = pair // TOP_K if GATED else first + tl.where(row < left, row, 0)
+    lane = tl.arange(0, BLOCK_K)
+    x_at = x + source.to(tl.int64)[:, None] * stride + lane[None, :]
+    at = weight + tl.minimum(col, N - 1)[:, None] * K + lane[None, :]
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    acc = tl.zeros([BLOCK_N, ROWS] if TALL else [ROWS, BLOCK_N], tl.float32)
+    up = acc
+    for start in range(0, K, BLOCK_K):
+        inside = (start + lane < K)[None, :] | EVEN
+        given = tl.load(x_at + start, mask=inside, other=0.0)
+        part = tl.load(at + start, mask=inside, other=0.0)
+        acc = _dot(part, given, acc, TALL)
+        if GATED:
+            up = _dot(tl.load(at + N * K + start, mask=inside, other=0.0), given, up, TALL)
+    if GATED:
+        acc = silu(acc) * up
+    if TALL:
+        acc = tl.trans(acc)
+    to = first + row
+    if not GATED:
+        to = pair
+        acc = acc * tl.load(scales + pair, mask=row < left, other=0.0)[:, None]
+    mask = (row < left)[:, None] & (col < N)[None, :]
+    tl.store(y + to.to(tl.int64)[:, None] * N + col[None, :], acc.to(y.dtype.element_ty), mask=mask)
+
+
+@jit
+def _sum_kernel(
+    parts, ids, expert_map, residual, y, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in tl.static_range(TOP_K):
+        pair = token * TOP_K + turn
+        there = _place(ids, expert_map, pair, turn >= 0) >= 0
+        total += tl.load(parts + pair * N + col, mask=there & (col < N), other=0.0).to(tl.float32)
+    if residual is not None:
+        total += tl.load(residual + token * N + col, mask=col < N, other=0.0).to(tl.float32)
+    tl.store(y + token * N + col, total.to(y.dtype.element_ty), mask=col < N)

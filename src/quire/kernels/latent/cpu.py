@@ -1,0 +1,54 @@
+"""Latent attention on a CPU: each sequence's context is gathered once, as keys and values of PyTorch's flash kernel.
+
+Absorbed, a token's latent and rotated key side by side are the key and the value of all heads. The kernel wants keys
+and values of one width: the sums of rotated keys are dropped, short values are padded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView, Prompt
+from quire.kernels.attention.cpu import attend_chunk
+from quire.kernels.attention.plan import ChunkPlan, plan_chunk
+from quire.kernels.latent import LatentView, sequences
+from quire.kernels.latent.ref import prepare
+
+__all__ = ["absorbed", "expanded", "prepare"]
+
+
+def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
+    """See `quire.kernels.latent`."""
+    out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2)
+    for chunk in _chunks(cache, meta, sequences(meta)):
+        both = torch.cat([side[chunk.blocks] for side in (cache.latent, cache.rope)], 3).view(1, 1, -1, q.shape[2])
+        attended = _attend(q[chunk.first : chunk.last], both, both, chunk, scale)
+        out[chunk.first : chunk.last] = attended[..., : out.shape[2]]
+    return out
+
+
+def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
+    """See `quire.kernels.latent`."""
+    value = out.shape[2]
+    width = max(q.shape[2], value)
+    for chunk in _chunks(cache, meta, meta.prompts or ()):
+        latent, rope = (side[chunk.blocks].flatten(0, 2)[: chunk.total] for side in (cache.latent, cache.rope))
+        made = F.linear(latent, kv_up.flatten(0, 1)).unflatten(1, kv_up.shape[:2]).transpose(0, 1)
+        keys = torch.cat((made[..., :-value], rope.expand(len(made), -1, -1)), 2)
+        queries, keys, values = (F.pad(side, (0, width - side.shape[2]))
+                                 for side in (q[chunk.first : chunk.last], keys, made[..., -value:]))  # fmt: skip
+        out[chunk.first : chunk.last] = _attend(queries, keys[None], values[None], chunk, scale)[..., :value]
+    return out
+
+
+def _chunks(cache: LatentView, meta: AttentionMeta, prompts: tuple[Prompt, ...]) -> Iterator[ChunkPlan]:
+    return (plan_chunk(meta, s, first, last, past + last - first, cache.block_size) for first, last, s, past in prompts)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, chunk: ChunkPlan, scale: float) -> Tensor:
+    """A sequence's rows [M, H, D] over its context in one block, [1, 1 or H, at least its tokens, D]."""
+    whole = replace(chunk, blocks=chunk.blocks.new_zeros(1))
+    return attend_chunk(q.contiguous(), KVView(keys, values), whole, scale)

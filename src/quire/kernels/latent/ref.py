@@ -1,0 +1,61 @@
+"""Latent attention, one sequence at a time, in float32."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta, KVView, Prompt
+from quire.kernels.attention.cpu import write_kv
+from quire.kernels.latent import LatentView, sequences
+from quire.kernels.norm.ref import rms_norm
+from quire.kernels.rope.ref import apply_rope
+
+
+def prepare(
+    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: LatentView, kv_slots: Tensor
+) -> Tensor:
+    """See `quire.kernels.latent`."""
+    latent, turned = kv[:, None].split([len(norm), cos.shape[1]], dim=2)
+    q[..., -cos.shape[1] :] = apply_rope(q[..., -cos.shape[1] :], cos, sin)
+    write_kv(rms_norm(latent, norm, eps), apply_rope(turned, cos, sin), KVView(cache.latent, cache.rope), kv_slots)
+    return q
+
+
+def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
+    """See `quire.kernels.latent`."""
+    out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    for first, last, latent, rope in _contexts(cache, meta, sequences(meta)):
+        scores = torch.einsum("mhl,nl->hmn", q_latent[first:last].float(), latent)
+        scores += torch.einsum("mhr,nr->hmn", q_rope[first:last].float(), rope)
+        out[first:last] = torch.einsum("hmn,nl->mhl", _weights(scores * scale), latent).to(out.dtype)
+    return out
+
+
+def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
+    """See `quire.kernels.latent`."""
+    plain = q.shape[2] - cache.rope.shape[3]
+    for first, last, latent, rope in _contexts(cache, meta, meta.prompts or ()):
+        keys, values = torch.einsum("hpl,nl->hnp", kv_up.float(), latent).split([plain, out.shape[2]], dim=2)
+        keys = torch.cat((keys, rope.expand(len(keys), -1, -1)), 2)
+        scores = torch.einsum("mhp,hnp->hmn", q[first:last].float(), keys)
+        out[first:last] = torch.einsum("hmn,hnv->mhv", _weights(scores * scale), values).to(out.dtype)
+    return out
+
+
+def _contexts(
+    cache: LatentView, meta: AttentionMeta, prompts: tuple[Prompt, ...]
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Per sequence its rows, its latents [n, L] and its rotated keys [n, R] in float32."""
+    for first, last, s, past in prompts:
+        length, row = past + last - first, s if meta.table_rows is None else meta.table_rows[s]
+        blocks = meta.block_tables[row, : -(-length // cache.block_size)].long()
+        latent, rope = (side[blocks].flatten(0, 2)[:length].float() for side in (cache.latent, cache.rope))
+        yield first, last, latent, rope
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """Causal softmax of scores [H, M, n]: the last row sees all."""
+    rows, length = scores.shape[1:]
+    unseen = torch.ones(rows, length, dtype=torch.bool, device=scores.device).triu(length - rows + 1)
+    return scores.masked_fill(unseen, float("-inf")).softmax(-1)

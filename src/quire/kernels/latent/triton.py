@@ -1,0 +1,171 @@
+"""Latent attention on NVIDIA GPUs: what leads to the cache (here), few rows (triton_absorbed), many (triton_expanded).
+
+Made for latents of 512, rotated keys of 64 and 16 to 128 heads; other sizes are right. Nothing is read from the device:
+steps without `meta.prompts` can be captured.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention.triton_plan import ITEM_WORDS, TILE_WORDS, Shape, plan_step, shared_memory
+from quire.kernels.attention.triton_tiles import LOG2E, finite
+from quire.kernels.latent import LatentView
+from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
+from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel
+from quire.kernels.triton_runtime import jit, tl
+
+# Of `absorbed`, by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in flight,
+# and programs that run on a multiprocessor at the same time.
+CUTS = {16: (64, 4, 2, 2), 32: (64, 8, 2, 1), 64: (64, 8, 2, 1)}
+# Of `expanded`, the first that fits: rows of a tile, keys of an iteration, warps, iterations in flight.
+MANY = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 16, 4, 1))
+PARTS = 128  # of a sequence's context at most
+TURNED = 16  # heads of a token that a program rotates
+WORKSPACE = 256 << 20  # bytes of expanded keys and values at one time
+
+
+def prepare(
+    q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: LatentView, kv_slots: Tensor
+) -> Tensor:
+    """See `quire.kernels.latent`."""
+    tokens, heads, width = q.shape
+    latent, rope = cache.latent, cache.rope
+    dim, turned = latent.shape[3], rope.shape[3]
+    if q.stride()[1:] != (width, 1) or kv.stride(1) != 1 or latent.stride()[2:] != (dim, 1) or rope.stride(3) != 1:
+        raise ValueError(f"latent: strides of q {q.stride()}, kv {kv.stride()}, cache {latent.stride()}")
+    if tokens:
+        in_pdl = pdl.in_use()
+        _prepare_kernel[(tokens, 1 + -(-heads // TURNED))](
+            q, kv, norm, cos, sin, latent, rope, kv_slots, q.stride(0), kv.stride(0), latent.stride(0), rope.stride(0),
+            eps, heads, width, turned // 2, _power(turned // 2), dim, _power(dim), cache.block_size, TURNED, in_pdl,
+            num_warps=2, **pdl.options(in_pdl),
+        )  # fmt: skip
+    return q
+
+
+@jit
+def _prepare_kernel(
+    q, kv, norm, cos, sin, latent, rope, kv_slots, stride_q, stride_kv, latent_block, rope_block, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr, L: tl.constexpr,
+    LP: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (tokens, the cache's part and then groups of heads)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    col, dims = tl.arange(0, HALFP)[None, :], tl.arange(0, LP)
+    angle, inside = token * (2 * HALF) + col, col < HALF
+    if part == 0:
+        scale = tl.load(norm + dims, mask=dims < L, other=0.0).to(tl.float32)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        slot = tl.load(kv_slots + token)
+        block, offset = slot // SIZE, slot % SIZE
+        given = tl.load(kv + token * stride_kv + dims, mask=dims < L, other=0.0).to(tl.float32)
+        normed = given * tl.rsqrt(tl.sum(given * given, 0) / L + eps) * scale
+        to_latent = latent + block * latent_block + offset * L + dims
+        tl.store(to_latent, finite(normed.to(latent.dtype.element_ty)), mask=dims < L)
+        _turn(kv + token * stride_kv + L + col, rope + block * rope_block + offset * (2 * HALF) + col, cos + angle,
+              sin + angle, inside, inside, HALF)  # fmt: skip
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        head = (part - 1) * TURNED + tl.arange(0, TURNED)[:, None]
+        pairs = q + token * stride_q + head * WIDTH + (WIDTH - 2 * HALF) + col
+        _turn(pairs, pairs, cos + angle, sin + angle, inside, inside & (head < HEADS), HALF)
+
+
+@jit
+def _turn(given, to, cos, sin, known, inside, HALF: tl.constexpr):
+    """Rotate pairs: pointers of their first halves."""
+    first = tl.load(given, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(given + HALF, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos, mask=known, other=0.0).to(tl.float32)
+    s = tl.load(sin + HALF, mask=known, other=0.0).to(tl.float32)
+    tl.store(to, (first * c - second * s).to(to.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, (second * c + first * s).to(to.dtype.element_ty), mask=inside)
+
+
+def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
+    """See `quire.kernels.latent`."""
+    tokens, heads, dim = q_latent.shape
+    assert q_latent.is_contiguous() and q_rope.stride(2) == 1
+    out = torch.empty_like(q_latent)
+    group, few, many = configure(q_latent, cache, meta)
+    shape = Shape(heads, group, dim, cache.block_size, 0, few[1], many[0], few[4], PARTS)
+    plan = plan_step(replace(meta, shared=None), shape, tokens)
+    groups, rows = heads // group, plan.limit * group
+    sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "ROWS": rows, "HEADS": groups}
+    for records, words, cut in ((plan.items, ITEM_WORDS, few), (plan.tiles, TILE_WORDS, many)):
+        lanes, keys, warps, stages, _ = cut
+        if len(records):
+            absorbed_kernel[(len(records) * groups,)](
+                q_latent, q_rope, out, cache.latent, cache.rope, meta.block_tables, records, plan.sums, plan.stats,
+                q_latent.stride(0), *q_rope.stride()[:2], cache.latent.stride(0), cache.rope.stride(0),
+                meta.block_tables.stride(0), scale * LOG2E, DECODES=cut is few, EXACT=_exact(q_latent),
+                SIZE=cache.block_size, TILE=keys, R=q_rope.shape[2], RP=_power(q_rope.shape[2]), M=lanes, WORDS=words,
+                num_warps=warps, num_stages=stages, **sizes,
+            )  # fmt: skip
+    if len(plan.items):
+        lanes = 1 << min(2, (rows - 1).bit_length())
+        merge_kernel[(len(plan.items) * groups * -(-rows // lanes),)](
+            out, plan.items, plan.sums, plan.stats, out.stride(0), PARTS=PARTS, LANES=lanes, WORDS=ITEM_WORDS,
+            num_warps=4, **sizes,
+        )  # fmt: skip
+    return out
+
+
+def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Heads of a program of `absorbed`, and how sequences of few rows and those of many are cut: lanes and CUTS."""
+    limit, most = max(1, meta.decode_len), 128 // q.element_size()  # lanes of a program
+    group = max((d for d in range(1, most + 1) if q.shape[1] % d == 0 and d * limit <= most), default=1)
+    width = q.element_size() * (_power(q.shape[2]) + _power(cache.rope.shape[3]))
+
+    def fit(lanes: int) -> tuple[int, ...]:
+        keys, warps, stages, programs = CUTS[min(64, lanes)]
+        room = shared_memory() // width - lanes
+        keys = max(16, min(keys * 2 // q.element_size(), 1 << max(room, 1).bit_length() - 1))
+        return lanes, keys, warps, max(2, min(stages, room // keys + (lanes < 64))), programs
+
+    return group, fit(_power(group * limit)), fit(most)
+
+
+def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
+    """See `quire.kernels.latent`."""
+    (heads, width, dim), turned, value = kv_up.shape, cache.rope.shape[3], out.shape[2]
+    assert meta.prompts is not None and kv_up.is_contiguous() and q.stride(2) == 1 and out.stride()[1:] == (value, 1)
+    sizes = {"P": width - value, "PP": _power(width - value), "R": turned, "RP": _power(turned)}
+    keys, values = sizes["PP"] + sizes["RP"], _power(value)
+    rows, tile, warps, stages = next(
+        cut for cut in MANY
+        if q.element_size() * (cut[0] * keys + cut[3] * cut[1] * (keys + values)) < shared_memory()
+    )  # fmt: skip
+    most = max(STEP, WORKSPACE // (heads * width * q.element_size()) // STEP * STEP)
+    pieces = cut_prompts(meta, cache.block_size, rows, most)
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
+    for piece in pieces:
+        latents, ropes = (side[piece.blocks, 0, piece.offsets] for side in (cache.latent, cache.rope))
+        made = F.linear(latents, kv_up.view(heads * width, dim))
+        expanded_kernel[(len(piece.tiles), heads)](
+            q, made, ropes, out, lse, piece.tiles, q.stride(0), q.stride(1), out.stride(0), scale * LOG2E,
+            EXACT=_exact(q), HEADS=heads, V=value, VP=values, M=rows, TILE=tile, WORDS=TILE_WORDS, num_warps=warps,
+            num_stages=stages, **sizes,
+        )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _power(value: int) -> int:
+    return max(16, 1 << (value - 1).bit_length())
+
+
+def _exact(q: Tensor) -> str:
+    return "ieee" if q.dtype == torch.float32 else "tf32"

@@ -1,0 +1,123 @@
+"""Attention of many rows to keys and values that are made of latents, a bounded piece of all contexts at a time.
+
+The host knows the rows and contexts of prompts, so it cuts them: contexts side by side into a workspace, rows into
+tiles, each with what is there of its context. A tile's state, output and log-sum-exp, is kept from piece to piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention.triton_plan import TILE_WORDS
+from quire.kernels.attention.triton_tiles import LOWEST, accumulate, load_queries, rescore
+from quire.kernels.triton_runtime import jit, tl
+
+STEP = 128  # tokens: contexts are cut at multiples of it, and as many that nobody sees end a workspace
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is in the workspace at one time.
+
+    tiles    [m, TILE_WORDS] int32, the longest first: first row, rows, position of the first row, where in the
+             workspace its sequence begins, which token is there, how many are
+    blocks, offsets   [n] int64: where the workspace's tokens lie in the cache
+    """
+
+    tiles: Tensor
+    blocks: Tensor
+    offsets: Tensor
+
+
+def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> list[Piece]:
+    """The step's prompts in pieces of at most `most` >= STEP tokens and tiles of `rows` rows, kept for other layers; in
+    one copy to the device, which nobody waits for."""
+    known = meta.plans.get((block_size, rows, most))
+    if isinstance(known, list):
+        return known
+    cuts: list[tuple[list[Any], list[Any]]] = []
+    place = most
+    for first, last, sequence, past in meta.prompts or ():
+        start, length = 0, past + last - first
+        while start < length:
+            if place + STEP > most:
+                cuts.append(([], []))
+                place = 0
+            end = min(length, start + (most - place) // STEP * STEP)
+            cuts[-1][0].extend([row, min(rows, last - row), past + row - first, place, start, end - start, 0, 0]
+                               for row in range(first, last, rows)
+                               if past + min(row + rows, last) - first > start)  # fmt: skip
+            cuts[-1][1].append(np.stack((np.full(end - start, sequence, np.int32), np.arange(start, end))))
+            place, start = place + end - start, end
+    lists = []
+    for tiles, spans in cuts:
+        tiles.sort(key=lambda tile: tile[4] - min(tile[4] + tile[5], tile[2] + tile[1]))
+        tokens = np.concatenate(spans, 1)
+        tokens = np.pad(tokens, ((0, 0), (0, STEP + tokens.shape[1] % 2)), "edge")  # whole 16 bytes
+        lists += [np.array(tiles, np.int32), tokens.astype(np.int32)]
+    packed, device = torch.from_numpy(np.concatenate([words.ravel() for words in lists])), meta.block_tables.device
+    packed = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
+    views, pieces = packed.split([words.size for words in lists]), []
+    for tiles, tokens in zip(views[::2], views[1::2], strict=True):
+        index, position = tokens.view(2, -1).long()
+        index = index if meta.table_rows is None else meta.table_rows[index].long()
+        blocks = meta.block_tables[index, position // block_size].long()
+        pieces.append(Piece(tiles.view(-1, TILE_WORDS), blocks, position % block_size))
+    meta.plans[block_size, rows, most] = pieces
+    return pieces
+
+
+@jit
+def expanded_kernel(
+    q, made, ropes, out, lse, tiles, stride_q, stride_head, stride_out, scale, EXACT: tl.constexpr,
+    HEADS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Programs (tiles, heads). `made` [n, HEADS, P + V]: plain keys, then values. Where a tile has seen something, its
+    state is in out and lse [T, HEADS], in base 2."""
+    head, record = tl.program_id(1), tiles + tl.program_id(0) * WORDS
+    row, num_rows, position = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    place, start, count = tl.load(record + 3).to(tl.int64), tl.load(record + 4), tl.load(record + 5)
+    lane, dims = tl.arange(0, M), tl.arange(0, VP)
+    live, rows = lane < num_rows, row + lane
+    plain = load_queries(q + head * stride_head, rows, lane * 0, live, stride_q, P, PP)
+    turned = load_queries(q + head * stride_head + P, rows, lane * 0, live, stride_q, R, RP)
+    to_lse = lse + rows.to(tl.int64) * HEADS + head
+    to_out = out + rows.to(tl.int64)[:, None] * stride_out + (head * V + dims)[None, :]
+    inside, begun = live[:, None] & (dims < V)[None, :], live & (start > 0)
+    top = tl.load(to_lse, mask=begun, other=LOWEST)
+    weight = begun.to(tl.float32)
+    sums = tl.load(to_out, mask=inside & (start > 0), other=0.0).to(tl.float32)
+    first = position - start  # of the rows, counted from the sequence's first token in the workspace
+    whole = tl.minimum(tl.maximum(first + 1, 0), count) // TILE * TILE
+    made += (place * HEADS + head) * (P + V)
+    for masked in tl.static_range(2):
+        stop = tl.minimum(count, first + num_rows) if masked else whole
+        for at in tl.range(whole if masked else 0, stop, TILE):
+            token = at + tl.arange(0, TILE)[:, None]
+            keys = _load(made + token * (HEADS * (P + V)), P, PP)
+            short = _load(ropes + (place + token) * R, R, RP)
+            values = _load(made + token * (HEADS * (P + V)) + P, V, VP)
+            scores = tl.dot(plain, tl.trans(keys), input_precision=EXACT)
+            scores = tl.dot(turned, tl.trans(short), scores, input_precision=EXACT)
+            scores, rest = rescore(scores, first + lane, at, scale, 0.0, masked == 1, 0, False, TILE)
+            sums, top, weight = accumulate(scores, rest, values, sums, top, weight, EXACT)
+    tl.store(to_out, (sums / weight[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(to_lse, top + tl.log2(weight), mask=live)
+
+
+@jit
+def _load(first, D: tl.constexpr, DP: tl.constexpr):
+    """Rows [TILE, DP] from pointers [TILE, 1], zero past D."""
+    dims = tl.arange(0, DP)[None, :]
+    if D < DP:
+        tile = tl.load(first + dims, mask=dims < D, other=0.0)
+    else:
+        tile = tl.load(first + dims)
+    return tile

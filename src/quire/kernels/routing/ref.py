@@ -1,0 +1,28 @@
+"""Routing as the formulas read."""
+
+import torch
+from torch import Tensor
+
+from quire.config.experts import Routing
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.routing`."""
+    logits = logits.float()
+    scores = logits.softmax(1) if routing.scoring == "softmax" else logits.sigmoid()
+    chosen = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        groups = chosen.unflatten(1, (routing.num_groups, -1))
+        best = groups.topk(1 if routing.group_score == "max" else 2, 2).values.sum(2)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _largest(best, routing.top_groups), True)
+        chosen = groups.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)
+    ids = _largest(chosen, routing.top_k)
+    weights = scores.gather(1, ids)
+    if routing.normalize:
+        weights = weights / (weights.sum(1, keepdim=True) + routing.normalize_eps)
+    return weights * routing.scaling, ids.int()
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Indices [T, count] of the largest values [T, N], best first; of equal ones the lower index."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]

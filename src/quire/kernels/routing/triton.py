@@ -1,0 +1,103 @@
+"""Routing in one kernel: a program of one warp per token.
+
+Scores become 64-bit numbers of which the largest is sought k times: the score's bits, so turned that they order as
+integers, above the expert's number counted from the end. So of equal scores the lower number wins, no two experts are
+equal, and what is not a number chooses experts like anything else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.config.experts import Routing
+from quire.kernels import pdl
+from quire.kernels.linear.gemv import bucket
+from quire.kernels.triton_runtime import jit, tl
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.routing`."""
+    rows, k = logits.shape[0], routing.top_k
+    weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
+    if rows:
+        in_pdl = pdl.in_use()
+        size = routing.num_experts // routing.num_groups
+        _route_kernel[(rows,)](
+            logits, bias, weights, ids, logits.stride(0), routing.normalize_eps, routing.scaling, k, bucket(k),
+            routing.num_experts, size, bucket(size), routing.num_groups, bucket(routing.num_groups),
+            routing.top_groups, routing.scoring == "softmax", routing.group_score == "top2", routing.normalize,
+            in_pdl, num_warps=1, **pdl.options(in_pdl))
+    return weights, ids
+
+
+@jit
+def _turn(bits):
+    """The bits of a float32 <-> an int32 of the same order."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def _key(score, last):
+    """A score above a number of 32 bits."""
+    return (_turn(score.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | last.to(tl.int64)
+
+
+@jit
+def _score(key):
+    """The score of a key."""
+    return _turn((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _route_kernel(
+    logits, bias, weights, ids, stride, eps, scaling, K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr, TOP2: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    NEVER: tl.constexpr = -(2**63)
+    row = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, G)[:, None], tl.arange(0, S)[None, :]
+    expert = group * SIZE + member
+    there = (group < GROUPS) & (member < SIZE)
+    logit = tl.load(logits + row * stride + expert, mask=there, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        score = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
+        score = score / tl.sum(tl.sum(score, 1), 0)
+    else:
+        score = 1 / (1 + tl.exp(-logit))
+    chosen = score
+    if bias is not None:
+        chosen += tl.load(bias + expert, mask=there, other=0.0)
+    last = EXPERTS - 1 - expert
+    key = tl.where(there, _key(chosen, last), NEVER)
+    if GROUPS > 1:
+        first = tl.max(key, 1, keep_dims=True)
+        best = _score(first)
+        if TOP2:
+            best += _score(tl.max(tl.where(key == first, NEVER, key), 1, keep_dims=True))
+        rank = tl.where(group < GROUPS, _key(best, GROUPS - 1 - group), NEVER)
+        kept = group < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            found = rank == tl.max(rank, 0, keep_dims=True)
+            kept = kept | found
+            rank = tl.where(found, NEVER, rank)
+        key = tl.where(kept | (key == NEVER), key, _key(tl.full([1, 1], float("-inf"), tl.float32), last))
+    col = tl.arange(0, WIDTH)
+    weight, name = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.int32)
+    for j in tl.static_range(K):
+        most = tl.max(tl.max(key, 1), 0)
+        picked = EXPERTS - 1 - (most & 0xFFFFFFFF).to(tl.int32)
+        if bias is None:
+            value = _score(most)
+        else:
+            value = tl.sum(tl.sum(tl.where(key == most, score, 0.0), 1), 0)
+        weight, name = tl.where(col == j, value, weight), tl.where(col == j, picked, name)
+        key = tl.where(key == most, NEVER, key)
+    if NORMALIZE:
+        weight = weight / (tl.sum(weight, 0) + eps)
+    tl.store(weights + row * K + col, weight * scaling, mask=col < K)
+    tl.store(ids + row * K + col, name, mask=col < K)

@@ -1,0 +1,72 @@
+"""What each implementation of an operation can do and what it needs of a machine: data, read without PyTorch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+# What a machine may have -> the function that says why this process cannot use it, or "".
+NEEDS: Mapping[str, str] = {
+    "triton": "quire.kernels.triton_runtime:missing",
+    "hopper": "quire.kernels.triton_runtime:missing_hopper",
+    "native": "quire.kernels.native.library:missing",
+    "native AMX": "quire.kernels.native.library:missing_amx",
+    "packed linears": "quire.kernels.linear.cpu:missing",
+    "flash attention": "quire.kernels.attention.cpu:missing",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """What an implementation can do.
+
+    features       words of the operation's `__init__`;  extra  those it has only where a need is met, by need
+    max_head_dim   the widest attention head; None: any
+    needs          keys of `NEEDS`: without one of them it cannot run
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[str]
+    features: frozenset[str] = frozenset()
+    extra: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    max_head_dim: int | None = None
+    needs: tuple[str, ...] = ()
+
+
+_WHOLE = frozenset({"float32", "bfloat16"})
+_ALL = _WHOLE | {"float16"}
+_SCORES = frozenset({"window", "soft_cap", "sinks"})
+REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)
+TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
+PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
+NATIVE = replace(PLAIN, needs=("native",))
+_SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
+
+# Operation -> its implementations, best first. Every one ends with the reference, which needs nothing.
+SUPPORTS: dict[str, Mapping[str, Support]] = {
+    "norm": _SMALL,
+    "heads": _SMALL,
+    "activation": _SMALL,
+    "linear": {
+        "cuda": Support(devices=frozenset({"cuda"}), dtypes=_ALL, features=frozenset({"add", "out"}),
+                        extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
+        "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
+                          features=frozenset({"add", "gated", "rows"}), needs=("native AMX",)),
+        "cpu": replace(PLAIN, needs=("packed linears",)),
+        "ref": REFERENCE,
+    },
+    "attention": {
+        "hopper": replace(TRITON, dtypes=_ALL - {"float32"}, features=_SCORES, max_head_dim=128, needs=("hopper",)),
+        "triton": replace(TRITON, features=_SCORES, max_head_dim=256),
+        "native": replace(NATIVE, features=frozenset({"tape"}), max_head_dim=512, needs=("flash attention", "native")),
+        "cpu": replace(PLAIN, needs=("flash attention",)),
+        "ref": replace(REFERENCE, features=_SCORES),
+    },
+    "latent": {"triton": TRITON, "cpu": replace(PLAIN, needs=("flash attention",)), "ref": REFERENCE},
+    "routing": {"triton": TRITON, "ref": REFERENCE},
+    "experts": {
+        "triton": TRITON,
+        "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"})),
+        "cpu": PLAIN,
+        "ref": REFERENCE,
+    },
+}  # fmt: skip
+DENSE = ("norm", "heads", "activation", "linear", "attention")  # operations of a model with plain layers

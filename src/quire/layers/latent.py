@@ -1,0 +1,125 @@
+"""Multi-head latent attention over the paged cache, in two forms of one layer.
+
+Absorbed, queries and sums go through the projection that expands a latent, and what is attended to are the latents;
+naive, every latent is expanded to keys and values. The first costs less for few rows, the second for many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.latent import LatentArgs
+from quire.kernels.attention import AttentionMeta
+from quire.kernels.latent import LatentView, sequences
+from quire.layers.context import Build, StepContext
+from quire.layers.linear import Linear
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rotation
+
+
+def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
+    """Rows up to which a sequence is absorbed, and why. `form`: "auto", or "absorbed" or "naive" wherever possible."""
+    most = {"absorbed": math.inf, "naive": 0.0}.get(form, args.break_even)
+    what = {math.inf: "absorbed", 0.0: "naive"}.get(most, f"absorbed up to {most:.0f} rows of a sequence, else naive")
+    return most, f"{what} ({'least arithmetic' if form == 'auto' else 'asked for'})"
+
+
+def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, AttentionMeta | None]:
+    """The part of a step that is absorbed, and what is naive: all sequences from the first with more than `most` rows
+    on, for rows of one form are to be together, and decodes come first. Nothing is, where the host does not know."""
+    known = meta.prompts
+    if known is None and not (isinstance(meta.seq_lens, Tensor) and meta.seq_lens.is_cuda):
+        known = sequences(meta)
+    naive = tuple(itertools.dropwhile(lambda prompt: prompt[1] - prompt[0] <= most, known or ()))
+    if known is None or not naive:
+        return meta, None
+    count = naive[0][2]
+    few = replace(
+        meta, query_start=meta.query_start[: count + 1], seq_lens=meta.seq_lens[:count],
+        table_rows=None if meta.table_rows is None else meta.table_rows[:count], shared=None,
+        max_query_len=max((last - first for first, last, *_ in known[: -len(naive)]), default=meta.decode_len),
+    )  # fmt: skip
+    return few, replace(meta, prompts=naive)
+
+
+class LatentAttention(nn.Module):
+    """Compressed queries (or plain ones), latents and rotated keys, cache write, attention, output.
+
+    form   see `choose_form`
+    """
+
+    def __init__(self, args: ModelArgs, build: Build, form: str = "auto") -> None:
+        super().__init__()
+        sizes = args.latent
+        assert sizes is not None
+        self.sizes, self.num_heads, self.kernel = sizes, args.num_heads, build.kernels.latent
+        self.most_absorbed, self.reason = choose_form(sizes, form)
+        hidden, rank = args.hidden_size, sizes.kv_rank
+
+        def linear(inner: int, outer: int) -> Linear:
+            return Linear(inner, {"": outer}, False, build)
+
+        self.q_down = linear(hidden, sizes.q_rank) if sizes.q_rank else None
+        self.q_norm = RMSNorm(sizes.q_rank, sizes.norm_eps, build) if sizes.q_rank else None
+        self.q = linear(sizes.q_rank or hidden, args.num_heads * (sizes.nope_dim + sizes.rope_dim))
+        self.kv_down: Linear | None = linear(hidden, rank + sizes.rope_dim)
+        self.kv_norm = RMSNorm(rank, sizes.norm_eps, build)
+        self.kv_up: Linear | None = linear(rank, args.num_heads * (sizes.nope_dim + sizes.v_dim))
+        self.output = linear(args.num_heads * sizes.v_dim, hidden)
+        self.up: Tensor | None = None
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Stack the two projections of the hidden state; keep the one of the latent as [H, P + V, L].
+
+        Where neighbours form the pairs that are rotated, the rows that make them are reordered: first all first ones.
+        """
+        assert self.kv_down is not None and self.kv_up is not None, "packed twice"
+        first, kv = self.q_down or self.q, self.kv_down.weight
+        assert first.weight is not None and kv is not None and self.q.weight is not None
+        assert self.kv_up.weight is not None
+        if self.sizes.interleaved:
+            heads = self.q.weight.unflatten(0, (self.num_heads, -1))
+            for turned in (heads[:, self.sizes.nope_dim :], kv[None, self.sizes.kv_rank :]):
+                turned.copy_(torch.cat((turned[:, ::2], turned[:, 1::2]), 1))
+        first.weight = nn.Parameter(torch.cat((first.weight, kv)), requires_grad=False)
+        self.up = self.kv_up.weight.detach().unflatten(0, (self.num_heads, -1))
+        self.kv_down = self.kv_up = None
+
+    def forward(self, hidden: Tensor, norm: RMSNorm, rotation: Rotation, ctx: StepContext, kv: LatentView) -> Tensor:
+        """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory.
+
+        Writes this step's latents and rotated keys to `kv` before anything attends.
+        """
+        sizes, meta, tokens = self.sizes, ctx.attention, len(hidden)
+        assert self.up is not None, "run before pack()"
+        down = (self.q_down or self.q).normed(hidden, norm)
+        width = sizes.kv_rank + sizes.rope_dim
+        q, latent = down[:, :-width], down[:, -width:]
+        if self.q_norm is not None:
+            q = self.q.normed(q, self.q_norm)
+        q = self.kernel.prepare(q.unflatten(1, (self.num_heads, -1)), latent, self.kv_norm.weight, sizes.norm_eps,
+                                *rotation, kv, meta.kv_slots)  # fmt: skip
+        out = hidden.new_empty(tokens, self.num_heads, sizes.v_dim)
+        few, many = split(meta, self.most_absorbed)
+        rows = many.prompts[0][0] if many is not None and many.prompts else tokens
+        if rows:
+            self._absorb(q[:rows], self.up, kv, few, out[:rows])
+        if many is not None:
+            self.kernel.expanded(q, self.up, kv, many, sizes.scale, out)
+        return self.output.add(out.flatten(1), hidden)
+
+    def _absorb(self, q: Tensor, up: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:
+        """Attention of rows q [n, H, P + R] in latents -> out [n, H, V]."""
+        keys, values = up.split([self.sizes.nope_dim, self.sizes.v_dim], dim=1)
+        plain, turned = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=2)
+        latents = q.new_empty(len(q), self.num_heads, self.sizes.kv_rank)
+        torch.bmm(plain.transpose(0, 1), keys, out=latents.transpose(0, 1))
+        sums = self.kernel.absorbed(latents, turned, kv, meta, self.sizes.scale)
+        torch.bmm(sums.transpose(0, 1), values.transpose(1, 2), out=out.transpose(0, 1))

@@ -1,0 +1,104 @@
+"""Which functions of which operations a model calls, in order: the branches of `layers/`, taken by what the chosen
+linear kernel can do (`linear`, its features). A test holds this equal to what is really called. No torch."""
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from quire.config.checkpoint import ModelArgs
+
+
+class Call(NamedTuple):
+    """A function ("linear.run") and the parameters it reads, by their names below the layer; `when`: not always."""
+
+    function: str
+    parameters: tuple[str, ...] = ()
+    when: str = ""
+
+
+def pack_function(args: ModelArgs, name: str, linear: Collection[str]) -> str:
+    """The function that packs a parameter for its kernel; "" where it stays as it is."""
+    if name.endswith((".experts.gate_up", ".experts.down")):
+        return "experts.pack"
+    plain = ("norm.weight", ".kv_up.weight", "bias", *(() if args.tie_word_embeddings else ("embed.weight",)))
+    if name.endswith(plain):
+        return ""
+    return "linear.pack_gated" if name.endswith("gate_up.weight") and "gated" in linear else "linear.pack"
+
+
+def embedding_calls(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
+    """Token ids -> hidden states."""
+    rows = "plain" in linear or args.tie_word_embeddings and "rows" in linear
+    yield Call("linear.rows" if rows else "torch.nn.functional.embedding", ("embed.weight",))
+
+
+def head_calls(args: ModelArgs) -> Iterator[Call]:
+    """Hidden states of the sampled rows -> logits."""
+    yield Call("norm.rms_norm", ("norm.weight",))
+    yield Call("linear.run_float", ("embed.weight" if args.tie_word_embeddings else "head.weight",))
+
+
+def layer_calls(args: ModelArgs, layer: int, linear: Collection[str]) -> Iterator[Call]:
+    """Hidden states -> hidden states, through attention and a feed-forward layer."""
+    if args.latent:
+        yield from _latent(args, linear)
+    else:
+        yield from _normed("attention_norm.weight", _weights("attention.qkv", args.attention_bias), linear)
+        yield Call("heads.prepare", ("attention.q_norm.weight", "attention.k_norm.weight") if args.qk_norm else ())
+        yield Call("attention.paged_attention")
+    yield _add("attention.output", args.output_bias, linear)
+    if args.moe and layer in args.moe.layers:
+        yield from _experts(args, linear)
+    else:
+        yield from _gated("mlp.", args.mlp_bias, linear, "mlp_norm.weight")
+        yield _add("mlp.down", args.mlp_bias, linear)
+
+
+def _latent(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
+    sizes = args.latent
+    assert sizes is not None
+    first = "attention.q_down.weight" if sizes.q_rank else "attention.q.weight"
+    yield from _normed("attention_norm.weight", (first, "attention.kv_down.weight"), linear)
+    if sizes.q_rank:
+        yield from _normed("attention.q_norm.weight", ("attention.q.weight",), linear)
+    yield Call("latent.prepare", ("attention.kv_norm.weight",))
+    for form, when in (("absorbed", "up to"), ("expanded", "more than")):
+        yield Call(f"latent.{form}", ("attention.kv_up.weight",), f"{when} {sizes.break_even:.0f} rows of a sequence")
+
+
+def _experts(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
+    moe = args.moe
+    assert moe is not None
+    yield Call("norm.rms_norm", ("mlp_norm.weight",))
+    yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
+    yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
+    if moe.shared_size:
+        yield from _gated("mlp.shared.", False, linear)
+        if moe.shared_gate:
+            yield Call("linear.run", ("mlp.shared_gate.weight",))
+        yield _add("mlp.shared.down", False, linear)
+    yield Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+
+
+def _weights(name: str, bias: bool) -> tuple[str, ...]:
+    return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
+
+
+def _normed(norm: str, weights: tuple[str, ...], linear: Collection[str], run: str = "") -> Iterator[Call]:
+    """A projection of what is normalized first; `run`: "", or "_gated"."""
+    if "norm" in linear:
+        yield Call(f"linear.run_norm{run}", (norm, *weights))
+    else:
+        yield from (Call("norm.rms_norm", (norm,)), Call(f"linear.run{run}", weights))
+
+
+def _gated(at: str, bias: bool, linear: Collection[str], norm: str = "") -> Iterator[Call]:
+    """Gate and up with their activation, after a norm if there is one."""
+    weights, run = _weights(f"{at}gate_up", bias), "_gated" if "gated" in linear else ""
+    yield from _normed(norm, weights, linear if run else (), run) if norm else (Call(f"linear.run{run}", weights),)
+    if not run:
+        yield Call("activation.silu_mul")
+
+
+def _add(name: str, bias: bool, linear: Collection[str]) -> Call:
+    """A projection that is added to the residual stream."""
+    return Call("linear.run_add" if "add" in linear else "linear.run", _weights(name, bias))

@@ -1,0 +1,16 @@
+"""DeepSeek-V3 and R1: as V2, routed by sigmoid scores with a bias that balances the experts."""
+
+from quire.layers.params import NameMap
+from quire.models import names
+
+NAME_MAP: NameMap = (
+    *names.EMBEDDING_AND_HEAD,
+    *names.BLOCK_NORMS,
+    *names.LATENT_ATTENTION,
+    *names.DIRECT_QUERY,
+    *names.COMPRESSED_QUERY,
+    *names.GATED_MLP,
+    *names.EXPERTS,
+    *names.ROUTER_BIAS,
+    *names.SHARED_EXPERTS,
+)

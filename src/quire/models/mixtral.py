@@ -1,0 +1,14 @@
+"""Mixtral (Mistral AI): experts in every feed-forward layer, under names of their own."""
+
+from quire.layers.params import NameMap
+from quire.models import names
+
+NAME_MAP: NameMap = (
+    *names.EMBEDDING_AND_HEAD,
+    *names.BLOCK_NORMS,
+    *names.ATTENTION,
+    ("model.layers.{i}.block_sparse_moe.gate.weight", "layers.{i}.mlp.router.weight", ""),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "layers.{i}.mlp.experts.gate_up", "{e}.gate"),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", "layers.{i}.mlp.experts.gate_up", "{e}.up"),
+    ("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", "layers.{i}.mlp.experts.down", "{e}."),
+)

@@ -1,0 +1,231 @@
+"""Everything that was decided for an engine, as one value: what it is made of, what runs when, and why. No torch.
+
+`assemble` makes it of the objects that the engine runs, `quire explain` of those that it would run; both print what
+`describe` returns.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.placement import ALONE, Parallel, Rank, collectives, ranks
+from quire.config.resolve import DTypePlan, MemoryPlan
+from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
+from quire.contracts.errors import ConfigError
+from quire.kernels.select import Choice, Needs, Probe, objection
+from quire.kernels.supports import SUPPORTS
+from quire.layers.params import Param
+from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
+from quire.models.registry import ITEM_BYTES
+from quire.weights.files import stored_in
+
+_READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
+PHASES = {
+    "cpu": _READ | {"weights": "every file once, tensors to their rows, packed for the kernels",
+                    "engine": "KV cache, worker, scheduler"},
+    "cuda": _READ | {"device": "CUDA context, size of weights and batch",
+                     "weights": "files streamed to the device, packed for the kernels",
+                     "kernels": "every kernel compiled or found in the cache, the largest step run once and measured",
+                     "graphs": "KV cache in what is left, CUDA graphs of steps", "engine": "scheduler"},
+}  # fmt: skip
+WHOLE = ("embed.weight", "head.weight", "norm.weight", ".router.weight", ".shared_gate.weight")  # never quantized
+SCALE_BYTES = 4  # of a block of FP8
+NEVER = 1 << 30  # query rows: a number for JSON
+MISSING = "not implemented yet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """The choices of one engine.
+
+    folder        of config.json and weights;  layout  of the whole model, whatever a rank holds of it
+    machine       the device in words
+    memory        of the rank that has least room, or why nothing fits;  sequences  requests that may run at once
+    moe           plans of the expert layers by phase, or why there is none
+    quantization  of config.json
+    """
+
+    name: str
+    folder: Path
+    args: ModelArgs
+    layout: Sequence[Param]
+    device: str
+    machine: str
+    dtype: DTypePlan
+    kernels: tuple[Choice, ...]
+    memory: MemoryPlan | str
+    sequences: int
+    moe: Mapping[str, MoEPlan | str] = field(default_factory=dict)
+    parallel: Parallel = ALONE
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        """All of it as plain values; reads the headers of the weights, where there are any."""
+        args, stored, plan = self.args, stored_in(self.folder), self.moe.get("decode")
+        sent = collectives(args, self.parallel, ITEM_BYTES[self.dtype.dtype],
+                           plan.dispatcher if isinstance(plan, MoEPlan) else "")  # fmt: skip
+        method = self.quantization.get("quant_method", "")
+        words = f"{method} in blocks of {self._block[0]} x {self._block[1]}" if self._block else method
+        return {
+            "model": {
+                "name": self.name, "type": args.model_type, "architecture": args.architecture,
+                "parameters": sum(prod(param.shape) for param in self.layout),
+                "bytes": sum(map(self.num_bytes, self.layout)), "dtype": self.dtype.dtype,
+                "dtype_reason": self.dtype.reason, "notes": args.notes,
+                "format": f"{words}: {MISSING}" if words else "unquantized",
+            },
+            "machine": self.machine,
+            "kernels": [asdict(choice) for choice in self.kernels],
+            "latent": args.latent and asdict(args.latent) | {"break_even": min(args.latent.break_even, NEVER)},
+            "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.moe.items()},
+            "layers": list(self._layers(stored)),
+            "not_read": self._not_read(stored),
+            "memory": self._memory(),
+            "ranks": [asdict(rank) | {"bytes": held} for rank, held in self.held],
+            "collectives": [asdict(one) for one in sent],
+            "phases": PHASES[self.device],
+        }  # fmt: skip
+
+    @cached_property
+    def held(self) -> list[tuple[Rank, int]]:
+        """Every rank, and the bytes of the parameters that it holds."""
+        return [(rank, sum(self.num_bytes(param, rank) for param in self.layout if self._is_on(param, rank)))
+                for rank in ranks(self.args, self.parallel)]  # fmt: skip
+
+    def num_bytes(self, param: Param, rank: Rank | None = None) -> int:
+        """Bytes of a parameter, of a rank's part or of all of it; with scales, where it is stored in blocks of FP8."""
+        pieces, item = self._pieces(param, rank), ITEM_BYTES[param.dtype or self.dtype.dtype]
+        if not self._block or not self._is_quantized(param):
+            return sum(count * rows * width * item for count, rows, width in pieces)
+        high, wide = self._block
+        return sum(count * (rows * width + SCALE_BYTES * -(-rows // high) * -(-width // wide))
+                   for count, rows, width in pieces)  # fmt: skip
+
+    def _pieces(self, param: Param, rank: Rank | None) -> Iterable[tuple[int, int, int]]:
+        """(how many, rows, columns) of the checkpoint tensors, or of a rank's parts of them; what does not divide is
+        filled up."""
+        sizes, width, tp = [part.rows for part in param.parts], prod(param.shape[1:]), self.parallel.tp
+        if rank is None or not param.shard:
+            return [(len(list(same)), rows, width) for rows, same in groupby(sizes)]
+        if param.shard == "experts" and self.parallel.experts:
+            assert self.args.moe is not None
+            owned = rank.experts[1] - rank.experts[0]
+            return [(owned * len(sizes) // self.args.moe.routing.num_experts, sizes[0], width)]
+        if param.shard == "columns" or param.name.endswith(".down"):
+            return [(len(sizes), sizes[0], -(-width // tp))]
+        kv = (rank.kv_heads[1] - rank.kv_heads[0]) * self.args.head_dim if ".qkv." in param.name else 0
+        return [(1, kv if index and kv else -(-rows // tp), width) for index, rows in enumerate(sizes)]
+
+    def _is_on(self, param: Param, rank: Rank) -> bool:
+        if (layer := _layer(param.name)) >= 0:
+            return rank.layers[0] <= layer < rank.layers[1]
+        tied = self.args.tie_word_embeddings
+        return rank.first or rank.last and tied if param.name == "embed.weight" else rank.last
+
+    # --- layers and their weights ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _block(self) -> tuple[int, ...]:
+        """Rows and columns that share a scale; () where weights are not stored in blocks."""
+        return tuple(self.quantization.get("weight_block_size") or ())
+
+    def _is_quantized(self, param: Param) -> bool:
+        return bool(self.quantization) and len(param.shape) > 1 and not param.name.endswith(WHOLE)
+
+    def _names(self, param: Param) -> list[str]:
+        """Checkpoint tensors that a parameter is made of."""
+        ends = ("", "_scale_inv") if self._block and self._is_quantized(param) else ("",)
+        return [part.stored + end for part in param.parts for end in ends]
+
+    @cached_property
+    def _chosen(self) -> dict[str, Choice]:
+        return {choice.op: choice for choice in self.kernels}
+
+    def _qualified(self, function: str) -> str:
+        """"linear.run" -> the function of the chosen implementation."""
+        op, _, rest = function.partition(".")
+        return f"quire.kernels.{op}.{self._chosen[op].name}.{rest}" if op in self._chosen else function
+
+    def _layers(self, stored: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        args, linear = self.args, self._chosen["linear"].features
+        for layer, group in groupby(self.layout, key=lambda param: _layer(param.name)):
+            params = {param.name.removeprefix(f"layers.{layer}."): param for param in group}
+            first = "embed.weight" in params
+            calls = list(layer_calls(args, layer, linear) if layer >= 0 else
+                         embedding_calls(args, linear) if first else head_calls(args))  # fmt: skip
+            run = {parameter: call.function for call in reversed(calls) for parameter in call.parameters}
+            weights = [self._weight(param, run[name], linear, stored) for name, param in params.items()]
+            yield {
+                "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
+                "parameters": sum(one["parameters"] for one in weights), "bytes": sum(one["bytes"] for one in weights),
+                "calls": [call._asdict() | {"function": self._qualified(call.function)} for call in calls],
+                "weights": weights,
+            }  # fmt: skip
+
+    def _weight(self, param: Param, run: str, linear: Collection[str], stored: Mapping[str, str]) -> dict[str, Any]:
+        loader = "stream.stream_weights" if self.device == "cuda" and "plain" in linear else "load.load_weights"
+        pack = pack_function(self.args, param.name, linear)
+        steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack), "run": self._qualified(run)}
+        quantized = self._is_quantized(param)
+        stands = "float8_e4m3" if quantized and self._block else param.dtype or self.dtype.dtype
+        return {
+            "name": param.name, "shape": param.shape, "shard": param.shard, "dtype": stands,
+            "parameters": prod(param.shape), "bytes": self.num_bytes(param),
+            **(dict.fromkeys(steps, MISSING) if quantized else steps),
+            "stored": {name: stored.get(name) for name in self._names(param)},
+        }  # fmt: skip
+
+    def _not_read(self, stored: Mapping[str, str]) -> dict[str, int]:
+        """Tensors of the checkpoint that nothing is made of, layers behind the last one together -> their number."""
+        read = {name for param in self.layout for name in self._names(param)}
+        layers = [f"model.layers.{self.args.num_layers + i}." for i in range(self.args.extra_layers)]
+        found = {f"{layer}*": 0 for layer in layers}
+        for name in sorted(stored.keys() - read):
+            shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
+            found[shown] = found.get(shown, 0) + 1
+        return found
+
+    def _memory(self) -> dict[str, Any]:
+        weights, plan = max(held for _, held in self.held), self.memory
+        if isinstance(plan, str):
+            return {"weights": weights, "refused": plan}
+        page, size = plan.geometry.page_bytes, plan.geometry.block_size
+        return {
+            "weights": weights, "kv_bytes_per_token": page / size, "block_size": size, "page_bytes": page,
+            "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in plan.geometry.groups[0].components],
+            "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,
+            "max_model_len": plan.max_model_len, "sequences": self.sequences, "notes": plan.notes,
+            "full_sequences": round(plan.num_tokens / plan.max_model_len, 2), "budget": str(plan.budget or ""),
+        }  # fmt: skip
+
+
+def moe_plans(args: ModelArgs, kernels: Iterable[Choice], needs: Needs, probe: Probe, *, parallel: Parallel = ALONE,
+              quantization: str = "unquantized") -> dict[str, MoEPlan | str]:  # fmt: skip
+    """How experts are run in each phase by a model for which `kernels` were chosen; {} without experts."""
+    able = tuple((name, objection(support, needs, probe)) for name, support in SUPPORTS["experts"].items())
+    hardware, plans = Hardware(device=needs.device, kernels=able), dict[str, MoEPlan | str]()
+    for phase in ("prefill", "decode") if args.moe else ():
+        try:
+            plans[phase] = plan = resolve_moe(args, quantization, parallel, hardware, phase)
+            assert parallel.size > 1 or ("experts", plan.experts) in ((one.op, one.name) for one in kernels)
+        except ConfigError as error:
+            plans[phase] = str(error)
+    return plans
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a parameter belongs to; -1: none."""
+    return int(name.split(".")[1]) if name.startswith("layers.") else -1
+
+
+def _kind(calls: Iterable[Call]) -> str:
+    called = {call.function.partition(".")[0] for call in calls}
+    if not called & {"attention", "latent"}:
+        return "norm and head" if "norm" in called else "embedding"
+    attention = "latent" if "latent" in called else "grouped-query"
+    return f"{attention} attention, {'experts' if 'experts' in called else 'feed-forward'}"

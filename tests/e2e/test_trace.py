@@ -1,0 +1,144 @@
+"""`quire trace`: what it shows is what was called, and nothing of it stays."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.assemble import plain
+from quire.contracts.errors import PromptTooLong
+from quire.entry.cli.main import main
+from quire.explain.trace import Span, _stops, recording, trace
+
+OPTIONS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory_bytes": 1 << 24, "use_tqdm_on_load": False}
+PROMPT = [11, 12, 13, 14, 15]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(async_depth=1, **OPTIONS) as llm:
+        yield llm
+
+
+def flat(span: Span) -> Iterator[Span]:
+    yield span
+    for inner in span.inside:
+        yield from flat(inner)
+
+
+def names(span: Span) -> list[str]:
+    return [one.name for one in flat(span)]
+
+
+def steps(root: Span) -> list[Span]:
+    return [span for span in flat(root) if span.phase]
+
+
+def test_every_room_is_passed_in_the_order_of_the_design(llm: LLM) -> None:
+    passed = names(trace(llm, "The quire is folded.", max_tokens=3))
+    way = ["LLM.generate", "FrontEnd.start", "FrontEnd.encode", "EngineCore.add", "LLM._step", "EngineCore.step",
+           "Scheduler.plan", "KVAllocator.match", "KVAllocator.admit", "InProcessExecutor.submit", "Worker.run",
+           "SlotTables.apply", "worker.inputs.build_inputs", "embed", "Rotary.rows", "layers.0", "layers.0.attention",
+           "layers.0.mlp", "layers.7", "norm", "head", "Sampler.sample", "InProcessExecutor.collect", "Finisher.apply",
+           "FrontEnd.apply", "Finisher.end", "KVAllocator.free", "SequenceText.push"]
+    at = [passed.index(name) for name in way]
+    assert at == sorted(at)
+
+
+def test_prefill_and_decode_steps_are_apart_with_their_shapes(llm: LLM) -> None:
+    root = trace(llm, PROMPT, max_tokens=4)
+    found = steps(root)
+    assert [step.phase for step in found] == ["step 0: prefill, 5 tokens", *(f"step {i}: decode, 1 token"
+                                                                            for i in (1, 2, 3))]
+    for step, rows in zip(found, (5, 1, 1, 1), strict=True):
+        (layer,) = (span for span in flat(step) if span.name == "layers.3")
+        assert layer.gives == f"bf16[{rows},256]" or layer.gives == f"f32[{rows},256]"
+        assert layer.where.startswith("layers/decoder.py:") and f"i64[{rows}]" in layer.takes
+        (head,) = (span for span in flat(step) if span.name == "head")
+        assert head.gives == "f32[1,8192]"
+        (sampled,) = (span for span in flat(step) if span.name == "Sampler.sample")
+        assert sampled.gives == "SampleOutput(tokens i64[1], codes u8[1])"
+    assert all(a.end <= b.begin for a, b in zip(found[:-1], found[1:], strict=True))
+    for span in flat(root):
+        assert span.begin <= span.end and all(span.begin <= inner.begin <= inner.end <= span.end
+                                              for inner in span.inside)
+
+
+def test_a_prompt_in_chunks_has_several_prefill_steps() -> None:
+    with LLM(async_depth=1, max_num_batched_tokens=16, max_num_seqs=4, **OPTIONS) as llm:
+        found = [step.phase for step in steps(trace(llm, list(range(40)), max_tokens=2))]
+    assert found == ["step 0: prefill, 16 tokens", "step 1: prefill, 16 tokens", "step 2: prefill, 8 tokens",
+                     "step 3: decode, 1 token"]
+
+
+def test_another_kernel_is_another_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {choice.op: choice.name for choice in llm.engine.kernels.choices}
+    called = set(names(trace(llm, PROMPT)))
+    assert f"norm.{chosen['norm']}.rms_norm" in called and not any(name.startswith("norm.ref.") for name in called)
+    monkeypatch.setattr(plain, "build_model", partial(plain.build_model, kernels={"norm": "ref", "attention": "ref"}))
+    with LLM(async_depth=1, **OPTIONS) as other:
+        spans = list(flat(trace(other, PROMPT)))
+    called = {span.name for span in spans}
+    assert "norm.ref.rms_norm" in called and "attention.ref.paged_attention" in called
+    assert not called & {f"norm.{chosen['norm']}.rms_norm", "quire_rms_norm", "quire_attend_rows"}
+    assert {s.where.partition(":")[0] for s in spans if s.name == "norm.ref.rms_norm"} == {"kernels/norm/ref.py"}
+
+
+def test_the_kernels_that_were_chosen_are_those_that_are_called(llm: LLM) -> None:
+    called = names(trace(llm, PROMPT))
+    for choice in llm.engine.kernels.choices:
+        assert any(name.startswith(f"{choice.op}.{choice.name}.") for name in called) or choice.op == "activation"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
+    before = {(owner, name): vars(owner).get(name, "nothing") for owner, name, _ in _stops(llm)}
+    assert len(before) > 200
+    if fails:
+        with pytest.raises(PromptTooLong), recording(llm) as root:
+            assert not any(vars(owner)[name] is value for (owner, name), value in before.items())
+            llm.generate([1] * 99_999, use_tqdm=False)
+        assert names(root)[:2] == ["", "LLM.generate"] and root.inside[0].end
+    else:
+        trace(llm, PROMPT)
+    assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
+    assert llm.engine.worker.on_hidden is None
+
+
+def test_the_file_holds_complete_events_that_lie_in_each_other(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "trace.json"
+    flags = ["--num-threads", "1", "--kv-cache-memory-bytes", str(1 << 24)]
+    assert main(["trace", "-p", "The quire", "--max-tokens", "5", "--out", str(file), *flags]) == 0
+    text = capsys.readouterr().out
+    assert "layers.1 to layers.7: the same stops, 7 in all" in text and "(as before)" in text
+    assert text.count("step 0: prefill") == text.count("step 1: decode") == 1 and "step 2 to step 3: the same" in text
+    events = json.loads(file.read_text())["traceEvents"]
+    assert all(e["ph"] == "X" and e["pid"] == e["tid"] == 1 and e["dur"] >= 0 and e["ts"] >= 0 for e in events)
+    open_ones: list[dict[str, Any]] = []
+    for event in events:  # in the order of their begins: each lies in the one that is open, or begins after its end
+        while open_ones and event["ts"] > open_ones[-1]["ts"] + open_ones[-1]["dur"] - 1e-9:
+            open_ones.pop()
+        for outer in open_ones:
+            assert event["ts"] + event["dur"] <= outer["ts"] + outer["dur"] + 1e-6
+        open_ones.append(event)
+    assert {e["cat"].partition(", ")[0] for e in events} >= {"entry", "step 0: prefill", "step 4: decode"}
+    kernel = next(e for e in events if e["args"]["where"].startswith("kernels/") and e["args"]["takes"])
+    assert kernel["cat"].startswith("step 0") and kernel["args"]["gives"]
+
+
+def test_full_leaves_out_nothing(llm: LLM) -> None:
+    root = trace(llm, PROMPT)
+    full = list(root.render(None))
+    assert sum(" ms  " in line for line in full) == len(list(flat(root)))
+    assert not any("as before" in line or "the same" in line for line in full)
+    assert len(list(root.render(set()))) < len(full) / 3
+
+
+def test_a_file_that_cannot_be_written_is_the_users_to_know(capsys: Any) -> None:
+    flags = ["--num-threads", "1", "--kv-cache-memory-bytes", str(1 << 24)]
+    assert main(["trace", "", "Hello", "--max-tokens", "1", "--out", "/no/such/folder/trace.json", *flags]) == 3
+    assert "--out: /no/such/folder/trace.json cannot be written" in capsys.readouterr().err

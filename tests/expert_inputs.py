@@ -1,0 +1,41 @@
+"""Inputs for tests of the expert kernels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """`spread`: how tokens choose experts: "even", all "one", or "few" of them."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    spread: str = "even"
+
+
+CASES = (
+    Case(1, 4, 2, 520, 24), Case(1, 8, 8, 16, 264), Case(3, 8, 3, 72, 40), Case(4, 5, 1, 40, 24, "one"),
+    Case(7, 8, 8, 64, 24), Case(33, 6, 2, 96, 48, "few"), Case(70, 4, 1, 64, 72, "one"), Case(130, 16, 6, 32, 72),
+    Case(0, 4, 2, 32, 16),
+)  # fmt: skip
+
+
+def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x [T, H], weights [T, k], ids [T, k], gate_up [E, 2I, H], down [E, H, I]."""
+    random = torch.Generator(device).manual_seed(case.tokens)
+    t, e, h, i = case.tokens, case.experts, case.hidden, case.inner
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device=device)
+
+    scores = draw(t, e)
+    if case.spread != "even":
+        scores[:, : max(case.top_k, 1 if case.spread == "one" else 3)] += 100
+    weights, ids = scores.topk(case.top_k)
+    gate_up, down = (draw(e, 2 * i, h) * h**-0.5).to(dtype), (draw(e, h, i) * i**-0.5).to(dtype)
+    return draw(t, h).to(dtype), weights.softmax(1) * 1.7, ids.int(), gate_up, down

@@ -1,0 +1,153 @@
+"""Routing and experts on a GPU against their references, at the shapes of real models."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.experts import Routing
+from quire.kernels import pdl, triton_runtime
+from quire.kernels.experts import grouped, ref
+from quire.kernels.routing import ref as routing_ref
+from quire.kernels.routing import uniform
+
+from ..expert_inputs import Case, make
+
+if triton_runtime.missing() or triton_runtime.INTERPRETED:
+    pytest.skip(triton_runtime.missing() or "kernels are interpreted", allow_module_level=True)
+
+from quire.kernels.experts import triton
+from quire.kernels.routing import triton as routing
+
+QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
+DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
+                   group_score="top2", normalize=True, normalize_eps=1e-20, scaling=2.5)  # fmt: skip
+OLDER = Routing(num_experts=160, top_k=6, scoring="softmax", num_groups=8, top_groups=3, scaling=16.0)
+SHAPES = ((128, 8, 2048, 768), (64, 6, 2048, 1408), (8, 2, 1024, 3584), (5, 3, 200, 136))  # E, k, H, I
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["alone", "dependent"])
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without and with programmatic dependent launch; memory is NaN until it is written."""
+    monkeypatch.setattr(pdl, "ENABLED", request.param)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def close(actual: Tensor, expected: Tensor, bound: float = 1e-2) -> None:
+    assert actual.shape == expected.shape
+    actual, expected = actual.double(), expected.double()
+    assert float((actual - expected).norm() / expected.norm().clamp_min(1e-30)) < bound
+    assert float((actual - expected).abs().max()) <= 3 * bound * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64, 3000])
+@pytest.mark.parametrize("plan", [QWEN, DEEPSEEK, OLDER], ids=["qwen3", "deepseek-v3", "deepseek-v2"])
+def test_routing(device: torch.device, plan: Routing, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    logits = 2 * torch.randn(tokens, plan.num_experts, device=device)
+    bias = torch.randn(plan.num_experts, device=device) - 2 if plan.bias else None
+    for given in (logits, logits.bfloat16()):
+        weights, ids = routing.route(given, bias, plan)
+        expected, wanted = routing_ref.route(given, bias, plan)
+        assert float((ids != wanted).float().mean()) < 1e-4 if tokens else ids.shape == (0, plan.top_k)
+        torch.testing.assert_close(weights.sort(1).values, expected.sort(1).values, rtol=2e-6, atol=1e-6)
+    rough = logits.round()
+    assert torch.equal(routing.route(rough, None, QWEN)[1], routing_ref.route(rough, None, QWEN)[1]) or plan is not QWEN
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 63, 200, 1000, 5000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens: int) -> None:
+    """All experts with a residual, in whose memory the result is; then those of one rank of two."""
+    experts, k, hidden, inner = shape
+    x, weights, ids, gate_up, down = make(Case(tokens, experts, k, hidden, inner), torch.bfloat16, "cuda")
+    residual = torch.randn_like(x)
+    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    packed = triton.pack(gate_up, down)
+    given = residual.clone()
+    found = triton.run(x, weights, ids, packed, None, given)
+    close(found, expected)
+    assert found.data_ptr() == given.data_ptr()
+    own = torch.arange(experts, device=device)[1::2]
+    places = torch.full((experts,), -1, dtype=torch.int32, device=device)
+    places[own] = torch.arange(len(own), dtype=torch.int32, device=device)
+    part = (gate_up[own], down[own])
+    expected = ref.run(x, weights, ids, part, places)
+    close(triton.run(x, weights, ids, triton.pack(*part), places), expected)
+    close(triton.run(x, weights, places[ids], triton.pack(*part)), expected)
+    if inner % 8 == 0 and hidden % 8 == 0:
+        close(grouped.run(x, weights, ids, grouped.pack(*part), places), expected)
+
+
+@pytest.mark.parametrize("spread", ["one", "few"])
+@pytest.mark.parametrize("tokens", [3, 40, 700])
+def test_uneven_routing(device: torch.device, tokens: int, spread: str) -> None:
+    """Every token to one expert, or to three: the others have none."""
+    case = Case(tokens, 32, 1 if spread == "one" else 2, 512, 256, spread)
+    x, weights, ids, gate_up, down = make(case, torch.bfloat16, "cuda")
+    expected = ref.run(x, weights, ids, (gate_up, down))
+    close(triton.run(x, weights, ids, triton.pack(gate_up, down)), expected)
+    close(grouped.run(x, weights, ids, grouped.pack(gate_up, down)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [2, 50, 900])
+def test_other_types(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
+    x, weights, ids, gate_up, down = make(Case(tokens, 16, 4, 264, 136), dtype, "cuda")
+    bound = 1e-5 if dtype == torch.float32 else 2e-3
+    close(triton.run(x, weights, ids, triton.pack(gate_up, down)), ref.run(x, weights, ids, (gate_up, down)), bound)
+
+
+@pytest.mark.parametrize("tokens", [3, 64])
+def test_weights_beyond_the_reach_of_32_bits(device: torch.device, tokens: int) -> None:
+    experts, hidden, inner = 80, 7168, 2048
+    gate_up = torch.empty(experts, 2 * inner, hidden, dtype=torch.bfloat16, device=device).normal_(0, hidden**-0.5)
+    down = torch.empty(experts, hidden, inner, dtype=torch.bfloat16, device=device).normal_(0, inner**-0.5)
+    assert gate_up.numel() > 2**31
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    ids = torch.tensor([[79, 78]], dtype=torch.int32, device=device).expand(tokens, 2).contiguous()
+    weights = torch.rand(tokens, 2, device=device)
+    close(triton.run(x, weights, ids, (gate_up, down)), ref.run(x, weights, ids - 78, (gate_up[78:], down[78:])))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 300])
+def test_the_same_every_time_and_in_graphs(device: torch.device, tokens: int) -> None:
+    """Router, experts and what they read are captured together; replays follow their inputs, bit for bit."""
+    x, _, _, gate_up, down = make(Case(tokens, 128, 8, 1024, 256), torch.bfloat16, "cuda")
+    logits = torch.randn(tokens, 128, device=device)
+
+    def work() -> Tensor:
+        weights, ids = routing.route(logits, None, QWEN)
+        return triton.run(x, weights, ids, (gate_up, down), None, None)
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+    for _ in range(20):
+        x.normal_()
+        logits.normal_()
+        expected = work()
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+def test_uniform_draws_are_new_in_every_replay(device: torch.device) -> None:
+    draw = partial(uniform, routing, QWEN, torch.empty(64, 8, device=device))
+    draw()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (_, first), (_, second) = draw(), draw()
+    seen = torch.zeros(128, dtype=torch.int64, device=device)
+    last = torch.zeros_like(first)
+    for _ in range(50):
+        graph.replay()
+        assert not torch.equal(first, second) and not torch.equal(first, last)
+        seen += torch.bincount(first.flatten(), minlength=128)
+        last = first.clone()
+    assert seen.sum() == 50 * 512 and 120 < int(seen.min()) and int(seen.max()) < 290, "each of 200, deviation 14"

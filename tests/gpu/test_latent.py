@@ -1,0 +1,160 @@
+"""Latent attention on a GPU against its reference in float32, at the sizes of DeepSeek-V2-Lite and V3, over poisoned
+arenas wider than 2^31 elements."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.kernels.attention import AttentionMeta
+from quire.kernels.latent import LatentView, ref, sequences, triton
+from quire.kernels.select import Kernels, select_kernels
+from quire.layers.context import Build, StepContext
+from quire.layers.latent import LatentAttention
+from quire.layers.linear import pack_layers
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rotary
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+DEVICE = torch.device("cuda")
+L, R, P, V, LAYERS = 512, 64, 128, 128, 27
+SCALE = (P + R) ** -0.5
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows and context length of every sequence."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+
+STEPS = {
+    "one": Step((1,), (640,)),
+    "one-long": Step((1,), (32_000,)),
+    "decode-64": Step((1,) * 64, tuple(range(577, 641))),
+    "decode-256": Step((1,) * 256, tuple(range(1, 769, 3))),
+    "verify": Step((4,) * 32, tuple(range(100, 2020, 60))),
+    "mixed": Step((1,) * 20 + (150, 7), (*range(500, 520), 3000, 900)),
+    "prompts": Step((512, 1, 1500), (512, 70, 2000)),
+    "chunk": Step((1024,), (9000,)),
+}
+
+
+def build(step: Step, heads: int, size: int) -> tuple[Tensor, LatentView, AttentionMeta]:
+    """q [T, heads, P + R] and a cache at the far end of an arena, NaN wherever nothing may be read; a padded step."""
+    random = torch.Generator(DEVICE).manual_seed(7)
+    counts = [-(-length // size) for length in step.seq_lens]
+    page = LAYERS * size * (L + R)
+    num_blocks = 2**31 // page + sum(counts) + 2
+    arena = torch.full((num_blocks, LAYERS, size * (L + R)), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    mine = arena[:, -1]
+    cache = LatentView(mine[:, : size * L].unflatten(1, (1, size, L)), mine[:, size * L :].unflatten(1, (1, size, R)))
+    ids = num_blocks - 1 - torch.randperm(sum(counts), generator=random, device=DEVICE).int()
+    tables = torch.full((len(counts) + 3, max(counts) + 1), 2**30, dtype=torch.int32, device=DEVICE)
+    rows = torch.arange(len(counts), 0, -1, device=DEVICE, dtype=torch.int32)
+    for row, length, blocks in zip(rows.tolist(), step.seq_lens, ids.split(counts), strict=True):
+        tables[row, : len(blocks)] = blocks
+        at = torch.arange(length, device=DEVICE)
+        for side in (cache.latent, cache.rope):
+            fresh = torch.randn(length, side.shape[3], generator=random, device=DEVICE)
+            side[blocks[at // size].long(), 0, at % size] = fresh.to(side.dtype)
+    longest = max(step.query_lens)
+    meta = AttentionMeta(
+        query_start=torch.tensor([0, *step.query_lens, 0, 0], device=DEVICE).cumsum(0).int(),
+        seq_lens=torch.tensor([*step.seq_lens, 0, 0], dtype=torch.int32, device=DEVICE),
+        block_tables=tables,
+        kv_slots=torch.zeros(sum(step.query_lens), dtype=torch.int64, device=DEVICE),
+        table_rows=torch.cat((rows, torch.zeros(2, dtype=torch.int32, device=DEVICE))),
+        max_query_len=longest,
+        decode_len=longest if longest <= 8 else 1,
+    )
+    q = torch.randn(sum(step.query_lens), heads, P + R, generator=random, device=DEVICE).to(torch.bfloat16)
+    return q, cache, meta
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    bound = 2e-2 * max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("heads", [16, 20, 128])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("name", [name for name in STEPS if name not in ("chunk", "prompts")])
+def test_absorbed(name: str, size: int, heads: int) -> None:
+    q, cache, meta = build(STEPS[name], heads, size)
+    q_latent = torch.randn(len(q), heads, L, device=DEVICE).div_(8).to(torch.bfloat16)
+    expected = ref.absorbed(q_latent, q[..., P:], cache, meta, SCALE)
+    close(triton.absorbed(q_latent, q[..., P:], cache, meta, SCALE), expected)
+
+
+@pytest.mark.parametrize("heads", [16, 32])
+@pytest.mark.parametrize("workspace", [16 << 20, triton.WORKSPACE])
+@pytest.mark.parametrize("name", ["prompts", "chunk", "mixed"])
+def test_expanded(name: str, workspace: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "WORKSPACE", workspace)
+    q, cache, meta = build(STEPS[name], heads, 64)
+    up = torch.randn(heads, P + V, L, device=DEVICE).div_(L**0.5).to(torch.bfloat16)
+    meta = replace(meta, prompts=sequences(meta))
+    expected, out = (torch.full((len(q), heads, V), float("nan"), dtype=q.dtype, device=DEVICE) for _ in range(2))
+    ref.expanded(q, up, cache, meta, SCALE, expected)
+    close(triton.expanded(q, up, cache, meta, SCALE, out), expected)
+
+
+def test_expanded_waits_for_nothing() -> None:
+    q, cache, meta = build(STEPS["chunk"], 16, 64)
+    up, out = (torch.ones(shape, dtype=q.dtype, device=DEVICE) for shape in ((16, P + V, L), (len(q), 16, V)))
+    prompts = sequences(meta)
+    triton.expanded(q, up, cache, replace(meta, prompts=prompts, plans={}), SCALE, out)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton.expanded(q, up, cache, replace(meta, prompts=prompts, plans={}), SCALE, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["decode-64", "mixed"])
+@torch.inference_mode()
+def test_a_layer_can_be_captured(name: str) -> None:
+    """What a graph leaves is what the layer leaves; forms agree; queries of all heads, from one projection."""
+    config = {
+        "model_type": "deepseek_v2", "q_lora_rank": None, "kv_lora_rank": L, "qk_nope_head_dim": P,
+        "qk_rope_head_dim": R, "v_head_dim": V, "hidden_size": 2048, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8,
+        "max_position_embeddings": 40_000, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
+    }  # fmt: skip
+    args = parse_checkpoint_config(config)
+    small = select_kernels("cuda", "bfloat16")
+    kernels = Kernels(choices=small.choices, norm=small.norm, linear=small.linear, latent=triton)
+    build_of = Build(torch.bfloat16, DEVICE, kernels)
+    layer, norm = LatentAttention(args, build_of), RMSNorm(2048, 1e-6, build_of)
+    for parameter in (*layer.parameters(), norm.weight):
+        parameter.data.normal_(0, 0.03 if parameter.dim() > 1 else 1)
+    pack_layers(nn.ModuleList([layer]))
+    _, cache, meta = build(STEPS[name], 16, 64)
+    prompts, tokens = sequences(meta), sum(STEPS[name].query_lens)
+    ends = [(int(meta.block_tables[meta.table_rows[s]][at // 64]) * 64 + at % 64, at)  # type: ignore[index]
+            for first, last, s, past in prompts for at in range(past, past + last - first)]  # fmt: skip
+    slots, positions = torch.tensor(ends, device=DEVICE).unbind(1)
+    meta = replace(meta, kv_slots=slots.contiguous())
+    hidden = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)
+    rotation = Rotary(args.rope, R, DEVICE, width=R).rows(positions, torch.bfloat16)
+
+    def run(given: AttentionMeta) -> Tensor:
+        return layer(hidden.clone(), norm, rotation, StepContext(positions, replace(given, plans={}), []), cache)
+
+    expected = run(meta)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(meta)
+    out.zero_()
+    graph.replay()
+    assert out.isfinite().all()
+    close(out, expected)
+    layer.most_absorbed = 0.0
+    close(run(replace(meta, prompts=prompts)), expected)

@@ -1,0 +1,189 @@
+"""Routing and experts for GPUs in Triton's interpreter, and compiled for sm_90 at the sizes of real models."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.experts import Routing
+from quire.kernels import triton_runtime
+from quire.kernels.experts import ref, triton
+from quire.kernels.experts.triton import Tiles
+from quire.kernels.routing import ref as routing_ref
+from quire.kernels.routing import triton as routing
+
+from ..expert_inputs import CASES, Case, make
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to the largest value
+DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
+                   group_score="top2", normalize=True, normalize_eps=1e-20, scaling=2.5)  # fmt: skip
+QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
+ROUTINGS = (
+    QWEN, DEEPSEEK, Routing(num_experts=60, top_k=4, scoring="softmax"),
+    Routing(num_experts=1, top_k=1, scoring="sigmoid"),
+    Routing(num_experts=160, top_k=6, scoring="softmax", num_groups=8, top_groups=3, scaling=16.0),
+    Routing(num_experts=12, top_k=3, scoring="sigmoid", bias=True, num_groups=3, top_groups=2, group_score="top2"),
+    Routing(num_experts=512, top_k=16, scoring="softmax"), Routing(num_experts=6, top_k=6, scoring="softmax"),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory is NaN until it is written. Also lets the interpreter use a scalar that was loaded as a loop's bound."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    bound = TOLERANCE[expected.dtype] * max([1.0, *expected.abs().flatten().tolist()])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "negative"])
+@pytest.mark.parametrize("plan", ROUTINGS, ids=lambda plan: f"{plan.top_k}-of-{plan.num_experts}-{plan.num_groups}")
+def test_routing(plan: Routing, kind: str) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(5, plan.num_experts)
+    bias = torch.randn(plan.num_experts) - 5 * (kind == "negative") if plan.bias else None
+    if kind == "ties":
+        logits, bias = logits.round(), None if bias is None else bias.round()
+    expected = routing_ref.route(logits, bias, plan)
+    for actual, wanted in zip(routing.route(logits, bias, plan), expected, strict=True):
+        assert actual.dtype == wanted.dtype and actual.is_contiguous()
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
+    wide = torch.cat((logits, logits), 1).bfloat16()[:, plan.num_experts :]
+    assert torch.equal(routing.route(wide, bias, plan)[1], routing_ref.route(wide, bias, plan)[1])
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
+def test_routing_of_no_tokens_and_of_no_numbers() -> None:
+    assert routing.route(torch.empty(0, 128), None, QWEN)[1].shape == (0, 8)
+    logits = torch.stack((torch.full((256,), torch.nan), torch.full((256,), -torch.inf)))
+    for plan, rows in ((DEEPSEEK, logits), (QWEN, logits[:, :128])):
+        _, ids = routing.route(rows, torch.zeros(256) if plan.bias else None, plan)
+        assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < plan.num_experts for row in ids.tolist())
+
+
+def check(case: Case, dtype: torch.dtype, **cut: Any) -> None:
+    """All experts, with and without a residual; then those of one rank, some without a place."""
+    x, weights, ids, gate_up, down = make(case, dtype)
+    residual, before, local = torch.randn_like(x), x.clone(), max(2, case.experts // 2)
+    places = torch.arange(case.experts, dtype=torch.int32) - 1
+    places = torch.where(places < local, places, -1)
+    for own, mapped, added in ((slice(None), None, residual), (slice(local), places, None)):
+        packed = triton.pack(gate_up[own].clone(), down[own].clone())
+        expected = ref.run(x, weights, ids, (gate_up[own], down[own]), mapped, added)
+        given = None if added is None else added.clone()
+        if cut:
+            actual = torch.empty_like(x)
+            triton.many(x, weights, ids, packed, mapped, given, actual, **cut)
+        else:
+            actual = triton.run(x, weights, ids, packed, mapped, given)
+        close(actual, expected)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_experts(case: Case) -> None:
+    check(case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES[2:4], ids=str)
+def test_few_tokens_of_two_bytes(case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("cut", [
+    (Tiles(16, 64, 128, 4, 3, True), Tiles(32, 32, 32, 4, 3, True)),
+    (Tiles(32, 16, 64, 4, 3, True), Tiles(16, 16, 16, 4, 2)),
+    (Tiles(64, 32, 64, 4, 4), Tiles(128, 64, 32, 8, 3)),
+], ids=["tall", "mixed", "wide"])  # fmt: skip
+@pytest.mark.parametrize("case", [Case(9, 5, 2, 48, 40), Case(40, 3, 2, 40, 24, "one")], ids=str)
+def test_every_way_to_cut(case: Case, cut: tuple[Tiles, Tiles]) -> None:
+    """In float16: the interpreter multiplies matrices of bfloat16 by their bits."""
+    check(case, torch.float16, cut=cut)
+
+
+def test_few_and_many_tokens_are_one_operation() -> None:
+    x, weights, ids, gate_up, down = make(Case(3, 16, 4, 72, 40), torch.float32)
+    found = []
+    for function in (triton.few, triton.many):
+        found.append(torch.empty_like(x))
+        function(x, weights, ids, (gate_up, down), None, None, found[-1])
+    close(found[0], found[1])
+
+
+def test_more_pairs_than_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is by expert and stable, over two blocks, whatever is dropped."""
+    monkeypatch.setattr(triton, "_product", lambda x, weight, y, order, starts, *_: kept.append((order, starts)))
+    kept: list[tuple[Tensor, Tensor]] = []
+    ids = torch.randint(-1, 5, (2060, 2), dtype=torch.int32)
+    x = torch.zeros(2060, 8)
+    triton.many(x, torch.ones(2060, 2), ids, (torch.zeros(5, 16, 8), torch.zeros(5, 8, 8)), None, None, x.clone())
+    order, starts = kept[0]
+    expected = torch.cat([(ids.flatten() == expert).nonzero()[:, 0] for expert in range(5)]).int()
+    assert starts.tolist() == [int(((ids >= 0) & (ids < expert)).sum()) for expert in range(6)]
+    assert torch.equal(order[: starts[-1]], expected)
+
+
+@pytest.mark.parametrize("function", [triton.few, triton.many], ids=["few", "many"])
+def test_a_token_depends_on_nothing_but_itself(function: Callable[..., None]) -> None:
+    x, weights, ids, gate_up, down = make(Case(6, 4, 2, 32, 16), torch.float32)
+    expected, actual = torch.empty_like(x), torch.empty_like(x)
+    function(x, weights, ids, (gate_up, down), None, None, expected)
+    x[2] = torch.nan
+    function(x, weights, ids, (gate_up, down), None, None, actual)
+    assert actual[2].isnan().all()
+    others = torch.arange(6) != 2
+    assert torch.equal(actual[others], expected[others])
+
+
+def test_cuts_fit_smaller_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer iterations in flight where a program has less memory, and at least one."""
+    stages: list[int] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, num_stages, **__: stages.append(num_stages)
+
+    monkeypatch.setattr(triton, "_product_kernel", Kernel())
+    for room in (227, 163, 99, 20):
+        monkeypatch.setattr(triton, "shared_memory", lambda room=room: room << 10)
+        x, weight = torch.empty(8, 64).half(), torch.empty(2, 128, 64).half()
+        numbers = torch.empty(9, dtype=torch.int32)
+        triton._product(x, weight, x.clone(), numbers[:8], numbers, 1, None, Tiles(128, 128, 64, 8, 4))
+    assert stages == [4, 3, 2, 1]
+
+
+def test_compiles_for_hopper() -> None:
+    """Every configuration of production, in a process whose kernels are not interpreted."""
+    script, environment = Path(__file__).with_name("compile_experts.py"), os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(done.stdout.split()) == {"_route_kernel", "_few_up_kernel", "_few_down_kernel", "_sort_kernel",
+                                        "_product_kernel", "_sum_kernel"}  # fmt: skip

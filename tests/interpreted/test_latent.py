@@ -1,0 +1,253 @@
+"""Latent attention for GPUs in Triton's interpreter, over poisoned caches, and compiled for sm_90 without a GPU."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.kernels import triton_runtime
+from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs
+from quire.kernels.attention.inputs import Case
+from quire.kernels.latent import LatentView, ref, triton
+from quire.kernels.select import select_kernels
+from quire.layers.context import Build
+from quire.layers.decoder import Decoder
+from quire.models.layout import layout
+
+from ..latent_steps import make, steps, weights
+from . import test_cuda_worker as workers
+from .test_cuda_worker import PLANS, CudaWorker, cuda_worker
+
+__all__ = ["cuda_worker"]
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+R, P, V = 8, 16, 12
+CONFIG = {
+    "model_type": "deepseek_v2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": P,
+    "qk_rope_head_dim": R, "v_head_dim": V, "max_position_embeddings": 128, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 2,
+}  # fmt: skip
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
+CASES = (
+    *steps(*inputs.CASES),
+    *steps(Case((1, 1, 1), (700, 64, 65), heads=(16, 1), block_size=64),
+           Case((130, 1, 70), (260, 129, 70), heads=(3, 1), block_size=64),
+           Case((1, 1), (300, 129), heads=(128, 1), block_size=128, deal="runs"),
+           Case((3, 2), (300, 129), heads=(40, 1), block_size=48), latent=32, rope=16),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory is NaN until it is written. Also lets the interpreter use a scalar that was loaded as a loop's bound."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    torch.manual_seed(4)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_device(meta: AttentionMeta, decode_len: int | None = None) -> AttentionMeta:
+    """The same step as a worker on a GPU gives it: a table of all slots, upper bounds, padded sequences."""
+    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
+    tables, num_seqs = meta.block_tables, len(meta.seq_lens)
+    slots = torch.full((num_seqs + 2, tables.shape[1]), 2**30, dtype=torch.int32)
+    rows = torch.arange(num_seqs, 0, -1, dtype=torch.int32)
+    slots[rows.long()] = tables
+    longest = int(meta.query_start.diff().max())
+    return replace(
+        meta,
+        query_start=torch.cat((meta.query_start, meta.query_start[-1:].expand(2))),
+        seq_lens=torch.cat((meta.seq_lens, torch.zeros(2, dtype=torch.int32))),
+        block_tables=slots,
+        table_rows=torch.cat((rows, torch.zeros(2, dtype=torch.int32))),
+        max_query_len=longest,
+        decode_len=(longest if longest <= 8 else 1) if decode_len is None else decode_len,
+        plans={},
+    )
+
+
+def check(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[actual.dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_absorbed(case: Case, dtype: torch.dtype) -> None:
+    q_latent, q_rope, cache, meta = make(case, R, dtype)
+    expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)
+    given = on_device(meta) if dtype == torch.float32 else meta
+    check(triton.absorbed(q_latent, q_rope, cache, given, 0.2), expected)
+
+
+@pytest.mark.parametrize("decode_len", [0, 1, 3])
+def test_wherever_decodes_end(decode_len: int) -> None:
+    """Rows are right whether a sequence is decoded or cut into tiles. 0 promises that there are no decodes."""
+    lens = (12, 40, 20, 9) if decode_len == 0 else (1, 3, 20, 9)
+    case = steps(Case(lens, (64, 130, 20, 100), heads=(6, 1), block_size=64))[0]
+    q_latent, q_rope, cache, meta = make(case, R, torch.float32)
+    expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)
+    check(triton.absorbed(q_latent, q_rope, cache, on_device(meta, decode_len), 0.2), expected)
+
+
+def test_shared_prefixes_are_read_by_each() -> None:
+    """There is no kernel for them: a context is read from its beginning whatever it shares."""
+    q_latent, q_rope, cache, meta = make(steps(inputs.CASES[7])[0], R, torch.float32)
+    words = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    shared = SharedBlocks(words(0, 2), words(0, 1), words(0, 1, -1, -1, -1), words(4, 4, 0, 0, 0))
+    expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)
+    check(triton.absorbed(q_latent, q_rope, cache, replace(on_device(meta), shared=shared), 0.2), expected)
+
+
+def test_a_plan_serves_every_layer_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one layer leaves in the scratch does not reach the next; a long context is cut for many programs."""
+    q_latent, q_rope, cache, meta = make(CASES[len(inputs.CASES)], R, torch.float32)
+    device, up = on_device(meta), weights(16, P, V, q_latent.shape[2], torch.float32)
+    monkeypatch.setattr(triton, "WORKSPACE", 1)
+    for seed in range(2):
+        turned = q_latent.roll(seed, -1)
+        check(triton.absorbed(turned, q_rope, cache, device, 0.2), ref.absorbed(turned, q_rope, cache, meta, 0.2))
+        q = torch.randn(3, 16, P + R)
+        out, expected = torch.empty(2, 3, 16, V)
+        ref.expanded(q, up, cache, meta, 0.2, expected)
+        check(triton.expanded(q, up, cache, device, 0.2, out), expected)
+    plans = device.plans.pop(64)
+    assert isinstance(plans, dict) and len(plans) == 1 and len(device.plans) == 1
+    assert max(record[5] for plan in plans.values() for record in plan.items.tolist()) > 4
+    (pieces,) = device.plans.values()
+    assert isinstance(pieces, list) and len(pieces) == 8
+
+
+@pytest.mark.parametrize("workspace", [1, 100_000, 1 << 28])
+@pytest.mark.parametrize("case", [*CASES[9:21:3], *CASES[-4:]], ids=str)
+def test_expanded(case: Case, workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece and in many, which end and begin inside of sequences; the first sequence is another's."""
+    monkeypatch.setattr(triton, "WORKSPACE", workspace)
+    q_latent, q_rope, cache, meta = make(case, R, torch.float32)
+    q = torch.randn(len(q_latent), case.heads[0], P + R)
+    up = weights(case.heads[0], P, V, q_latent.shape[2], torch.float32)
+    device = on_device(meta)
+    if len(meta.seq_lens) > 1:
+        device = replace(device, prompts=(meta.prompts or ())[1:])
+    expected, out = torch.full((2, len(q), case.heads[0], V), float("nan"))
+    ref.expanded(q, up, cache, replace(meta, prompts=device.prompts), 0.2, expected)
+    triton.expanded(q, up, cache, device, 0.2, out)
+    assert torch.equal(out.isnan(), expected.isnan())
+    check(out.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_a_key_that_is_not_finite_is_not_hidden(decode: bool, bad: str) -> None:
+    """NaN in the same rows and heads as the reference; the other sequence as if nothing had been there."""
+    rows = 1 if decode else 20
+    case = steps(Case((rows, rows), (200, 129), heads=(4, 1), block_size=64))[0]
+    q_latent, q_rope, cache, meta = make(case, R, torch.float32)
+    cache.rope[int(meta.block_tables[0, 1]), 0, 5, 3] = float(bad)
+    expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)
+    actual = triton.absorbed(q_latent, q_rope, cache, on_device(meta), 0.2)
+    assert torch.equal(actual.isnan().any(-1), expected.isnan().any(-1)) and expected.isnan().any()
+    check(actual[rows:], expected[rows:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens, heads, plain, latent, rope, size",
+                         [(2, 16, 128, 512, 64, 64), (5, 3, 16, 24, 8, 8), (9, 20, 20, 40, 20, 48)])  # fmt: skip
+def test_prepare(tokens: int, heads: int, plain: int, latent: int, rope: int, size: int, dtype: torch.dtype) -> None:
+    """q, and the whole cache: what was not written is NaN as before. A latent that is no number is the largest."""
+    wide = torch.randn(tokens, heads * (plain + rope) + latent + rope).mul_(2).to(dtype)
+    norm, angles = (torch.rand(latent) + 0.5).to(dtype), torch.rand(tokens, rope // 2) * 6
+    cos = torch.cat((angles.cos(),) * 2, 1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), 1).to(dtype)
+    slots = torch.randperm(3 * size)[:tokens] + size
+    found = []
+    for op in (ref, triton):
+        given = wide.clone()
+        q, kv = given[:, : -latent - rope].unflatten(1, (heads, -1)), given[:, -latent - rope :]
+        arena = [torch.full((4, 3, 1, size, n), float("nan"), dtype=dtype) for n in (latent, rope)]
+        cache = LatentView(arena[0][:, 1], arena[1][:, 1])
+        assert op.prepare(q, kv, norm, 1e-3, cos, sin, cache, slots).data_ptr() == q.data_ptr()
+        found.append((given, *arena))
+        kv[0, 0] = float("nan")
+        op.prepare(q, kv, norm, 1e-3, cos, sin, cache, slots)
+    assert found[1][1][slots[0] // size, 1, 0, slots[0] % size].float().abs().min() > 1e38
+    found[0][1][slots[0] // size, 1, 0, slots[0] % size] = found[1][1][slots[0] // size, 1, 0, slots[0] % size]
+    for expected, actual in zip(*found, strict=True):
+        assert torch.equal(actual.isnan(), expected.isnan())
+        bound = 1.6e-2 if dtype == torch.bfloat16 else 2e-6
+        where = expected.abs() < 1e30
+        most = expected[where].abs().max().item()
+        torch.testing.assert_close(actual[where], expected[where], rtol=0, atol=bound * most)
+
+
+def test_prepare_takes_no_strange_strides() -> None:
+    cache = LatentView(torch.zeros(2, 1, 8, 16), torch.zeros(2, 1, 8, 16).transpose(2, 3).contiguous().transpose(2, 3))
+    with pytest.raises(ValueError, match="strides"):
+        triton.prepare(torch.zeros(1, 2, 24), torch.zeros(1, 32), torch.ones(16), 1e-6, torch.zeros(1, 16),
+                       torch.zeros(1, 16), cache, torch.zeros(1, dtype=torch.int64))  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [0, 4, 100])
+def test_a_worker_of_a_gpu_gives_the_tokens_of_a_cpu(
+    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Steps of every kind, launched ahead; everything is expanded, prompts of more than 4 rows, or nothing."""
+    torch.use_deterministic_algorithms(False)
+
+    def make_model(device: str) -> Decoder:
+        args = parse_checkpoint_config(CONFIG)
+        kernels = select_kernels(device, "float32", ops=("norm", "activation", "linear", "latent"))
+        model = Decoder(args, layout(args), Build(torch.float32, torch.device("cpu"), kernels))
+        random = torch.Generator().manual_seed(0)
+        for _, parameter in model.named_parameters():
+            parameter.data.normal_(0.0, 0.3, generator=random)
+        model.pack()
+        for block in model.layers:
+            block.attention.most_absorbed = most  # type: ignore[union-attr]
+        return model
+
+    sides = (CONFIG["kv_lora_rank"], CONFIG["qk_rope_head_dim"])
+    monkeypatch.setattr(workers, "make_model", make_model)
+    monkeypatch.setattr(workers, "make_cache", lambda: [
+        LatentView(*(torch.full((32, 1, workers.BLOCK, n), float("nan")) for n in sides)) for _ in range(2)  # type: ignore[call-overload]
+    ])  # fmt: skip
+    ran, expanded = [], triton.expanded
+    monkeypatch.setattr(triton, "expanded", lambda *given: ran.append(given[3].prompts) or expanded(*given))
+    worker, oracle = cuda_worker(), workers.cpu_worker()
+    for expected, found in zip(map(oracle.run, PLANS), workers.run_ahead(worker, PLANS), strict=True):
+        assert found.tokens.tolist() == expected.tokens.tolist() and found.failed == {}
+    firsts = {0: [0, 0, 2, 0, 1], 4: [0, 1, 2, 1], 100: []}[most]
+    assert [prompts[0][2] for prompts in ran[::2]] == firsts
+
+
+def test_compiles_for_hopper() -> None:
+    """Every configuration of production, in a process whose kernels are not interpreted."""
+    script, environment = Path(__file__).with_name("compile_latent.py"), os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"_prepare_kernel", "_plan_kernel", "absorbed_kernel", "merge_kernel", "expanded_kernel"} == set(
+        done.stdout.split()
+    )

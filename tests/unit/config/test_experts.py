@@ -1,0 +1,116 @@
+"""Experts and latent attention in config.json: what each family means when it is silent, and contradictions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.contracts.errors import ModelError, UnsupportedModel
+
+BASE: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 4096, "dtype": "bfloat16",
+}  # fmt: skip
+V3: dict[str, Any] = BASE | {
+    "model_type": "deepseek_v3", "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+QWEN: dict[str, Any] = BASE | {
+    "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+}  # fmt: skip
+
+
+def read(raw: dict[str, Any], **changes: Any) -> ModelArgs:
+    return parse_checkpoint_config({key: value for key, value in (raw | changes).items() if value is not ...})
+
+
+def test_a_family_decides_where_the_file_is_silent() -> None:
+    """transformers leaves these keys out of the files it writes; a V3 routed by softmax would be wrong, silently."""
+    silent, spelled = read(V3), read(V3, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    assert silent.moe == spelled.moe and silent.moe is not None
+    routing = silent.moe.routing
+    assert (routing.scoring, routing.bias, routing.group_score, routing.normalize) == ("sigmoid", True, "top2", True)
+    assert silent.moe.shared_size == 48 and silent.moe.router_float and silent.extra_layers == 1
+    old = read(V3, model_type="deepseek_v2", topk_method=...).moe
+    assert old is not None and old.routing.scoring == "softmax" and not old.routing.bias
+    assert old.routing.num_groups == 1, "greedy knows no groups"
+    limited = read(V3, model_type="deepseek_v2", topk_method="group_limited_greedy").moe
+    assert limited is not None and (limited.routing.num_groups, limited.routing.group_score) == (4, "max")
+
+
+def test_both_names_of_the_expert_count() -> None:
+    assert read(QWEN) == read(QWEN, num_experts=..., num_local_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("raw", "layers"),
+    [
+        (V3, {1, 2, 3}),
+        (V3 | {"moe_layer_freq": 2}, {2}),
+        (V3 | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, {1, 3}),
+        (QWEN, {0, 1, 2, 3}),
+        (QWEN | {"decoder_sparse_step": 2}, {1, 3}),
+        (QWEN | {"mlp_only_layers": [1], "decoder_sparse_step": 2}, {3}),
+    ],
+)
+def test_which_layers_have_experts(raw: dict[str, Any], layers: set[int]) -> None:
+    moe = read(raw).moe
+    assert moe is not None and moe.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"n_group": 3}, ("16", "3")),
+        ({"topk_group": 5}, ("5", "4")),
+        ({"num_experts_per_tok": 9}, ("9", "8")),
+        ({"num_key_value_heads": 2}, ("2", "4")),
+        ({"qk_rope_head_dim": 7}, ("7",)),
+    ],
+)
+def test_contradictions_are_named_with_their_numbers(changes: dict[str, Any], numbers: tuple[str, ...]) -> None:
+    with pytest.raises(ModelError) as error:
+        read(V3, **changes)
+    assert all(f"={number}" in str(error.value) or f" {number} " in str(error.value) for number in numbers)
+
+
+@pytest.mark.parametrize("changes", [{"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"attention_bias": True}])
+def test_what_the_family_does_not_do_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel, match=next(iter(changes))):
+        read(V3, **changes)
+
+
+def test_normalized_v2_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="norm_topk_prob"):
+        read(V3, model_type="deepseek_v2", norm_topk_prob=True)
+
+
+def test_latent_sizes_of_real_models(shared: Path) -> None:
+    def latent(name: str) -> Any:
+        raw = json.loads((shared / "hf" / name / "config.json").read_text())
+        return parse_checkpoint_config(raw, allow_quantized=True).latent
+
+    v3, lite = latent("DeepSeek-V3"), latent("DeepSeek-V2-Lite")
+    assert round(v3.break_even) == 171  # DeepSeek-V3's sizes: 512 * 256 / (1088 - 320)
+    assert v3.scale == pytest.approx(192**-0.5 * 1.3688879454113937**2)  # 0.1 ln 40 + 1
+    assert (v3.q_rank, lite.q_rank, v3.kv_rank + v3.rope_dim) == (1536, 0, 576)
+    assert lite.scale == pytest.approx(192**-0.5 * (0.0707 * 3.6888794541139363 + 1) ** 2)
+
+
+def test_half_a_head_rotates_in_glm() -> None:
+    glm = {key: value for key, value in V3.items() if "lora" not in key and "qk" not in key and key != "v_head_dim"}
+    args = read(glm, model_type="glm4_moe", head_dim=16, use_qk_norm=True, n_group=1, topk_group=1)
+    assert (args.rotary_dim, args.qk_norm) == (8, True)
+    nested = read(glm, model_type="glm4_moe", head_dim=16, n_group=1, topk_group=1,
+                  rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25})
+    assert (nested.rotary_dim, nested.qk_norm) == (4, False)
+
+
+def test_quantized_sizes_can_be_read() -> None:
+    raw = V3 | {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UnsupportedModel, match="fp8"):
+        parse_checkpoint_config(raw)
+    assert parse_checkpoint_config(raw, allow_quantized=True).moe == read(V3).moe

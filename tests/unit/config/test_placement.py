@@ -1,0 +1,80 @@
+"""Which rank holds what, and what is sent."""
+
+from dataclasses import replace
+
+import pytest
+
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.config.placement import Parallel, check_parallel, collectives, ranks, share, stages
+from quire.contracts.errors import ConfigError
+
+RAW = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
+       "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+       "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "decoder_sparse_step": 2}  # fmt: skip
+
+
+def args(**changes: int) -> ModelArgs:
+    return parse_checkpoint_config(RAW | changes)
+
+
+def test_stages_as_every_number_of_layers_falls() -> None:
+    assert stages(6, 1) == ((0, 6),)
+    assert stages(61, 8) == ((0, 7), (7, 14), (14, 22), (22, 30), (30, 38), (38, 46), (46, 54), (54, 61))
+    assert stages(7, 3) == ((0, 2), (2, 5), (5, 7)), "the one left goes to the stage before the last"
+    assert stages(8, 3) == ((0, 3), (3, 6), (6, 8))
+    for layers in range(1, 40):
+        for pp in range(1, layers + 1):
+            bounds = stages(layers, pp)
+            sizes = [end - start for start, end in bounds]
+            assert bounds[0][0] == 0 and bounds[-1][1] == layers and max(sizes) - min(sizes) <= 1
+            assert all(before[1] == after[0] for before, after in zip(bounds, bounds[1:], strict=False))
+
+
+def test_shares_are_contiguous_and_the_first_have_more() -> None:
+    assert [share(10, 4, i) for i in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+
+
+def test_ranks_of_replicas_stages_and_places() -> None:
+    found = list(ranks(args(), Parallel(tp=4, pp=2, dp=2, experts=True)))
+    assert [rank.number for rank in found] == list(range(16))
+    one = found[4 * 2 + 4 + 1]  # replica 1, stage 1, place 1
+    assert (one.replica, one.stage, one.place, one.layers, one.heads) == (1, 1, 1, (3, 6), (2, 4))
+    assert one.kv_heads == (0, 1), "two ranks share each of the two KV heads"
+    assert found[2].kv_heads == (1, 2)
+    assert one.experts == (7, 8), "the sixth of eight ranks of its stage, of which the first two have two experts"
+    stage = [rank.experts for rank in found if rank.stage == 0]
+    assert stage == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10)]
+    assert [rank.last for rank in found] == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
+    sliced = list(ranks(args(), Parallel(tp=2)))
+    assert [rank.experts for rank in sliced] == [(0, 10), (0, 10)]
+
+
+@pytest.mark.parametrize(("parallel", "said"), [
+    (Parallel(tp=3), "8 heads are no multiple"),
+    (Parallel(pp=7), "6 layers, a stage needs one"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit(parallel: Parallel, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_parallel(args(), parallel)
+
+
+def test_sizes_that_do_not_fit_heads_or_experts() -> None:
+    check_parallel(args(), Parallel(tp=8, experts=True))
+    with pytest.raises(ConfigError, match="3 KV heads neither"):
+        check_parallel(replace(args(), num_kv_heads=3, num_heads=12), Parallel(tp=2))
+    with pytest.raises(ConfigError, match="has no experts"):
+        check_parallel(replace(args(), moe=None), Parallel(dp=2, experts=True))
+
+
+def test_what_is_sent() -> None:
+    assert list(collectives(args(), Parallel(), 2, "")) == []
+    both = {(one.kind, one.where): one for one in collectives(args(), Parallel(tp=2, pp=3), 2, "")}
+    assert both["all-reduce", "attention output"].num_bytes == 64 and both["all-reduce", "attention output"].times == 6
+    assert both["send/recv", "between stages"].times == 2
+    assert both["gather", "logits"].num_bytes == 256
+    spread = list(collectives(args(), Parallel(dp=4, experts=True), 2, "all-gather"))
+    both_ways = [("all-gather", 192, 3), ("reduce-scatter", 192, 3)]
+    assert [(one.kind, one.num_bytes, one.times) for one in spread] == both_ways
+    direct = list(collectives(args(), Parallel(dp=4, experts=True), 2, "all-to-all"))
+    assert [(one.kind, one.num_bytes) for one in direct] == [("all-to-all", 192)] * 2, "to 3 ranks, not to all 4"
+    assert list(collectives(args(), Parallel(dp=4), 2, "")) == [], "replicas that share no experts"

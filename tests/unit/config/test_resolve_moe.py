@@ -1,0 +1,141 @@
+"""The plan of the expert layers: a pure function, with a reason for every candidate that is not used."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.config import resolve_moe as module
+from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.config.placement import Parallel
+from quire.config.resolve_moe import DISPATCHERS, KERNELS, ExpertsKernel, Hardware, MoEPlan, resolve_moe
+from quire.contracts.errors import ConfigError
+from quire.kernels.supports import SUPPORTS
+
+GPU = Hardware(device="cuda", kernels=(("triton", ""), ("grouped", ""), ("cpu", "runs on cpu, not on cuda"),
+                                       ("ref", "")))  # fmt: skip
+CPU = Hardware(device="cpu", kernels=(("triton", "runs on cuda, not on cpu"), ("cpu", ""), ("ref", "")))
+SPREAD = Parallel(tp=2, dp=4, experts=True)
+
+
+@pytest.fixture(scope="module")
+def model(shared: Path) -> ModelArgs:
+    """With shared experts."""
+    return read_checkpoint_config(shared / "hf" / "DeepSeek-V2-Lite")
+
+
+def plan(model: ModelArgs, topology: Parallel | None = None, hardware: Hardware = GPU, phase: str = "decode",
+         quantization: str = "unquantized", **asked: str) -> MoEPlan:  # fmt: skip
+    return resolve_moe(model, quantization, topology or Parallel(), hardware, phase, asked)
+
+
+def test_the_table_knows_every_kernel() -> None:
+    assert set(KERNELS) == set(SUPPORTS["experts"])
+
+
+def test_one_rank(model: ModelArgs) -> None:
+    made = plan(model)
+    assert (made.dispatcher, made.experts, made.layout, made.numbering) == ("none", "triton", "flat", "global")
+    assert (made.weighs, made.quantize_at, made.partial_over, made.shared) == ("experts", "nowhere", (), "added")
+    assert made.capturable
+    assert str(made).splitlines() == [
+        "decode: dispatcher none (flat rows, ids: global), experts triton; weighed by experts, quantized nowhere, "
+        "result whole, shared experts added, capturable",
+        "  none + triton: fits",
+        "  none + grouped: fits",
+        "  none + cpu: runs on cpu, not on cuda",
+        "  none + ref: fits",
+        "  all-gather + any: every rank has the tokens that its experts need",
+        "  all-to-all + any: every rank has the tokens that its experts need",
+    ]
+    assert model.moe is not None
+    assert plan(replace(model, moe=replace(model.moe, shared_size=0))).shared == "none"
+
+
+@pytest.mark.parametrize(
+    ("topology", "partial"),
+    [(Parallel(tp=8), ("tp",)), (Parallel(tp=8, experts=True), ("tp",)), (Parallel(dp=8), ()),
+     (Parallel(tp=2, dp=2, pp=2), ("tp",))],
+)  # fmt: skip
+def test_ranks_that_have_all_their_tokens_leave_sums(
+    model: ModelArgs, topology: Parallel, partial: tuple[str, ...]
+) -> None:
+    made = plan(model, topology)
+    assert made.dispatcher == "none" and made.partial_over == partial and made.shared == "added"
+    assert ("partial, to be summed over tp" in str(made)) == bool(partial)
+
+
+def test_a_cpu_captures_nothing_and_needs_to_capture_nothing(model: ModelArgs) -> None:
+    made = plan(model, hardware=CPU)
+    assert made.experts == "cpu" and not made.capturable
+    odd = Hardware(device="cuda", kernels=(("cpu", ""), ("ref", "")))
+    assert plan(model, hardware=odd).candidates[0] == ("none", "cpu", "cannot be captured in a graph")
+    assert plan(model, hardware=odd, phase="prefill").experts == "cpu"
+
+
+def test_what_is_asked_for_is_taken_or_refused(model: ModelArgs) -> None:
+    made = plan(model, experts="grouped", dispatcher="none")
+    assert made.experts == "grouped" and made.candidates[0] == ("none", "triton", "grouped was asked for")
+    for asked, words in (
+        ({"experts": "cpu"}, ["none + cpu: runs on cpu", "none + ref: cpu was asked for", "experts=cpu"]),
+        ({"dispatcher": "all-to-all"}, ["none + triton: all-to-all was asked for", "all-to-all + any: every rank has"]),
+        ({"dispatcher": "telepathy"}, ["'telepathy' does not exist (one of none, all-gather, all-to-all)"]),
+        ({"experts": "magic"}, ["'magic' does not exist (one of triton, grouped, cpu, ref)"]),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            plan(model, **asked)
+        assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_experts_of_other_replicas_need_a_dispatcher_that_is_not_there(model: ModelArgs) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(model, SPREAD)
+    for line in (f"in decode on {SPREAD}:",
+                 "  none + any: tokens of other replicas need this rank's experts",
+                 "  all-gather + triton: not implemented yet", "  all-gather + cpu: runs on cpu, not on cuda",
+                 "  all-to-all + triton: rows: grouped comes, flat is accepted",
+                 "  all-to-all + grouped: not implemented yet"):  # fmt: skip
+        assert line in str(refused.value)
+
+
+def test_when_they_are_there(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that come back summed leave the shared experts' partial ones to be summed alone."""
+    there = {name: replace(dispatcher, implemented=True) for name, dispatcher in DISPATCHERS.items()}
+    monkeypatch.setattr(module, "DISPATCHERS", there)
+    made = plan(model, SPREAD)
+    assert (made.dispatcher, made.experts, made.partial_over, made.shared) == ("all-gather", "triton", ("tp",), "added")
+    made = plan(model, SPREAD, dispatcher="all-to-all")
+    assert (made.experts, made.layout, made.weighs, made.numbering) == ("grouped", "grouped", "combine", "none")
+    assert made.partial_over == () and made.shared == "summed alone"
+    assert plan(model, Parallel(dp=4, experts=True), dispatcher="all-to-all").shared == "added"
+    monkeypatch.setattr(module, "DISPATCHERS", {"all-gather": replace(there["all-gather"], capturable=False)})
+    assert plan(model, SPREAD, phase="prefill").dispatcher == "all-gather"
+    with pytest.raises(ConfigError, match="cannot be captured"):
+        plan(model, SPREAD)
+
+
+def test_formats_that_nobody_runs(model: ModelArgs) -> None:
+    with pytest.raises(ConfigError, match="none [+] triton: has no fp8 weights"):
+        plan(model, quantization="fp8")
+
+
+def test_every_pair_that_fits_agrees_on_everything(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels there could be, against all dispatchers: one disagreement is enough, and none goes unnoticed."""
+    there = {name: replace(dispatcher, implemented=True) for name, dispatcher in DISPATCHERS.items()}
+    monkeypatch.setattr(module, "DISPATCHERS", there)
+    options = (("flat",), ("grouped",), ("flat", "grouped")), (("global",), ("none",)), (("experts",), ("combine",))
+    fitting = 0
+    for layouts, numberings, weighs in itertools.product(*options):
+        kernel = ExpertsKernel(layouts=layouts, numberings=numberings, weighs=weighs)
+        monkeypatch.setattr(module, "KERNELS", {"one": kernel})
+        for topology in (Parallel(), SPREAD):
+            try:
+                made = plan(model, topology, Hardware(device="cuda", kernels=(("one", ""),)))
+            except ConfigError as error:
+                assert "is accepted" in str(error)
+                continue
+            fitting += 1
+            chosen = there[made.dispatcher]
+            assert chosen.layout in layouts and chosen.numbering in numberings and chosen.weighs in weighs
+    assert fitting == 6

@@ -1,0 +1,175 @@
+"""Bytes, names and files against the headers of a checkpoint that has nothing but headers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.engine import EngineConfig
+from quire.config.placement import ALONE, Parallel
+from quire.explain.describe import plan_engine
+from quire.models.plan import EnginePlan
+from quire.weights.files import StoredTensor, read_checkpoint
+
+MODELS = ("DeepSeek-V3", "Qwen3-30B-A3B", "GLM-4.5")
+TOGETHER = Parallel(tp=8, experts=True)
+PER_FILE = 20_000  # tensors
+ITEM = {"BF16": 2, "F32": 4}
+
+
+def tensors(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of every tensor of the published checkpoint, but in bfloat16; from its config.json alone."""
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    yield "model.embed_tokens.weight", (c["vocab_size"], hidden), "BF16"
+    yield "model.norm.weight", (hidden,), "BF16"
+    yield "lm_head.weight", (c["vocab_size"], hidden), "BF16"
+    extra = c.get("num_nextn_predict_layers", 0)
+    for i in range(c["num_hidden_layers"] + extra):
+        at = f"model.layers.{i}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{at}{norm}.weight", (hidden,), "BF16"
+        for name, shape in attention(c, hidden, heads):
+            yield f"{at}self_attn.{name}", shape, "BF16"
+        if i < c.get("first_k_dense_replace", 0):
+            yield from gated(f"{at}mlp.", hidden, c["intermediate_size"])
+        else:
+            yield from experts(c, f"{at}mlp.", hidden)
+        if i >= c["num_hidden_layers"]:
+            yield f"{at}eh_proj.weight", (hidden, 2 * hidden), "BF16"
+
+
+def attention(c: dict[str, Any], hidden: int, heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if "kv_lora_rank" in c:
+        rank, rope, nope, value, q_rank = (c[key] for key in (
+            "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"))  # fmt: skip
+        yield "q_a_proj.weight", (q_rank, hidden)
+        yield "q_a_layernorm.weight", (q_rank,)
+        yield "q_b_proj.weight", (heads * (nope + rope), q_rank)
+        yield "kv_a_proj_with_mqa.weight", (rank + rope, hidden)
+        yield "kv_a_layernorm.weight", (rank,)
+        yield "kv_b_proj.weight", (heads * (nope + value), rank)
+        yield "o_proj.weight", (hidden, heads * value)
+        return
+    for name, count in (("q", heads), ("k", c["num_key_value_heads"]), ("v", c["num_key_value_heads"])):
+        yield f"{name}_proj.weight", (count * c["head_dim"], hidden)
+        if c["attention_bias"]:
+            yield f"{name}_proj.bias", (count * c["head_dim"],)
+    yield "o_proj.weight", (hidden, heads * c["head_dim"])
+    yield "q_norm.weight", (c["head_dim"],)
+    yield "k_norm.weight", (c["head_dim"],)
+
+
+def gated(at: str, hidden: int, width: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    yield f"{at}gate_proj.weight", (width, hidden), "BF16"
+    yield f"{at}up_proj.weight", (width, hidden), "BF16"
+    yield f"{at}down_proj.weight", (hidden, width), "BF16"
+
+
+def experts(c: dict[str, Any], at: str, hidden: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    count, width = c.get("n_routed_experts") or c["num_experts"], c["moe_intermediate_size"]
+    yield f"{at}gate.weight", (count, hidden), "BF16"
+    for e in range(count):
+        yield from gated(f"{at}experts.{e}.", hidden, width)
+    if c.get("n_shared_experts"):
+        yield f"{at}gate.e_score_correction_bias", (count,), "F32"
+        yield from gated(f"{at}shared_experts.", hidden, width * c["n_shared_experts"])
+
+
+def write_headers(folder: Path, raw: dict[str, Any]) -> None:
+    """A checkpoint of sparse files: headers, then holes."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    entries = list(tensors(raw))
+    files = [entries[i : i + PER_FILE] for i in range(0, len(entries), PER_FILE)]
+    for number, some in enumerate(files, 1):
+        header, end = {}, 0
+        for name, shape, dtype in some:
+            start, end = end, end + ITEM[dtype] * shape[0] * (shape[1] if len(shape) > 1 else 1)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        with (folder / f"model-{number:05}-of-{len(files):05}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
+    raw = json.loads((shared / "hf" / request.param / "config.json").read_text())
+    raw.pop("quantization_config", None)
+    made: Path = tmp_path_factory.mktemp(request.param)
+    write_headers(made, raw)
+    return made
+
+
+def engine_plan(folder: Path, parallel: Parallel = ALONE) -> EnginePlan:
+    return plan_engine(EngineConfig.from_flat(model=str(folder)), parallel, "h200")
+
+
+def planned(folder: Path, parallel: Parallel = ALONE) -> dict[str, Any]:
+    return engine_plan(folder, parallel).describe()
+
+
+def held_in_all(folder: Path, parallel: Parallel) -> int:
+    return sum(num_bytes for _, num_bytes in engine_plan(folder, parallel).held)
+
+
+def held(tensor: StoredTensor, rank: int, raw: dict[str, Any]) -> int:
+    """Bytes of a tensor on one of 8 ranks, by the rules of Megatron-LM and whole experts, from its name alone."""
+    name = tensor.name
+    if ".experts." in name:
+        count = raw.get("n_routed_experts") or raw["num_experts"]
+        return tensor.num_bytes * (int(name.split(".experts.")[1].split(".")[0]) * 8 // count == rank)
+    if name.endswith(("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")):
+        return tensor.num_bytes // min(8, raw["num_key_value_heads"])
+    cut = ("q_proj.weight", "q_proj.bias", "q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight", "gate_proj.weight",
+           "up_proj.weight", "down_proj.weight", "lm_head.weight", "embed_tokens.weight")  # fmt: skip
+    return tensor.num_bytes // 8 if name.endswith(cut) else tensor.num_bytes
+
+
+def test_bytes_are_those_of_the_headers(folder: Path) -> None:
+    plan, raw = planned(folder), json.loads((folder / "config.json").read_text())
+    stored = read_checkpoint(folder).tensors
+    layers = raw["num_hidden_layers"]
+    mine = {name: one for name, one in stored.items() if not name.startswith(f"model.layers.{layers}.")}
+    assert plan["model"]["bytes"] == sum(one.num_bytes for one in mine.values())
+    assert plan["memory"]["weights"] == plan["ranks"][0]["bytes"] == plan["model"]["bytes"]
+    named = {name: file for layer in plan["layers"] for one in layer["weights"] for name, file in one["stored"].items()}
+    assert named == {name: one.file.name for name, one in mine.items()}
+    for layer in plan["layers"]:
+        of_layer = {name for one in layer["weights"] for name in one["stored"]}
+        assert layer["bytes"] == sum(mine[name].num_bytes for name in of_layer)
+    left = len(stored) - len(mine)
+    assert plan["not_read"] == ({f"model.layers.{layers}.*": left} if left else {})
+
+
+def test_bytes_of_ranks_that_share(folder: Path) -> None:
+    plan, raw = planned(folder, TOGETHER), json.loads((folder / "config.json").read_text())
+    last = f"model.layers.{raw['num_hidden_layers']}."
+    mine = [one for one in read_checkpoint(folder).tensors.values() if not one.name.startswith(last)]
+    assert len(plan["ranks"]) == 8
+    for rank in plan["ranks"]:
+        assert rank["bytes"] == sum(held(one, rank["number"], raw) for one in mine)
+
+
+def test_slices_of_experts_and_stages_hold_everything_once(folder: Path) -> None:
+    """Without norms, routers and what else every rank has, the parts add up to the whole."""
+    whole, parts = engine_plan(folder), {"": 0, "rows": 0, "columns": 0, "experts": 0}
+    for param in whole.layout:
+        parts[param.shard] += whole.num_bytes(param)
+    total = sum(parts.values())
+    assert held_in_all(folder, Parallel(tp=4)) == total + 3 * parts[""]
+    assert held_in_all(folder, Parallel(pp=3)) == total
+    assert held_in_all(folder, Parallel(dp=2, experts=True)) == 2 * total - parts["experts"]
+
+
+def test_a_quantized_checkpoint_is_planned_and_not_run(shared: Path) -> None:
+    plan = planned(shared / "hf" / "DeepSeek-V3")
+    assert plan["model"]["format"] == "fp8 in blocks of 128 x 128: not implemented yet"
+    found = {one["name"]: one for one in plan["layers"][1]["weights"]}
+    down = found["layers.0.attention.kv_down.weight"]  # 576 rows: the last block of 128 is not full
+    assert down["bytes"] == 576 * 7168 + 4 * 5 * 56 and down["dtype"] == "float8_e4m3"
+    assert down["run"] == "not implemented yet" and list(down["stored"].values()) == [None, None]
+    assert list(down["stored"])[1] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
+    assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.linear.cuda.run_norm"
+    assert "has no fp8 weights" in plan["moe"]["decode"]

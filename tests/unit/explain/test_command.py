@@ -1,0 +1,104 @@
+"""`quire explain` on the command line: without torch, without weights, for what serve refuses, and for one layer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.config.bundled import bundled_model
+from quire.config.engine import EngineConfig
+from quire.config.placement import Parallel
+from quire.contracts.errors import ConfigError
+from quire.entry.cli.main import main
+from quire.explain.describe import HEADERS, plan_engine
+from quire.explain.render import folded
+from quire.weights import folder as folders
+
+TINY = str(bundled_model())
+
+
+@pytest.mark.parametrize("flags", [["--device", "h200"], ["--device", "cpu", "--json"], []])
+def test_torch_is_not_imported(flags: list[str]) -> None:
+    program = f"import sys; from quire.entry.cli.main import main; code = main(['explain', *{flags}])\n"
+    program += "print(code, 'torch' in sys.modules, 'triton' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1] == "0 False False", done.stderr
+
+
+def test_json_is_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", TINY, "--json", "--device", "h100", "-tp", "2", "--max-model-len", "1024"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    config = EngineConfig.from_flat(model=TINY, max_model_len=1024)
+    assert printed == json.loads(json.dumps(plan_engine(config, Parallel(tp=2), "h100").describe()))
+    assert printed["memory"]["max_model_len"] == 1024 and len(printed["ranks"]) == 2
+
+
+def test_one_layer_has_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", TINY, "--layer", "7", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "layer 7: grouped-query attention" in out and "layers.0" not in out and "memory" not in out
+    assert "<- model.layers.7.self_attn.k_proj.weight in model-0000" in out
+    assert main(["explain", TINY, "--layer", "8", "--device", "cpu"]) != 0
+    assert "there are embed, 0 to 7 and head" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (["-tp", "3"], "4 heads are no multiple"),
+    (["-tp", "0"], "sizes are at least 1"),
+    (["-ep"], "has no experts"),
+    (["--max-model-len", "1m"], "exceeds the model's context"),
+])  # fmt: skip
+def test_what_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
+    assert main(["explain", TINY, "--device", "h200", *flags]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_names_are_folded_over_experts() -> None:
+    names = [f"m.experts.{e}.{part}" for e in range(3) for part in ("up", "down")] + ["m.gate", "m.experts.7.w"]
+    assert list(folded(names)) == ["m.experts.{0-2}.up", "m.experts.{0-2}.down", "m.gate", "m.experts.7.w"]
+
+
+def test_of_a_model_on_the_hub_no_weights_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def download(*where: object, only: tuple[str, ...]) -> Path:
+        asked.append(only)
+        return Path(TINY)
+
+    monkeypatch.setattr(folders, "_download", download)
+    plan_engine(EngineConfig.from_flat(model="nobody/nothing", device="cpu"))
+    assert asked == [HEADERS]
+
+
+def test_a_folder_with_nothing_but_a_config_or_an_index(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(TINY) / "config.json").read_text())
+    config = EngineConfig.from_flat(model=str(tmp_path))
+    first = plan_engine(config, described="h200").describe()["layers"][0]["weights"][0]
+    assert first["stored"] == {"model.embed_tokens.weight": None}
+    placed = {"weight_map": {"model.embed_tokens.weight": "a.safetensors", "other": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(placed))
+    plan = plan_engine(config, described="h200").describe()
+    assert plan["layers"][0]["weights"][0]["stored"] == {"model.embed_tokens.weight": "a.safetensors"}
+    assert plan["not_read"] == {"other": 1}
+
+
+def test_hopper_s_kernels_need_hopper() -> None:
+    config = EngineConfig.from_flat(model=TINY)
+    chosen = {device: {choice.op: choice for choice in plan_engine(config, described=device).kernels}["attention"]
+              for device in ("h200", "a100")}  # fmt: skip
+    assert chosen["h200"].name == "hopper" and chosen["a100"].name == "triton"
+    assert dict(chosen["a100"].rejected)["hopper"] == "needs compute capability 9.0, this GPU has 8.0"
+
+
+def test_a_gpu_too_small_is_a_line_of_the_plan_and_no_error(shared: Path) -> None:
+    config = EngineConfig.from_flat(model=str(shared / "hf" / "GLM-4.5"))
+    memory = plan_engine(config, described="h100").describe()["memory"]
+    assert "are missing" in memory["refused"] and memory["weights"] > 600 << 30
+
+
+def test_parallel_sizes_are_for_explain_alone() -> None:
+    with pytest.raises(ConfigError):
+        plan_engine(EngineConfig.from_flat(model=TINY), Parallel(tp=3), "h200")
+    assert main(["serve", TINY, "-tp", "2"]) != 0

@@ -1,0 +1,152 @@
+"""The plan that is printed is the one that runs: the engine's own value, its server's, and the functions it calls."""
+
+import functools
+import importlib
+import json
+import urllib.error
+import urllib.request
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from quire.assemble import Engine, assemble
+from quire.config.engine import EngineConfig
+from quire.contracts.request import NewRequest
+from quire.contracts.sampling import SamplerSpec
+from quire.explain.describe import plan_engine
+
+from ...e2e.in_process import running_inside
+from ...tiny_models import EXPERTS, Tiny, random_model
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
+QUESTIONS = (".missing", ".rows_only")  # functions that compute nothing
+STACKED = ("attention.kv_down.weight", "mlp.experts.down")  # packed together with another
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    @functools.cache
+    def made(family: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp(family)
+        random_model(Tiny(family=family, tied=family == "qwen3"), 0).save_pretrained(folder)
+        return folder
+
+    return made
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig.from_flat(model=str(folder), device="cpu", skip_tokenizer_init=True, max_num_seqs=2, **options)
+
+
+def plain(value: object) -> Any:
+    """As JSON has it."""
+    return json.loads(json.dumps(value))
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[[EngineConfig], Engine]]:
+    made: list[Engine] = []
+
+    def make(config: EngineConfig) -> Engine:
+        made.append(assemble(config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_runs_what_is_explained(folders: Folders, engines: Any, family: str, dtype: str) -> None:
+    asked = config(folders(family), dtype=dtype)
+    described = plain(plan_engine(asked).describe())
+    engine = engines(asked)
+    assert plain(engine.core.facts.plans["engine"].describe()) == described
+    assert list(engine.phases) == list(described["phases"])
+    assert described["model"]["bytes"] == engine.weight_bytes
+    assert described["memory"]["num_blocks"] == engine.core.facts.num_blocks > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_functions_that_are_named_are_called(
+    folders: Folders, engines: Any, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading packs with the functions that are named; one step over a prompt calls each as often as the plan says, and
+    no others."""
+    asked = config(folders(family), dtype=dtype)
+    plan = plan_engine(asked).describe()
+    counts = count_calls(monkeypatch, plan)
+    engine = engines(asked)
+    packed = Counter(one["pack"] for layer in plan["layers"] for one in layer["weights"]
+                     if one["pack"] and not one["name"].endswith(STACKED))  # fmt: skip
+    assert counts == packed
+    for rows in (20, 40):  # more than a tape takes; few and many for a latent
+        counts.clear()
+        step(engine, rows)
+        named = [call for layer in plan["layers"] for call in layer["calls"] if call["function"].startswith("quire.")]
+        if plan["latent"]:
+            few = rows <= plan["latent"]["break_even"]
+            named = [call for call in named if not call["when"] or call["when"].startswith("up to") == few]
+        assert counts == Counter(call["function"] for call in named)
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> Counter[str]:
+    """Wrap every public function of the modules that were chosen."""
+    counts, inside = Counter[str](), list[str]()
+    for choice in plan["kernels"]:
+        module = importlib.import_module(f"quire.kernels.{choice['op']}.{choice['name']}")
+        for name, function in vars(module).copy().items():
+            if isinstance(function, FunctionType) and function.__module__.startswith("quire.") and name[0] != "_":
+                monkeypatch.setattr(module, name, counting(function, f"{module.__name__}.{name}", counts, inside))
+    return counts
+
+
+def counting(function: Any, name: str, counts: Counter[str], inside: list[str]) -> Any:
+    """What one kernel calls of another is its own affair."""
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if not inside and not name.endswith(QUESTIONS):
+            counts[name] += 1
+        inside.append(name)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inside.pop()
+
+    return counted
+
+
+def step(engine: Engine, rows: int) -> None:
+    """A prompt, and its one token."""
+    core = engine.core
+    prompt = array("I", range(rows, 2 * rows)).tobytes()
+    core.add(NewRequest(handle=rows, request_id="r", token_ids=prompt, max_tokens=1,
+                        sampler=SamplerSpec(temperature=0.0, seed=0, num_prompt=rows)))  # fmt: skip
+    while core.has_work:
+        core.step()
+
+
+def test_the_server_shows_the_plan_to_who_has_the_key(folders: Folders) -> None:
+    folder = folders("deepseek_v3")
+    described = plain(plan_engine(config(folder)).describe())
+    options = {"model": str(folder), "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 2}
+    with running_inside(**options, api_key=("secret",)) as inside:
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(inside.server.url)
+        assert ask(inside.server.url, authorization="Bearer secret") == described
+    with running_inside() as inside:  # no model
+        assert ask(inside.server.url) is None
+
+
+def ask(url: str, **headers: str) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/debug/plan", headers=headers)) as answer:
+        return json.load(answer)

@@ -1,0 +1,106 @@
+"""The experts: the reference against a loop over tokens, and every implementation against the reference."""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.experts import cpu, grouped, ref
+from quire.kernels.native.library import missing_amx
+
+from ...expert_inputs import CASES, Case, make
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the largest value
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    bound = TOLERANCE[expected.dtype] * max([1.0, *expected.abs().flatten().tolist()])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
+
+
+def rank_of(experts: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The experts of a rank in an order of its own, and the map to their places."""
+    own = torch.arange(experts - 1, -1, -1)[rank::ranks]
+    places = torch.full((experts,), -1, dtype=torch.int32)
+    places[own] = torch.arange(len(own), dtype=torch.int32)
+    return own, places
+
+
+def test_the_reference_is_the_formula() -> None:
+    case = Case(5, 4, 2, 16, 12)
+    x, weights, ids, gate_up, down = make(case, torch.float32)
+    residual = torch.randn_like(x)
+    expected = residual.clone()
+    for t in range(case.tokens):
+        for weight, expert in zip(weights[t].tolist(), ids[t].tolist(), strict=True):
+            gate, up = (gate_up[expert] @ x[t]).chunk(2)
+            expected[t] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    before = residual.clone()
+    close(ref.run(x, weights, ids, ref.pack(gate_up, down), None, residual), expected)
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("implementation", [cpu, grouped], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_matches_the_reference(implementation: ModuleType, case: Case, dtype: torch.dtype) -> None:
+    """All experts; those of two ranks, whose results sum to the whole; ids that count a rank's own experts."""
+    x, weights, ids, gate_up, down = make(case, dtype)
+    residual, before = torch.randn_like(x), x.clone()
+    packed = implementation.pack(gate_up.clone(), down.clone())
+    whole = ref.run(x, weights, ids, (gate_up, down))
+    close(implementation.run(x, weights, ids, packed), whole)
+    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    close(implementation.run(x, weights, ids, packed, None, residual.clone()), expected)
+    parts = []
+    for rank in range(2):
+        own, places = rank_of(case.experts, 2, rank)
+        packed = implementation.pack(gate_up[own].clone(), down[own].clone())
+        parts.append(implementation.run(x, weights, ids, packed, places).float())
+        close(parts[-1].to(dtype), ref.run(x, weights, ids, (gate_up[own], down[own]), places))
+        close(implementation.run(x, weights, places[ids], packed).float().to(dtype), parts[-1].to(dtype))
+    close((parts[0] + parts[1]).to(dtype), whole)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("implementation", [ref, cpu, grouped], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_token_depends_on_nothing_but_itself(implementation: ModuleType) -> None:
+    case = Case(20, 4, 2, 32, 16)
+    x, weights, ids, gate_up, down = make(case, torch.float32)
+    packed = implementation.pack(gate_up, down)
+    expected = implementation.run(x, weights, ids, packed)
+    x[7] = torch.nan
+    actual = implementation.run(x, weights, ids, packed)
+    others = torch.arange(20) != 7
+    assert actual[7].isnan().all()
+    close(actual[others], expected[others])
+
+
+def test_a_rank_without_a_hit_adds_nothing() -> None:
+    x, weights, ids, gate_up, down = make(CASES[6], torch.float32)
+    for implementation in (ref, cpu, grouped):
+        packed = implementation.pack(gate_up[1:].clone(), down[1:].clone())
+        places = torch.tensor([-1, 0, 1, 2], dtype=torch.int32)
+        assert not implementation.run(x, weights, ids, packed, places).any()
+        assert torch.equal(implementation.run(x, weights, ids, packed, places, x.clone()), x)
+
+
+@pytest.mark.skipif(bool(missing_amx()), reason=missing_amx() or "runs")
+def test_weights_are_packed_for_the_native_linears_and_lie_together() -> None:
+    *_, gate_up, down = make(CASES[0], torch.bfloat16)
+    packed = cpu.pack(gate_up, down)
+    first, second = packed[0][0], packed[1][0]
+    assert isinstance(first, cpu.native.Packed) and isinstance(second, cpu.native.Packed)
+    assert second.data.data_ptr() - first.data.data_ptr() == first.data.nbytes

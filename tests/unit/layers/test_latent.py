@@ -1,0 +1,172 @@
+"""Latent attention as a layer against the modules of transformers, over a paged cache, in steps of every kind."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.kernels.attention import AttentionMeta
+from quire.kernels.latent import LatentView, cpu, ref
+from quire.kernels.select import Kernels, select_kernels
+from quire.layers.context import Build, StepContext
+from quire.layers.latent import LatentAttention, choose_form, split
+from quire.layers.linear import pack_layers
+from quire.layers.norm import RMSNorm
+from quire.layers.rope import Rotary
+
+HEADS, HIDDEN, BLOCK = 4, 40, 8
+SIZES = {
+    "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "max_position_embeddings": 256,
+    "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "first_k_dense_replace": 1, "attn_implementation":
+    "eager", "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "mscale": 0.8, "mscale_all_dim": 1.3}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 100.0}
+# Rows of each sequence in every step: prompts in chunks beside decodes, a chunk above the break-even (34) and, behind
+# it, one below; a sequence of one token.
+STEPS: tuple[tuple[int, ...], ...] = ((9, 40, 0, 0), (1, 35, 3, 0), (1, 1, 50, 1), (1, 1, 1, 1), (36, 1, 7, 0))
+
+
+class Case:
+    """The same random layer twice: transformers' and ours, for a model type."""
+
+    def __init__(self, model_type: str, form: str = "auto", kernel: Any = cpu, **options: Any) -> None:
+        torch.manual_seed(2)
+        kind = DeepseekV2Config if model_type == "deepseek_v2" else DeepseekV3Config
+        module = v2 if model_type == "deepseek_v2" else v3
+        self.config = kind(**SIZES | {"rope_parameters": dict(YARN)} | options)
+        prefix = "DeepseekV2" if model_type == "deepseek_v2" else "DeepseekV3"
+        self.theirs = getattr(module, prefix + "Attention")(self.config, 0).eval()
+        self.turn = getattr(module, prefix + "RotaryEmbedding")(self.config)
+        for weight in self.theirs.parameters():
+            weight.data.normal_(0, 0.3 if weight.dim() > 1 else 1)
+        args = parse_checkpoint_config(self.config.to_dict() | {"model_type": model_type})
+        small = select_kernels("cpu", "float32")
+        kernels = Kernels(choices=small.choices, norm=small.norm, linear=small.linear, latent=kernel)
+        build = Build(torch.float32, torch.device("cpu"), kernels)
+        self.layer = LatentAttention(args, build, form)
+        self.norm = RMSNorm(HIDDEN, 1e-5, build)
+        self.norm.weight.data.uniform_(0.5, 1.5)
+        load(self.layer, self.theirs)
+        pack_layers(nn.ModuleList([self.layer]))
+        self.rotary = Rotary(args.rope, args.rotary_dim, torch.device("cpu"), width=args.rotary_dim)
+        self.args = args
+
+    @torch.no_grad()
+    def expected(self, hidden: Tensor) -> Tensor:
+        """One sequence [n, hidden], all at once."""
+        given = self.norm(hidden)[None]
+        mask = torch.full((1, 1, len(hidden), len(hidden)), float("-inf")).triu(1)
+        turn = self.turn(given, torch.arange(len(hidden))[None])
+        return hidden + self.theirs(given, position_embeddings=turn, attention_mask=mask)[0][0]
+
+
+def load(layer: LatentAttention, theirs: Any) -> None:
+    """The tensors of a checkpoint, where the parameters' names say."""
+    stored = {
+        "q_down": getattr(theirs, "q_a_proj", None), "q_norm": getattr(theirs, "q_a_layernorm", None),
+        "q": theirs.q_b_proj if theirs.q_lora_rank else theirs.q_proj, "kv_down": theirs.kv_a_proj_with_mqa,
+        "kv_norm": theirs.kv_a_layernorm, "kv_up": theirs.kv_b_proj, "output": theirs.o_proj,
+    }  # fmt: skip
+    names = {name.removesuffix(".weight") for name, _ in layer.named_parameters()}
+    assert names == {name for name, module in stored.items() if module is not None}
+    for name, parameter in layer.named_parameters():
+        parameter.data.copy_(stored[name.removesuffix(".weight")].weight)
+
+
+@torch.inference_mode()
+def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    """The layer's answers for every sequence, computed step by step over a cache that is NaN where nobody wrote."""
+    sizes = case.args.latent
+    assert sizes is not None
+    blocks = torch.randperm(len(hidden) * 32).int().view(len(hidden), 32) + 1
+    pages = torch.full((int(blocks.max()) + 1, 2, BLOCK, sizes.kv_rank + sizes.rope_dim), float("nan"))
+    flat = pages.view(len(pages), 2, -1)
+    cut = BLOCK * sizes.kv_rank
+    cache = LatentView(flat[:, 1, :cut].view(-1, 1, BLOCK, sizes.kv_rank),
+                       flat[:, 1, cut:].view(-1, 1, BLOCK, sizes.rope_dim))  # fmt: skip
+    done, answers = [0] * len(hidden), [[] for _ in hidden]  # type: ignore[var-annotated]
+    for rows in steps:
+        present = [s for s, count in enumerate(rows) if count]
+        positions = [torch.arange(done[s], done[s] + rows[s]) for s in present]
+        slots = [blocks[s, at // BLOCK].long() * BLOCK + at % BLOCK for s, at in zip(present, positions, strict=True)]
+        done = [at + count for at, count in zip(done, rows, strict=True)]
+        meta = AttentionMeta(
+            query_start=torch.tensor([0, *(rows[s] for s in present)]).cumsum(0).int(),
+            seq_lens=torch.tensor([done[s] for s in present], dtype=torch.int32),
+            block_tables=blocks[present], kv_slots=torch.cat(slots),
+        )  # fmt: skip
+        given = torch.cat([hidden[s][at] for s, at in zip(present, positions, strict=True)])
+        where = torch.cat(positions)
+        ctx = StepContext(where, meta, [])
+        out = case.layer(given.clone(), case.norm, case.rotary.rows(where, torch.float32), ctx, cache)
+        for s, part in zip(present, out.split([rows[s] for s in present]), strict=True):
+            answers[s].append(part)
+    return [torch.cat(parts) for parts in answers]
+
+
+MODELS = (("deepseek_v2", {"q_lora_rank": None}), ("deepseek_v2", {"q_lora_rank": 20}),
+          ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": PLAIN}), ("deepseek_v3", {"q_lora_rank": 20}),
+          ("deepseek_v3", {"q_lora_rank": 20, "rope_interleave": False}))  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["auto", "absorbed", "naive"])
+@pytest.mark.parametrize(("model_type", "options"), MODELS, ids=str)
+def test_is_transformers_attention(model_type: str, options: dict[str, Any], form: str) -> None:
+    case = Case(model_type, form, **options)
+    hidden = [torch.randn(sum(rows), HIDDEN) for rows in zip(*STEPS, strict=True)]
+    for actual, given in zip(run(case, hidden, STEPS), hidden, strict=True):
+        torch.testing.assert_close(actual, case.expected(given), rtol=0, atol=1e-5)
+
+
+def test_the_reference_is_too() -> None:
+    case = Case("deepseek_v3", kernel=ref, q_lora_rank=20)
+    hidden = [torch.randn(sum(rows), HIDDEN) for rows in zip(*STEPS, strict=True)]
+    for actual, given in zip(run(case, hidden, STEPS), hidden, strict=True):
+        torch.testing.assert_close(actual, case.expected(given), rtol=0, atol=1e-5)
+
+
+def test_weights_are_not_kept_twice() -> None:
+    layer = Case("deepseek_v3", q_lora_rank=20).layer
+    assert not [name for name, _ in layer.named_parameters() if "norm" not in name]
+    assert layer.up is not None and layer.up.shape == (HEADS, 28, 24)
+
+
+def args_of(**options: Any) -> ModelArgs:
+    return Case("deepseek_v3", **options).args
+
+
+def test_the_form_follows_the_break_even() -> None:
+    sizes = args_of().latent
+    assert sizes is not None
+    large = replace(sizes, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    most, why = choose_form(large)
+    assert 170 < most < 171 and why == "absorbed up to 171 rows of a sequence, else naive (least arithmetic)"
+    assert choose_form(large, "naive") == (0.0, "naive (asked for)")
+    assert choose_form(large, "absorbed")[1] == "absorbed (asked for)"
+    assert choose_form(replace(sizes, kv_rank=4))[1] == "absorbed (least arithmetic)"
+
+
+def test_a_step_is_split_at_the_first_long_prompt() -> None:
+    meta = AttentionMeta(
+        torch.tensor([0, 1, 2, 12, 52, 53, 53]), torch.tensor([9, 4, 10, 70, 8, 0]), torch.zeros(6, 2),
+        torch.zeros(53), table_rows=torch.arange(6), max_query_len=40, shared=object(),  # type: ignore[arg-type]
+    )  # fmt: skip
+    few, many = split(meta, 20)
+    assert many is not None and many.prompts == ((12, 52, 3, 30), (52, 53, 4, 7))
+    assert few.query_start.tolist() == [0, 1, 2, 12] and few.seq_lens.tolist() == [9, 4, 10]  # type: ignore[union-attr]
+    assert few.max_query_len == 10 and few.shared is None and few.plans is meta.plans
+    assert few.table_rows is not None and few.table_rows.tolist() == [0, 1, 2]
+    assert split(meta, 40) == (meta, None)
+    told = replace(meta, decode_len=10, prompts=many.prompts)
+    assert split(told, 20)[0].max_query_len == 10 and split(told, 40) == (told, None)
+    none, everything = split(meta, 0)
+    assert everything is not None and len(everything.prompts or ()) == 5 and none.seq_lens.tolist() == []  # type: ignore[union-attr]

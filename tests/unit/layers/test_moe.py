@@ -1,0 +1,199 @@
+"""The layer with experts: against the blocks of transformers, its hooks, and every dispatcher that fits a kernel."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config import resolve_moe as plans
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.config.placement import Parallel
+from quire.config.resolve_moe import Hardware, resolve_moe
+from quire.contracts.errors import ConfigError
+from quire.kernels.experts import ref
+from quire.kernels.routing import uniform
+from quire.kernels.select import select_kernels
+from quire.layers.context import Build
+from quire.layers.linear import pack_layers
+from quire.layers.moe import MoE
+from quire.layers.norm import RMSNorm
+from quire.models.layout import layout
+from quire.models.registry import operations
+
+from ...expert_inputs import Case, make
+from ...simulated_ranks import SIMULATED, owned
+from ...tiny_models import EXPERTS, Tiny, hf_config
+
+BLOCKS = {
+    "mixtral": "MixtralSparseMoeBlock", "qwen2_moe": "Qwen2MoeSparseMoeBlock", "qwen3_moe": "Qwen3MoeSparseMoeBlock",
+    "deepseek_v2": "DeepseekV2Moe", "deepseek_v3": "DeepseekV3MoE", "glm4_moe": "Glm4MoeMoE",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def block(family: str) -> tuple[ModelArgs, Any]:
+    """A random block of transformers, and its model's arguments."""
+    config = hf_config(Tiny(family=family))
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    made = getattr(module, BLOCKS[family])(config).eval()
+    for tensor in (*made.parameters(), *made.buffers()):
+        tensor.normal_(0, 0.3)
+    return parse_checkpoint_config(config.to_dict()), made
+
+
+def build_for(args: ModelArgs, dtype: torch.dtype = torch.float32, experts: tuple[int, ...] | None = None) -> Build:
+    kernels = select_kernels("cpu", str(dtype).removeprefix("torch."), ops=operations(args), head_dim=args.head_dim)
+    return Build(dtype, torch.device("cpu"), kernels, experts)
+
+
+def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
+    """Our layer with the block's weights, packed."""
+    made, own = MoE(args, build), build.experts or range(theirs.experts.gate_up_proj.shape[0])
+    stored = {"router.weight": theirs.gate.weight, "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
+              "experts.down": theirs.experts.down_proj[list(own)]}  # fmt: skip
+    if args.moe and args.moe.routing.bias:
+        stored["router.bias"] = theirs.gate.e_score_correction_bias
+    if args.moe and args.moe.shared_size:
+        shared = theirs.shared_expert if args.moe.shared_gate else theirs.shared_experts
+        stored["shared.gate_up.weight"] = torch.cat((shared.gate_proj.weight, shared.up_proj.weight))
+        stored["shared.down.weight"] = shared.down_proj.weight
+    if args.moe and args.moe.shared_gate:
+        stored["shared_gate.weight"] = theirs.shared_expert_gate.weight
+    parameters = dict(made.named_parameters())
+    assert parameters.keys() == stored.keys()
+    for name, parameter in parameters.items():
+        parameter.copy_(stored[name].reshape(parameter.shape))
+    pack_layers(torch.nn.Sequential(made))
+    return made
+
+
+def norm_for(args: ModelArgs, build: Build) -> RMSNorm:
+    norm = RMSNorm(args.hidden_size, args.norm_eps, build)
+    norm.weight.uniform_(0.5, 1.5)
+    return norm
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_the_block_of_every_family(family: str) -> None:
+    args, theirs = block(family)
+    build = build_for(args)
+    layer, norm = filled(args, theirs, build), norm_for(args, build)
+    hidden = torch.randn(21, args.hidden_size)
+    expected = hidden + theirs(norm(hidden)[None])[0]
+    torch.testing.assert_close(layer(hidden.clone(), norm), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(hidden[:1].clone(), norm), expected[:1], rtol=1e-5, atol=1e-5)
+    assert layer(hidden[:0].clone(), norm).shape == (0, args.hidden_size)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_parameters_are_those_of_the_layout(family: str) -> None:
+    args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
+    assert args.moe is not None
+    prefix = f"layers.{min(args.moe.layers)}.mlp."
+    for own in (None, (1, 4)):
+        made = MoE(args, build_for(args, torch.bfloat16, own))
+        expected = {p.name.removeprefix(prefix): (p.shape, p.dtype or "bfloat16")
+                    for p in layout(args, own) if p.name.startswith(prefix)}  # fmt: skip
+        assert expected == {name: (tuple(p.shape), str(p.dtype).removeprefix("torch."))
+                            for name, p in made.named_parameters()}  # fmt: skip
+
+
+def test_ranks_with_a_part_of_the_experts_sum_to_the_whole() -> None:
+    args, theirs = block("qwen3_moe")
+    hidden = torch.randn(13, args.hidden_size)
+    norm = norm_for(args, build_for(args))
+    expected = theirs(norm(hidden)[None])[0]
+    parts = [filled(args, theirs, build_for(args, experts=own))(hidden.clone(), norm) - hidden
+             for own in ((0, 1, 5), (7, 2), (3, 6, 4))]  # fmt: skip
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
+    assert all(part.abs().max() > 0.1 for part in parts)
+
+
+def test_what_is_routed_can_be_seen_and_replaced() -> None:
+    args, theirs = block("deepseek_v3")
+    build = build_for(args)
+    layer, norm = filled(args, theirs, build), norm_for(args, build)
+    hidden, seen = torch.randn(9, args.hidden_size), []
+    plain = layer(hidden.clone(), norm)
+    layer.on_routing = lambda weights, ids: seen.append((weights, ids))
+    assert torch.equal(layer(hidden.clone(), norm), plain)
+    _, weights, ids = theirs.gate(norm(hidden))
+    for ours, wanted in zip(seen.pop(), (weights.sort(1).values, ids.sort(1).values), strict=True):
+        torch.testing.assert_close(ours.sort(1).values, wanted.to(ours.dtype), rtol=1e-6, atol=1e-6)
+    assert args.moe is not None
+    layer.choose = partial(uniform, build.kernels.routing, args.moe.routing)
+    changed = layer(hidden.clone(), norm)
+    weights, ids = seen.pop()
+    assert not torch.equal(changed, plain)
+    layer.choose, layer.on_routing = lambda x: (weights, ids), None
+    assert torch.equal(layer(hidden.clone(), norm), changed)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_scores_are_rounded_where_the_family_does(exact: bool) -> None:
+    """In bfloat16: float32 scores of two experts differ, their rounded ones do not, so the lower number wins."""
+    args, theirs = block("qwen3_moe")
+    assert args.moe is not None
+    args = replace(args, moe=replace(args.moe, router_float=exact))
+    theirs.gate.weight.zero_()
+    theirs.gate.weight[3:5, 0] = 1.0
+    theirs.gate.weight[4, 1] = 2.0**-9
+    layer = filled(args, theirs, build_for(args, torch.bfloat16))
+    x = torch.zeros(1, args.hidden_size, dtype=torch.bfloat16)
+    x[:, :2] = 1
+    _, ids = layer.router(x)
+    assert ids[0, 0] == (4 if exact else 3)
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every dispatcher and kernel that a plan would let run together on a CPU, were all implemented."""
+    hardware = Hardware(device="cpu", kernels=(("grouped", ""), ("cpu", ""), ("ref", "")))
+    args = parse_checkpoint_config(hf_config(Tiny(family="mixtral")).to_dict())
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "DISPATCHERS", {name: replace(each, implemented=True)
+                                             for name, each in plans.DISPATCHERS.items()})  # fmt: skip
+        for topology in (Parallel(tp=2, experts=True), Parallel(dp=2, experts=True)):
+            for dispatcher in plans.DISPATCHERS:
+                for kernel, _ in hardware.kernels:
+                    try:
+                        asked = {"dispatcher": dispatcher, "experts": kernel}
+                        resolve_moe(args, "unquantized", topology, hardware, "prefill", asked)
+                        found.append((dispatcher, kernel))
+                    except ConfigError:
+                        continue
+    return found
+
+
+def test_the_pairs() -> None:
+    assert pairs() == [
+        *(("none", kernel) for kernel in ("grouped", "cpu", "ref")),
+        *(("all-gather", kernel) for kernel in ("grouped", "cpu", "ref")), ("all-to-all", "grouped"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("counts", [(5,), (3, 0), (0, 4), (4, 0, 1, 7), (0, 0, 0, 2)], ids=str)
+@pytest.mark.parametrize(("dispatcher", "kernel"), pairs())
+def test_every_pair_that_fits_is_the_layer(dispatcher: str, kernel: str, counts: tuple[int, ...]) -> None:
+    """Ranks with uneven numbers of tokens and of experts, some with none; routing that misses whole ranks."""
+    module = importlib.import_module(f"quire.kernels.experts.{kernel}")
+    for spread in ("even", "few"):
+        x, weights, ids, gate_up, down = make(Case(sum(counts), 6, 2, 32, 24, spread), torch.float32)
+        tokens = list(zip(*(part.split(counts) for part in (x, weights, ids)), strict=True))
+        owners = owned(6, len(counts))
+        packed = [module.pack(gate_up[own].clone(), down[own].clone()) for own in owners]
+        found = SIMULATED[dispatcher](tokens, packed, owners, module)
+        expected: Tensor = ref.run(x, weights, ids, (gate_up, down))
+        assert [len(y) for y in found] == list(counts)
+        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-5, atol=1e-5)

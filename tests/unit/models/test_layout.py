@@ -1,0 +1,37 @@
+"""The layout of a model is that of the layers that are built, and of the checkpoint."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.models.layout import layout, stored_names
+
+# billions of parameters: in all, as the model cards say; in the experts, layers x experts x 3 x width x hidden
+SIZES = {"DeepSeek-V3": (671.0, 653.9), "Qwen3-30B-A3B": (30.5, 29.0), "Mixtral-8x7B-v0.1": (46.7, 45.1),
+         "GLM-4.5": (352.8, 336.0), "DeepSeek-V2-Lite": (15.7, 14.4)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_of_real_models(shared: Path, name: str) -> None:
+    raw = json.loads((shared / "hf" / name / "config.json").read_text())
+    args = parse_checkpoint_config(raw, allow_quantized=True)
+    params = layout(args)
+    experts = sum(prod(param.shape) for param in params if param.shard == "experts")
+    assert round(sum(prod(param.shape) for param in params) / 1e9, 1) == SIZES[name][0]
+    assert round(experts / 1e9, 1) == SIZES[name][1]
+    names = list(stored_names(params))
+    assert len(set(names)) == len(names)
+    assert all(sum(part.rows for part in param.parts) == param.shape[0] for param in params)
+
+
+def test_owned_experts_are_a_part_of_all(shared: Path) -> None:
+    args = parse_checkpoint_config(json.loads((shared / "hf" / "Qwen3-30B-A3B" / "config.json").read_text()))
+    everything = set(stored_names(layout(args)))
+    ranks = [set(stored_names(layout(args, range(rank, 128, 8)))) for rank in range(8)]
+    assert set().union(*ranks) == everything
+    shared_by_all = set.intersection(*ranks)
+    assert not any(".experts." in name for name in shared_by_all)
+    assert sum(len(rank - shared_by_all) for rank in ranks) == 48 * 128 * 3
