@@ -101,25 +101,19 @@ def _match(
         )
     if unknown:
         names = [f"{stored.name} (in {stored.file.name})" for stored in unknown]
-        raise WeightsError(
-            f"{_some(names)} has no place in a {model.args.model_type} model with this config.json: "
-            "use the config.json that belongs to these weights."
-        )
+        raise WeightsError(f"{_some(names)} has no place in a {model.args.model_type} model with this config.json: "
+                           "use the config.json that belongs to these weights.")  # fmt: skip
     assert len({target for _, target in wanted}) == len(wanted) == len(places), "a part was loaded twice"
     return wanted
 
 
 def _check(stored: StoredTensor, place: Place) -> None:
     if stored.dtype not in DTYPES:
-        raise WeightsError(
-            f"{stored.file.name}: {stored.name} is stored as {stored.dtype}; quantized weights are not implemented "
-            "yet: use the unquantized checkpoint."
-        )
+        raise WeightsError(f"{stored.file.name}: {stored.name} is stored as {stored.dtype}; quantized weights are not "
+                           "implemented yet: use the unquantized checkpoint.")  # fmt: skip
     if stored.shape != place.shape:
-        raise WeightsError(
-            f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
-            f"{list(place.shape)}: use the config.json that belongs to these weights."
-        )
+        raise WeightsError(f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
+                           f"{list(place.shape)}: use the config.json that belongs to these weights.")  # fmt: skip
 
 
 def _harmless(name: str, model: Model) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -134,6 +135,8 @@ def _profile(args: argparse.Namespace) -> None:
         result = bench.result | {"runs": rows}
     _write(args, result)
     _print(args, result, lambda: "\n\n".join(map(_profile_table, rows)))
+    sys.stdout.flush()
+    os._exit(0)  # at an interpreter's end after a profile, libraries free what is not theirs: it aborts, now and then
 
 
 def _profile_table(row: dict[str, Any]) -> str:
