@@ -1,5 +1,6 @@
 """What a GPU's bad states look like to users: no room, a device that fails, engines that come and go, no kernels."""
 
+import gc
 import json
 import os
 import subprocess
@@ -63,6 +64,7 @@ def test_what_does_not_fit_says_how_much_is_missing(options: dict[str, Any], wor
 
 def test_a_model_larger_than_the_gpu_is_refused_before_it_is_built(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HUGE))
+    gc.collect()  # the engines of tests before this one
     began, before = time.monotonic(), torch.cuda.memory_allocated()
     with pytest.raises(ConfigError, match="the weights need .* are missing. Try .*a smaller model") as refused:
         LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device=DEVICE)

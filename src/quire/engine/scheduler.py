@@ -151,15 +151,18 @@ class Scheduler:
 
     def _step_budget(self) -> int:
         """Tokens of the next step. Few prompts beside many answers come in chunks that about double a step's time, so
-        that no answer stalls. Many prompts come first: a step takes nearly as long with few answers as with many."""
+        that no answer stalls. Many prompts come first: a step takes nearly as long with few answers as with many; and
+        long ones, the ends of which would read all that is before them with too few rows to keep a GPU busy."""
         if not self._chunk:
             return self._budget
         order = self.table.order()
-        pending = np.maximum(self.table.goal[order] - self.table.planned[order], 0)
+        goal = self.table.goal[order]
+        pending = np.maximum(goal - self.table.planned[order], 0)
         decoding = len(order) - int(np.count_nonzero(pending))
         chunk = max(self._chunk, decoding)
-        short = SHORT_STEPS * chunk - int(pending.sum())
-        if not decoding or short < 0 or self.queue.backlog(short) > short:
+        most = SHORT_STEPS * chunk
+        short = most - int(pending.sum())
+        if not decoding or short < 0 or goal[pending > 0].max(initial=0) > most or self.queue.backlog(short) > short:
             return self._budget
         return min(self._budget, decoding + chunk)
 
@@ -232,10 +235,8 @@ class Scheduler:
                 self._unblock_children(request)
         if not new_slots:
             return slots, num_tokens
-        return (
-            np.concatenate([slots, np.array(new_slots, np.int32)]),
-            np.concatenate([num_tokens, np.array(new_tokens, np.int32)]),
-        )
+        return (np.concatenate([slots, np.array(new_slots, np.int32)]),
+                np.concatenate([num_tokens, np.array(new_tokens, np.int32)]))  # fmt: skip
 
     def _match(self, request: Request) -> PrefixMatch:
         """Blocks to reuse; at least the last token is computed, and every prompt row that is still to be scored."""

@@ -101,24 +101,18 @@ def _match(checkpoint: Checkpoint, places: dict[str, Place], model: Model) -> li
         )
     if unknown:
         names = [f"{stored.name} (in {stored.file.name})" for stored in unknown]
-        raise WeightsError(
-            f"{_some(names)} has no place in a {model.args.model_type} model with this config.json: "
-            "use the config.json that belongs to these weights."
-        )
+        raise WeightsError(f"{_some(names)} has no place in a {model.args.model_type} model with this config.json: "
+                           "use the config.json that belongs to these weights.")  # fmt: skip
     return wanted
 
 
 def _check(stored: StoredTensor, place: Place) -> None:
     if stored.dtype not in DTYPES:
-        raise WeightsError(
-            f"{stored.file.name}: {stored.name} is stored as {stored.dtype}; quantized weights are not implemented "
-            "yet: use the unquantized checkpoint."
-        )
+        raise WeightsError(f"{stored.file.name}: {stored.name} is stored as {stored.dtype}; quantized weights are not "
+                           "implemented yet: use the unquantized checkpoint.")  # fmt: skip
     if stored.shape != place.shape:
-        raise WeightsError(
-            f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
-            f"{list(place.shape)}: use the config.json that belongs to these weights."
-        )
+        raise WeightsError(f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
+                           f"{list(place.shape)}: use the config.json that belongs to these weights.")  # fmt: skip
 
 
 def _tied_hint(names: list[str]) -> str:

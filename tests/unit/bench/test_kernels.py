@@ -111,7 +111,7 @@ def test_a_wrong_cache_has_no_speed(part: str, monkeypatch: pytest.MonkeyPatch) 
     right = chosen.kernels.heads.prepare
 
     def prepare(qkv: Any, weight: Any, eps: Any, cos: Any, sin: Any, kv: Any, slots: Any) -> Any:
-        q = right(qkv, weight, eps, cos, sin, kv, slots + (part == "slot"))
+        q = right(qkv, weight, eps, cos, sin, kv, slots - int(part == "slot"))  # one more may be past the end
         if part != "slot":
             getattr(kv, part)[slots // 8, :, slots % 8] *= 1.1
         return q
@@ -127,6 +127,7 @@ def test_a_wrong_cache_has_no_speed(part: str, monkeypatch: pytest.MonkeyPatch) 
     ("step", "quire.bench.kernel_cases.step", "finish_step"),
 ])
 def test_what_does_nothing_has_no_speed(op: str, owner: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)  # one row's right token may be 0, which is what a sampler that does nothing leaves
     monkeypatch.setattr(f"{owner}.{name}", lambda *args, **named: None)
     assert all(said.startswith("differs by") and said.endswith("its reference") for said in wrong(setup(), op))
 

@@ -63,6 +63,24 @@ def test_few_prompts_beside_answers_come_in_small_chunks_and_many_at_once(
     rig.drain()
 
 
+def test_the_end_of_a_long_prompt_comes_at_once(Rig: Any, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """33 tokens are more than 8 chunks of 4, so what is left of them is not cut either; that of 32 is."""
+    monkeypatch.setattr("quire.engine.scheduler.SHORT_STEPS", 8)
+    for size, ends in ((33, [7]), (32, [4, 2])):
+        rig = Rig(depth, budget=30, slots=8, blocks=90)
+        for first in range(4):
+            rig.add([first], 60)
+        rig.step()
+        long = rig.add(range(500, 500 + size), 60)
+        rig.step()
+        assert rig.plan_of()[slot(rig, long)] == 26, "what four answers leave of the budget"
+        rig.scheduler._chunk = 4
+        for end in ends:
+            rig.step()
+            assert rig.plan_of()[slot(rig, long)] == end
+        rig.drain()
+
+
 def test_two_prompts_share_the_budget_in_order(Rig: Any, depth: int) -> None:
     rig = Rig(depth, budget=10)
     first, second = rig.add(range(16), 2), rig.add(range(50, 66), 2)

@@ -1,6 +1,7 @@
 """`quire bench`: how fast start-up, one request, many requests, kernels and servers are."""
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,8 @@ def _profile(args: argparse.Namespace) -> None:
         works = [replace(work, prompts=work.prompts[:most], outputs=work.outputs[:most]) for work in works]
         result = bench.result | {"runs": [profile_workload(bench, work) for work in works]}
     print_result(args, result, lambda result: "\n\n".join(map(_profile_table, result["runs"])))
+    sys.stdout.flush()
+    os._exit(0)  # at an interpreter's end after a profile, libraries free what is not theirs: it aborts, now and then
 
 
 def _profile_table(row: dict[str, Any]) -> str:
