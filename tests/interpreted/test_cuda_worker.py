@@ -22,6 +22,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.models.layout import layout
+from quire.models.registry import kv_components, kv_views, operations
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.slots import SlotTables
@@ -77,7 +78,7 @@ class Recording:
 
 def make_model(device: str) -> Model:
     args = parse_checkpoint_config(CONFIG)
-    kernels = select_kernels(device, "float32", head_dim=args.head_dim)
+    kernels = select_kernels(device, "float32", ops=operations(args), head_dim=args.head_dim)
     model = Decoder(args, layout(args), Build(torch.float32, CPU, kernels))
     random = torch.Generator().manual_seed(0)
     for _, parameter in model.named_parameters():
@@ -87,7 +88,10 @@ def make_model(device: str) -> Model:
 
 
 def make_cache() -> list[KVView]:
-    return [KVView(*torch.full((2, 32, 2, BLOCK, 16), float("nan"))) for _ in range(2)]
+    args = parse_checkpoint_config(CONFIG)
+    components = kv_components(args, "float32")
+    layers = ([torch.full((32, c.num_heads, BLOCK, c.head_dim), float("nan")) for c in components] for _ in range(2))
+    return kv_views(args, map(tuple, layers))
 
 
 @pytest.fixture
@@ -160,11 +164,27 @@ def run_ahead(worker: CudaWorker, plans: tuple[StepPlan, ...]) -> list[StepResul
     return [*found, worker.collect()]
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
+    "topk_group": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+MODELS = {
+    "dense": {},
+    "experts": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True},
+    "latent": {"model_type": "deepseek_v3", **LATENT},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("sizes", [(), (2, 4)])
 def test_the_same_tokens_as_on_a_cpu(
-    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], model: str
 ) -> None:
     """With sizes decodes and samples are padded, and whole steps of up to 48 tokens, made for 2 and for 4 sequences."""
+    for key, value in MODELS[model].items():
+        monkeypatch.setitem(CONFIG, key, value)
     monkeypatch.setattr("quire.worker.cuda_worker.NARROW", 2)
     oracle = cpu_worker()
     worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.latent import LatentArgs
-from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention import AttentionMeta, Prompt
 from quire.kernels.latent import LatentView, sequences
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear
@@ -30,29 +30,26 @@ def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
     return most, f"{what} ({'least arithmetic' if form == 'auto' else 'asked for'})"
 
 
-def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, AttentionMeta | None]:
-    """The part of a step that is absorbed, and what is naive: all sequences from the first with more than `most` rows
-    on, for rows of one form are to be together, and decodes come first. Nothing is, where the host does not know."""
+def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt, ...]]:
+    """The part of a step that is absorbed, and the sequences that are not: all from the first of more than `most` rows
+    on, for rows of one form are to be together, and decodes come first. None where the host does not know them."""
     known = meta.prompts
-    if known is None and not (isinstance(meta.seq_lens, Tensor) and meta.seq_lens.is_cuda):
-        known = sequences(meta)
-    naive = tuple(itertools.dropwhile(lambda prompt: prompt[1] - prompt[0] <= most, known or ()))
-    if known is None or not naive:
-        return meta, None
+    if known is None:
+        known = () if isinstance(meta.seq_lens, Tensor) and meta.seq_lens.is_cuda else sequences(meta)
+    naive = tuple(itertools.dropwhile(lambda prompt: prompt[1] - prompt[0] <= most, known))
+    if not naive:
+        return meta, ()
     count = naive[0][2]
     few = replace(
         meta, query_start=meta.query_start[: count + 1], seq_lens=meta.seq_lens[:count],
         table_rows=None if meta.table_rows is None else meta.table_rows[:count], shared=None,
         max_query_len=max((last - first for first, last, *_ in known[: -len(naive)]), default=meta.decode_len),
     )  # fmt: skip
-    return few, replace(meta, prompts=naive)
+    return few, naive
 
 
 class LatentAttention(nn.Module):
-    """Compressed queries (or plain ones), latents and rotated keys, cache write, attention, output.
-
-    form   see `choose_form`
-    """
+    """Compressed queries (or plain ones), latents and rotated keys, cache write, attention in a `form`, output."""
 
     def __init__(self, args: ModelArgs, build: Build, form: str = "auto") -> None:
         super().__init__()
@@ -107,12 +104,12 @@ class LatentAttention(nn.Module):
         q = self.kernel.prepare(q.unflatten(1, (self.num_heads, -1)), latent, self.kv_norm.weight, sizes.norm_eps,
                                 *rotation, kv, meta.kv_slots)  # fmt: skip
         out = hidden.new_empty(tokens, self.num_heads, sizes.v_dim)
-        few, many = split(meta, self.most_absorbed)
-        rows = many.prompts[0][0] if many is not None and many.prompts else tokens
+        few, naive = split(meta, self.most_absorbed)
+        rows = naive[0][0] if naive else tokens
         if rows:
             self._absorb(q[:rows], self.up, kv, few, out[:rows])
-        if many is not None:
-            self.kernel.expanded(q, self.up, kv, many, sizes.scale, out)
+        if naive:
+            self.kernel.expanded(q, self.up, kv, replace(meta, prompts=naive), sizes.scale, out)
         return self.output.add(out.flatten(1), hidden)
 
     def _absorb(self, q: Tensor, up: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:

@@ -160,13 +160,13 @@ def test_a_step_is_split_at_the_first_long_prompt() -> None:
         torch.tensor([0, 1, 2, 12, 52, 53, 53]), torch.tensor([9, 4, 10, 70, 8, 0]), torch.zeros(6, 2),
         torch.zeros(53), table_rows=torch.arange(6), max_query_len=40, shared=object(),  # type: ignore[arg-type]
     )  # fmt: skip
-    few, many = split(meta, 20)
-    assert many is not None and many.prompts == ((12, 52, 3, 30), (52, 53, 4, 7))
+    few, naive = split(meta, 20)
+    assert naive == ((12, 52, 3, 30), (52, 53, 4, 7))
     assert few.query_start.tolist() == [0, 1, 2, 12] and few.seq_lens.tolist() == [9, 4, 10]  # type: ignore[union-attr]
     assert few.max_query_len == 10 and few.shared is None and few.plans is meta.plans
     assert few.table_rows is not None and few.table_rows.tolist() == [0, 1, 2]
-    assert split(meta, 40) == (meta, None)
-    told = replace(meta, decode_len=10, prompts=many.prompts)
-    assert split(told, 20)[0].max_query_len == 10 and split(told, 40) == (told, None)
+    assert split(meta, 40) == (meta, ())
+    told = replace(meta, decode_len=10, prompts=naive)
+    assert split(told, 20)[0].max_query_len == 10 and split(told, 40) == (told, ())
     none, everything = split(meta, 0)
-    assert everything is not None and len(everything.prompts or ()) == 5 and none.seq_lens.tolist() == []  # type: ignore[union-attr]
+    assert len(everything) == 5 and none.seq_lens.tolist() == []  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from quire.config.checkpoint import FAMILIES, parse_checkpoint_config
 from quire.contracts.blocks import KVComponent
@@ -41,6 +42,36 @@ def test_a_model_can_be_counted_without_being_there() -> None:
                   for device in ("meta", "cpu"))  # fmt: skip
     sizes = [[(name, p.nbytes) for name, p in model.named_parameters()] for model in (meta, real)]
     assert sizes[0] == sizes[1] and {p.device.type for _, p in meta.named_parameters()} == {"meta"}
+
+
+MOE = parse_checkpoint_config(
+    {
+        "model_type": "mixtral", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+)  # fmt: skip
+
+
+def test_uniform_routing_takes_the_routers_place() -> None:
+    """Zero weights would send every token to experts 0 and 1."""
+    def hits(routing: str) -> set[int]:
+        model = build_model(MOE, dtype="float32", device="cpu", platform=read_cpu_facts(), routing=routing)
+        for _, parameter in model.named_parameters():
+            parameter.data.zero_()
+        model.pack()
+        seen: list[torch.Tensor] = []
+        layer = model.layers[1].mlp
+        layer.on_routing = lambda weights, ids: seen.append(ids)
+        layer(torch.zeros(64, 16), model.norm)
+        return set(seen[0].flatten().tolist())
+
+    assert hits("model") == {0, 1} and hits("uniform") == set(range(8))
+
+
+def test_uniform_routing_needs_experts() -> None:
+    with pytest.raises(ConfigError, match="routing=uniform"):
+        build_model(ARGS, dtype="float32", device="cpu", platform=read_cpu_facts(), routing="uniform")
 
 
 def test_facts_do_not_import_torch() -> None:

@@ -27,6 +27,7 @@ from quire.kernels.triton_runtime import jit, tl
 CUTS = {16: (64, 4, 2, 2), 32: (64, 8, 2, 1), 64: (64, 8, 2, 1)}
 # Of `expanded`, the first that fits: rows of a tile, keys of an iteration, warps, iterations in flight.
 MANY = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 16, 4, 1))
+EXACT = {torch.float32: "ieee"}  # how numbers of four bytes are multiplied
 PARTS = 128  # of a sequence's context at most
 TURNED = 16  # heads of a token that a program rotates
 WORKSPACE = 256 << 20  # bytes of expanded keys and values at one time
@@ -60,13 +61,12 @@ def _prepare_kernel(
     """Programs (tokens, the cache's part and then groups of heads)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col, dims = tl.arange(0, HALFP)[None, :], tl.arange(0, LP)
     angle, inside = token * (2 * HALF) + col, col < HALF
     if part == 0:
         scale = tl.load(norm + dims, mask=dims < L, other=0.0).to(tl.float32)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         slot = tl.load(kv_slots + token)
         block, offset = slot // SIZE, slot % SIZE
         given = tl.load(kv + token * stride_kv + dims, mask=dims < L, other=0.0).to(tl.float32)
@@ -76,8 +76,6 @@ def _prepare_kernel(
         _turn(kv + token * stride_kv + L + col, rope + block * rope_block + offset * (2 * HALF) + col, cos + angle,
               sin + angle, inside, inside, HALF)  # fmt: skip
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         head = (part - 1) * TURNED + tl.arange(0, TURNED)[:, None]
         pairs = q + token * stride_q + head * WIDTH + (WIDTH - 2 * HALF) + col
         _turn(pairs, pairs, cos + angle, sin + angle, inside, inside & (head < HEADS), HALF)
@@ -110,7 +108,7 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
             absorbed_kernel[(len(records) * groups,)](
                 q_latent, q_rope, out, cache.latent, cache.rope, meta.block_tables, records, plan.sums, plan.stats,
                 q_latent.stride(0), *q_rope.stride()[:2], cache.latent.stride(0), cache.rope.stride(0),
-                meta.block_tables.stride(0), scale * LOG2E, DECODES=cut is few, EXACT=_exact(q_latent),
+                meta.block_tables.stride(0), scale * LOG2E, DECODES=cut is few, EXACT=EXACT.get(q_latent.dtype, "tf32"),
                 SIZE=cache.block_size, TILE=keys, R=q_rope.shape[2], RP=_power(q_rope.shape[2]), M=lanes, WORDS=words,
                 num_warps=warps, num_stages=stages, **sizes,
             )  # fmt: skip
@@ -149,15 +147,14 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
         if q.element_size() * (cut[0] * keys + cut[3] * cut[1] * (keys + values)) < shared_memory()
     )  # fmt: skip
     most = max(STEP, WORKSPACE // (heads * width * q.element_size()) // STEP * STEP)
-    pieces = cut_prompts(meta, cache.block_size, rows, most)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
-    for piece in pieces:
-        latents, ropes = (side[piece.blocks, 0, piece.offsets] for side in (cache.latent, cache.rope))
+    for tiles, blocks, offsets in cut_prompts(meta, cache.block_size, rows, most):
+        latents, ropes = (side[blocks, 0, offsets] for side in (cache.latent, cache.rope))
         made = F.linear(latents, kv_up.view(heads * width, dim))
-        expanded_kernel[(len(piece.tiles), heads)](
-            q, made, ropes, out, lse, piece.tiles, q.stride(0), q.stride(1), out.stride(0), scale * LOG2E,
-            EXACT=_exact(q), HEADS=heads, V=value, VP=values, M=rows, TILE=tile, WORDS=TILE_WORDS, num_warps=warps,
-            num_stages=stages, **sizes,
+        expanded_kernel[(len(tiles), heads)](
+            q, made, ropes, out, lse, tiles, q.stride(0), q.stride(1), out.stride(0), scale * LOG2E,
+            EXACT=EXACT.get(q.dtype, "tf32"), HEADS=heads, V=value, VP=values, M=rows, TILE=tile, WORDS=TILE_WORDS,
+            num_warps=warps, num_stages=stages, **sizes,
         )  # fmt: skip
     return out
 
@@ -165,7 +162,3 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 @functools.cache
 def _power(value: int) -> int:
     return max(16, 1 << (value - 1).bit_length())
-
-
-def _exact(q: Tensor) -> str:
-    return "ieee" if q.dtype == torch.float32 else "tf32"

@@ -6,7 +6,6 @@ tiles, each with what is there of its context. A tile's state, output and log-su
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,29 +14,22 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.triton_plan import TILE_WORDS
-from quire.kernels.attention.triton_tiles import LOWEST, accumulate, load_queries, rescore
+from quire.kernels.attention.triton_tiles import LOWEST, accumulate, load_queries, load_tile, rescore
 from quire.kernels.triton_runtime import jit, tl
 
 STEP = 128  # tokens: contexts are cut at multiples of it, and as many that nobody sees end a workspace
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What is in the workspace at one time.
-
-    tiles    [m, TILE_WORDS] int32, the longest first: first row, rows, position of the first row, where in the
-             workspace its sequence begins, which token is there, how many are
-    blocks, offsets   [n] int64: where the workspace's tokens lie in the cache
-    """
-
-    tiles: Tensor
-    blocks: Tensor
-    offsets: Tensor
+Piece = tuple[Tensor, Tensor, Tensor]  # tiles, and block and offset in the cache of each token in the workspace
 
 
 def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> list[Piece]:
     """The step's prompts in pieces of at most `most` >= STEP tokens and tiles of `rows` rows, kept for other layers; in
-    one copy to the device, which nobody waits for."""
+    one copy to the device, which nobody waits for.
+
+    tiles [m, TILE_WORDS] int32, the longest first: first row, rows, position of the first row, where in the workspace
+    its sequence begins, which token is there, how many are
+    """
     known = meta.plans.get((block_size, rows, most))
     if isinstance(known, list):
         return known
@@ -63,12 +55,13 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
         lists += [np.array(tiles, np.int32), tokens.astype(np.int32)]
     packed, device = torch.from_numpy(np.concatenate([words.ravel() for words in lists])), meta.block_tables.device
     packed = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
-    views, pieces = packed.split([words.size for words in lists]), []
+    views = packed.split([words.size for words in lists])
+    pieces: list[Piece] = []
     for tiles, tokens in zip(views[::2], views[1::2], strict=True):
         index, position = tokens.view(2, -1).long()
         index = index if meta.table_rows is None else meta.table_rows[index].long()
         blocks = meta.block_tables[index, position // block_size].long()
-        pieces.append(Piece(tiles.view(-1, TILE_WORDS), blocks, position % block_size))
+        pieces.append((tiles.view(-1, TILE_WORDS), blocks, position % block_size))
     meta.plans[block_size, rows, most] = pieces
     return pieces
 
@@ -96,28 +89,17 @@ def expanded_kernel(
     sums = tl.load(to_out, mask=inside & (start > 0), other=0.0).to(tl.float32)
     first = position - start  # of the rows, counted from the sequence's first token in the workspace
     whole = tl.minimum(tl.maximum(first + 1, 0), count) // TILE * TILE
-    made += (place * HEADS + head) * (P + V)
+    made += head * (P + V)
+    WIDE: tl.constexpr = HEADS * (P + V)
     for masked in tl.static_range(2):
         stop = tl.minimum(count, first + num_rows) if masked else whole
         for at in tl.range(whole if masked else 0, stop, TILE):
-            token = at + tl.arange(0, TILE)[:, None]
-            keys = _load(made + token * (HEADS * (P + V)), P, PP)
-            short = _load(ropes + (place + token) * R, R, RP)
-            values = _load(made + token * (HEADS * (P + V)) + P, V, VP)
+            keys = load_tile(made, place, at, stop, WIDE, WIDE, False, 1 << 30, TILE, P, PP)
+            short = load_tile(ropes, place, at, stop, R, R, False, 1 << 30, TILE, R, RP)
+            values = load_tile(made + P, place, at, stop, WIDE, WIDE, False, 1 << 30, TILE, V, VP)
             scores = tl.dot(plain, tl.trans(keys), input_precision=EXACT)
             scores = tl.dot(turned, tl.trans(short), scores, input_precision=EXACT)
             scores, rest = rescore(scores, first + lane, at, scale, 0.0, masked == 1, 0, False, TILE)
             sums, top, weight = accumulate(scores, rest, values, sums, top, weight, EXACT)
     tl.store(to_out, (sums / weight[:, None]).to(out.dtype.element_ty), mask=inside)
     tl.store(to_lse, top + tl.log2(weight), mask=live)
-
-
-@jit
-def _load(first, D: tl.constexpr, DP: tl.constexpr):
-    """Rows [TILE, DP] from pointers [TILE, 1], zero past D."""
-    dims = tl.arange(0, DP)[None, :]
-    if D < DP:
-        tile = tl.load(first + dims, mask=dims < D, other=0.0)
-    else:
-        tile = tl.load(first + dims)
-    return tile
