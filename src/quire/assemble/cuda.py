@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,8 @@ from quire.kernels.cache import compiling_ahead, use_cache_folder
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
-from quire.models.registry import build_model, kv_components, kv_views
+from quire.models.layout import layout, parameters_per_token
+from quire.models.registry import ITEM_BYTES, build_model, kv_components, kv_views
 from quire.platforms.cuda import read_cuda_facts
 from quire.procs.launching import LaunchingExecutor
 from quire.weights.dummy import load_dummy
@@ -42,6 +44,7 @@ DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
 LAUNCH_SECONDS = 0.025  # of the host, for a step whose kernels are launched one by one
 FLOPS = 600e12  # of a GPU, in a large product
+LATENT_TOKENS = 1024  # of a captured step: in one, prompts attend to latents, which costs more the longer they are
 GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 DEVICE = torch.device("cuda", 0)
 
@@ -56,8 +59,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     batch = resolve_batch(config.scheduler, facts.total_memory)
     config = replace(config, scheduler=batch)
     check_sequences(config)
-    counted = list(build_model(args, dtype=dtype.dtype, device="meta", platform=facts).named_parameters())
-    weights = sum(p.nbytes for _, p in counted)
+    weights = sum(prod(param.shape) * ITEM_BYTES[param.dtype or dtype.dtype] for param in layout(args))
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=dtype.dtype)
     end_phase("device")
     if why := missing():
@@ -74,7 +76,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     limits = Limits(
         num_slots=batch.sequences(), max_tokens=batch.token_budget(), block_size=geometry.block_size,
         max_model_len=config.model.max_model_len or args.max_position_embeddings, graph_sizes=_graph_sizes(config),
-        graph_tokens=_graph_tokens(config, sum(p.numel() for _, p in counted)),
+        graph_tokens=_graph_tokens(config, args),
         depth=config.device.async_depth or DEPTH,
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
@@ -138,11 +140,13 @@ def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
     return asked or graph_sizes(most)
 
 
-def _graph_tokens(config: EngineConfig, num_parameters: int) -> tuple[int, ...]:
+def _graph_tokens(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
     """Token counts of the captured steps with prompts: those that the GPU would finish before they were launched."""
     if config.device.enforce_eager or config.device.cudagraph_capture_sizes:
         return ()
-    most = int(LAUNCH_SECONDS * FLOPS / (2 * num_parameters))
+    most = int(LAUNCH_SECONDS * FLOPS / (2 * parameters_per_token(args)))
+    if args.latent is not None:
+        most = min(most, LATENT_TOKENS)
     return graph_tokens(min(most, config.device.max_cudagraph_capture_size or most, config.scheduler.token_budget()))
 
 

@@ -6,6 +6,7 @@ The loader fills parameters by it, `quire explain` prints it, and a test holds i
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from quire.config.checkpoint import ModelArgs
 from quire.layers.params import Param, Part
@@ -35,6 +36,12 @@ def layout(args: ModelArgs, experts: Sequence[int] | None = None) -> tuple[Param
 def stored_names(params: Iterable[Param]) -> Iterator[str]:
     """The checkpoint tensors that these parameters are made of."""
     return (part.stored for param in params for part in param.parts)
+
+
+def parameters_per_token(args: ModelArgs) -> float:
+    """How many parameters a token is multiplied with: of the experts, those that it is sent to."""
+    chosen = args.moe.routing.top_k / args.moe.routing.num_experts if args.moe else 1.0
+    return sum(prod(param.shape) * (chosen if param.shard == "experts" else 1.0) for param in layout(args))
 
 
 def _param(shape: _Shape, layer: str, names: dict[tuple[str, str], str]) -> Param:

@@ -77,7 +77,7 @@ def test_a_model_that_cannot_fit_is_refused_before_any_of_it_is_there(
         built.append(options["device"]), build(*args, **options))[1])  # fmt: skip
     with pytest.raises(ConfigError, match=r"the weights need .* in float32.* are missing. Try "):
         assemble(monkeypatch, small, why)
-    assert built == ["meta"]
+    assert not built
 
 
 def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +86,6 @@ def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cuda, "_rehearse", full)
     monkeypatch.setattr(cuda, "build_model", lambda *args, build=cuda.build_model, **options: build(
-        *args, **options | {"device": "meta" if options["device"] == "meta" else "cpu"}))  # fmt: skip
+        *args, **options | {"device": "cpu"}))  # fmt: skip
     with pytest.raises(ConfigError, match=r"8192 tokens and 4 seq.* 15.00 GiB.* --max-num-seqs 1 .*-tokens 2048"):
         assemble(monkeypatch, load_format="dummy")

@@ -5,9 +5,12 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.config.checkpoint import parse_checkpoint_config
-from quire.models.layout import layout, stored_names
+from quire.models.layout import layout, parameters_per_token, stored_names
+from quire.models.registry import build_model
+from quire.platforms.cpu import read_cpu_facts
 
 # billions of parameters: in all, as the model cards say; in the experts, layers x experts x 3 x width x hidden
 SIZES = {"DeepSeek-V3": (671.0, 653.9), "Qwen3-30B-A3B": (30.5, 29.0), "Mixtral-8x7B-v0.1": (46.7, 45.1),
@@ -27,6 +30,15 @@ def test_sizes_of_real_models(shared: Path, name: str) -> None:
     assert all(sum(part.rows for part in param.parts) == param.shape[0] for param in params)
 
 
+@pytest.mark.parametrize("name", [*SIZES, "Qwen2.5-7B", "Llama-3.1-8B", "Mistral-7B-Instruct-v0.3", "Qwen3-0.6B"])
+def test_the_layers_that_are_built_have_these_parameters(shared: Path, name: str) -> None:
+    raw = json.loads((shared / "hf" / name / "config.json").read_text())
+    args = parse_checkpoint_config(raw, allow_quantized=True)
+    model = build_model(args, dtype="bfloat16", device="meta", platform=read_cpu_facts())
+    built = [(name, tuple(p.shape), p.dtype == torch.float32) for name, p in model.named_parameters()]
+    assert sorted(built) == sorted((param.name, param.shape, param.dtype == "float32") for param in layout(args))
+
+
 def test_owned_experts_are_a_part_of_all(shared: Path) -> None:
     args = parse_checkpoint_config(json.loads((shared / "hf" / "Qwen3-30B-A3B" / "config.json").read_text()))
     everything = set(stored_names(layout(args)))
@@ -35,3 +47,12 @@ def test_owned_experts_are_a_part_of_all(shared: Path) -> None:
     shared_by_all = set.intersection(*ranks)
     assert not any(".experts." in name for name in shared_by_all)
     assert sum(len(rank - shared_by_all) for rank in ranks) == 48 * 128 * 3
+
+
+def test_a_token_is_multiplied_with_few_of_the_experts(shared: Path) -> None:
+    """3.3e9 of Qwen3-30B-A3B's 30.5e9, and 37e9 of DeepSeek-V3's 671e9, say their cards; 8.2e9 of the dense one's."""
+    active = {}
+    for name in ("Qwen3-30B-A3B", "DeepSeek-V3", "Qwen3-8B"):
+        raw = json.loads((shared / "hf" / name / "config.json").read_text())
+        active[name] = round(parameters_per_token(parse_checkpoint_config(raw, allow_quantized=True)) / 1e9, 1)
+    assert active == {"Qwen3-30B-A3B": 3.4, "DeepSeek-V3": 37.6, "Qwen3-8B": 8.2}
