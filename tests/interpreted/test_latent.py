@@ -166,6 +166,20 @@ def test_expanded(case: Case, workspace: int, monkeypatch: pytest.MonkeyPatch) -
     check(out.nan_to_num(), expected.nan_to_num())
 
 
+def test_what_is_no_number_in_one_prompt_stays_there() -> None:
+    """Contexts lie side by side, and a tile's tail reads the next one's values: of the largest number, which stands for
+    NaN in the cache, the projection makes infinities, and a weight of 0 must make nothing of them."""
+    case = steps(Case((10, 10), (10, 10), heads=(4, 1), block_size=64))[0]
+    q_latent, _, cache, meta = make(case, R, torch.float32)
+    q, up = torch.randn(20, 4, P + R), weights(4, P, V, q_latent.shape[2], torch.float32)
+    expected, actual = torch.full((2, 20, 4, V), float("nan"))
+    triton.expanded(q, up, cache, on_device(meta), 0.2, expected)
+    cache.latent[int(meta.block_tables[1, 0]), 0, 3] = 3.38e38
+    triton.expanded(q, up, cache, on_device(meta), 0.2, actual)
+    assert torch.equal(actual[:13], expected[:13])  # of the other one too, what comes before
+    assert not torch.equal(actual[13:], expected[13:])
+
+
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 def test_a_key_that_is_not_finite_is_not_hidden(decode: bool, bad: str) -> None:

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.plain import assemble_plain
-from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_dtype
@@ -90,8 +90,6 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
-    if config.load.routing == "uniform" and config.load.load_format != "dummy":
-        raise ConfigError("routing=uniform ignores what a model has learned, and is for load_format=dummy.")
     phases = _Phases()
     device = resolve_device(config.device.device)
     folder, tokenizer_folder = resolve_folders(config)
@@ -145,8 +143,8 @@ def _build_core(parts: Parts, folder: Path, dtype: DTypePlan, device: DevicePlan
     machine = ", ".join(filter(None, (str(device), parts.hardware)))
     kernels = model.kernels.choices
     plan = EnginePlan(
-        name=config.model.model or NAME, folder=folder, args=model.args, layout=model.layout, device=device.device,
-        machine=machine, dtype=dtype, kernels=kernels, memory=memory, sequences=scheduler.sequences(),
+        config=config, folder=folder, args=model.args, layout=model.layout, device=device.device, machine=machine,
+        dtype=dtype, kernels=kernels, memory=memory,
         moe=moe_plans(model.args, kernels, Needs(device=device.device, dtype=dtype.dtype), here),
     )  # fmt: skip
     facts = ExecutorFacts(
@@ -159,7 +157,7 @@ def _build_core(parts: Parts, folder: Path, dtype: DTypePlan, device: DevicePlan
         vocab_size=model.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
         plans={"device": machine, "dtype": dtype, "memory": memory, "kernels": kernels,
-               "engine": plan} | parts.plans,
+               "engine": msgspec.json.encode(plan.describe()).decode()} | parts.plans,
     )
     root = namespace_digest(
         model=config.model.model or "quire-tiny",

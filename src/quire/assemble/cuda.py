@@ -45,6 +45,7 @@ PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that
 LAUNCH_SECONDS = 0.025  # of the host, for a step whose kernels are launched one by one
 FLOPS = 600e12  # of a GPU, in a large product
 LATENT_TOKENS = 1024  # of a captured step: in one, prompts attend to latents, which costs more the longer they are
+LATENT_CONTEXT = 32768  # tokens before the largest step: what is made of them fills the workspace
 GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 DEVICE = torch.device("cuda", 0)
 
@@ -163,7 +164,8 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, 
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
     worker = _worker(model, geometry, blocks, limits)
     tables = torch.cuda.memory_allocated(DEVICE) - before
-    plans = [_largest_step(limits, seqs) for seqs in (1, limits.num_slots)]
+    past = LATENT_CONTEXT if model.args.latent else 0
+    plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]
     with compiling_ahead() as ahead:
         worker.rehearse(plans)
     if ahead.report().failed:
@@ -179,16 +181,19 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, 
     return str(ahead.report()), peak, per_seq, (peak - tables) // limits.max_tokens
 
 
-def _largest_step(limits: Limits, num_seqs: int) -> StepPlan:
-    """As many tokens as a step may have, in `num_seqs` sequences of one length, all sampled."""
+def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
+    """As many tokens as a step may have, in `num_seqs` sequences of one length, all sampled; `past` more were computed
+    before, where the context allows. Their blocks are those of the tokens, over and over."""
     tokens = min(limits.max_tokens // num_seqs, limits.max_model_len - 1)
     blocks = -(-tokens // limits.block_size)
+    past = min(past, limits.max_model_len - 1 - tokens) // limits.block_size * limits.block_size
+    places = np.arange(blocks + past // limits.block_size, dtype=np.int32) % blocks
     slots = np.arange(num_seqs, dtype=np.int32)
-    spec = SamplerSpec(temperature=0.8, top_p=0.9, seed=0, num_prompt=tokens)
+    spec = SamplerSpec(temperature=0.8, top_p=0.9, seed=0, num_prompt=past + tokens)
     admitted = tuple(
         Admission(
-            slot=slot, request_id="", token_ids=np.zeros(tokens, np.int32), num_computed=0, sampler=spec,
-            block_ids=(1 + slot * blocks + np.arange(blocks, dtype=np.int32),),
+            slot=slot, request_id="", token_ids=np.zeros(past + tokens, np.int32), num_computed=past, sampler=spec,
+            block_ids=(1 + slot * blocks + places,),
         )
         for slot in range(num_seqs)
     )  # fmt: skip

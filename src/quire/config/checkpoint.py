@@ -33,6 +33,8 @@ class Family:
     default_window: int | None = None  # sliding_window when the key is missing
     default_head_dim: int | None = None  # None: hidden_size / heads
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
+    norm_eps: float = 1e-6  # when rms_norm_eps is missing
+    theta: float = 10_000.0  # when rope_theta is
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
     keys: frozenset[str] = frozenset()
 
@@ -45,14 +47,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True, default_head_dim=128,
         window_flag=True, keys=frozenset({"attention_bias"})),
-    "mixtral": Family(architecture="MixtralForCausalLM", keys=MOE_KEYS["mixtral"]),
+    "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, keys=MOE_KEYS["mixtral"]),
     "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, window_flag=True,
                         keys=MOE_KEYS["qwen2_moe"]),
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
                         window_flag=True, keys=MOE_KEYS["qwen3_moe"] | {"attention_bias"}),
     "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", keys=MOE_KEYS["deepseek_v2"] | LATENT_KEYS),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", keys=MOE_KEYS["deepseek_v3"] | LATENT_KEYS),
-    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, rotated=0.5,
+    "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, norm_eps=1e-5, rotated=0.5,
                        keys=MOE_KEYS["glm4_moe"] | {"attention_bias", "partial_rotary_factor", "use_qk_norm"}),
 }  # fmt: skip
 
@@ -158,7 +160,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     max_positions = size(keys, "max_position_embeddings", source)
     layers = size(keys, "num_hidden_layers", source)
     _refuse_window(keys, family, max_positions, layers, source)
-    rope, rope_notes = read_rope(keys, max_positions, source)
+    rope, rope_notes = read_rope(keys, max_positions, source, family.theta)
     latent = read_latent(keys, model_type, rope, source)
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads, source)
     rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope, source)
@@ -178,7 +180,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         head_dim=head_dim,
         rotary_dim=rotary_dim,
         intermediate_size=size(keys, "intermediate_size", source),
-        norm_eps=positive(keys, "rms_norm_eps", 1e-6, source),
+        norm_eps=positive(keys, "rms_norm_eps", family.norm_eps, source),
         rope=rope,
         attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
@@ -318,8 +320,8 @@ def _auto_map_note(keys: Mapping[str, Any]) -> tuple[str, ...]:
 def _extra_note(layers: int, extra: int) -> tuple[str, ...]:
     if not extra:
         return ()
-    return (f"the checkpoint's layer {layers}, which predicts a second token, is not read: speculative decoding with "
-            "it is not implemented yet",)
+    return (f"layers of the checkpoint from {layers} on predict further tokens and are not read: speculative decoding "
+            "with them is not implemented yet",)
 
 
 def _unknown_note(keys: Mapping[str, Any], family: Family) -> tuple[str, ...]:

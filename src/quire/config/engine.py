@@ -152,6 +152,8 @@ def check_config(config: EngineConfig) -> None:
     for part in fields(EngineConfig):
         check_types(getattr(config, part.name))
     s, c = config.scheduler, config.cache
+    if config.load.routing == "uniform" and config.load.load_format != "dummy":
+        raise ConfigError("routing=uniform ignores what a model has learned, and is for load_format=dummy.")
     if not 0.0 <= s.watermark < 1.0:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
     if not 0.0 < c.gpu_memory_utilization <= 1.0:

@@ -83,7 +83,9 @@ def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: 
 
 
 def _read_qwen(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
-    every, dense = read.size(keys, "decoder_sparse_step", source, 1), keys.get("mlp_only_layers") or ()
+    every = read.size(keys, "decoder_sparse_step", source, 1)
+    dense = read.checked(keys, "mlp_only_layers", source, lambda value: value is None or (
+        isinstance(value, list) and all(type(layer) is int for layer in value)), "a list of layers") or ()  # fmt: skip
     experts = "num_experts" if "num_experts" in keys else "num_local_experts"
     shared = model_type == "qwen2_moe"
     return MoEArgs(
@@ -121,6 +123,8 @@ def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, so
 def _sparse_layers(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> frozenset[int]:
     kinds = read.names(keys, "mlp_layer_types", source)
     if kinds:
+        if len(kinds) < num_layers or set(kinds) - {"dense", "sparse"}:
+            raise ModelError(f"{source}: mlp_layer_types must name {num_layers} layers, each dense or sparse.")
         return frozenset(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sparse")
     dense = read.count(keys, "first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(model_type, 0), source) or 0
     every = read.size(keys, "moe_layer_freq", source, 1)
@@ -140,8 +144,14 @@ def _routing(keys: Mapping[str, Any], source: str, experts_key: str, **rest: Any
     experts, top_k = read.size(keys, experts_key, source), read.size(keys, "num_experts_per_tok", source)
     routing = Routing(num_experts=experts, top_k=top_k, **rest)
     groups, kept = routing.num_groups, routing.top_groups
+    for other in {"num_experts", "num_local_experts", "n_routed_experts"} & keys.keys():
+        if keys[other] not in (None, experts):
+            raise ModelError(f"{source}: {other}={keys[other]!r} contradicts {experts_key}={experts}.")
     if type(groups) is not int or groups < 1 or experts % groups:
         raise ModelError(f"{source}: {experts_key}={experts} is not a multiple of n_group={groups}.")
+    if routing.group_score == "top2" and groups > 1 and experts // groups < 2:
+        raise ModelError(f"{source}: n_group={groups} of {experts_key}={experts} leaves one expert to a group, and "
+                         "groups are compared by their best two.")
     if type(kept) is not int or not 1 <= kept <= groups:
         raise ModelError(f"{source}: topk_group={kept} must be between 1 and n_group={groups}.")
     if top_k > kept * (experts // groups):

@@ -26,7 +26,7 @@ LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]
 ARGUMENTS: dict[str, dict[str, Any]] = {  # what a table of flags may say of what follows one
     "switch": {"action": "store_true"}, "text": {}, "int": {"type": int}, "float": {"type": float},
-    "json": {"type": json.loads}, "file": {"type": Path}, "several": {"nargs": "*"}, "again": {"action": "append"}}
+    "json": {"type": json.loads}, "file": {"type": Path}, "several": {"nargs": "+"}, "again": {"action": "append"}}
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -27,8 +27,9 @@ def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = N
 
 def count(keys: Mapping[str, Any], key: str, default: int | None, source: str) -> int | None:
     """A number that may be switched off, by null or false."""
-    value: int | None = checked(keys, key, source, lambda value: value is None or value is False or type(value) is int,
-                                "an integer or null", default)
+    value: int | None = checked(
+        keys, key, source, lambda value: value is None or value is False or (type(value) is int and value >= 0),
+        "an integer of at least 0, or null", default)  # fmt: skip
     return None if value is False else value
 
 

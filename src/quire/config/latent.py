@@ -56,6 +56,8 @@ def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source
     if kv_heads not in (None, heads):
         raise ModelError(f"{source}: num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
                          "has its own keys and values.")
+    if model_type == "deepseek_v2" and not read.flag(keys, "rope_interleave", source, True):
+        raise UnsupportedModel(f"{source}: rope_interleave=false is not implemented for deepseek_v2.")
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
     return LatentArgs(
         q_rank=read.count(keys, "q_lora_rank", 1536, source) or 0, kv_rank=read.size(keys, "kv_lora_rank", source, 512),

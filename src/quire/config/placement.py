@@ -11,6 +11,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.contracts.errors import ConfigError
 
 LOGIT_BYTES = 4  # float32
+MOST_RANKS = 4096  # that are planned for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,11 @@ class Rank:
     first: bool
     last: bool
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for ranks that hold as much of everything."""
+        return self.layers, *(end - start for start, end in (self.kv_heads, self.experts))
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -76,6 +82,8 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
     tp, kv = parallel.tp, args.num_kv_heads
     if min(tp, parallel.pp, parallel.dp) < 1:
         raise ConfigError(f"{parallel}: sizes are at least 1.")
+    if parallel.size > MOST_RANKS:
+        raise ConfigError(f"{parallel}: {parallel.size:,} ranks, and at most {MOST_RANKS:,} are planned for.")
     if args.num_heads % tp:
         raise ConfigError(f"-tp {tp}: {args.num_heads} heads are no multiple of it.")
     if args.latent is None and kv % tp and tp % kv:
@@ -84,6 +92,8 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
         raise ConfigError(f"-pp {parallel.pp}: the model has {args.num_layers} layers, a stage needs one.")
     if parallel.experts and args.moe is None:
         raise ConfigError("--enable-expert-parallel: this model has no experts.")
+    if args.moe and parallel.expert_ranks > args.moe.routing.num_experts:
+        raise ConfigError(f"{parallel}: {args.moe.routing.num_experts} experts for {parallel.expert_ranks} ranks.")
 
 
 def stages(num_layers: int, pp: int) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,7 @@ Knows which scaling kinds are implemented and validates their numbers; the formu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.keys import MAX_NUMBER
@@ -44,7 +44,8 @@ class RopeArgs:
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
-def read_rope(keys: Mapping[str, Any], max_positions: int, source: str) -> tuple[RopeArgs, tuple[str, ...]]:
+def read_rope(keys: Mapping[str, Any], max_positions: int, source: str,
+              default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
     """The rotary settings of a config.json and notes about keys that were ignored.
 
     Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
@@ -59,21 +60,22 @@ def read_rope(keys: Mapping[str, Any], max_positions: int, source: str) -> tuple
     if kind not in KINDS:
         raise UnsupportedModel(f"{source}: rope type {kind!r} is not implemented (one of {', '.join(KINDS)}).")
     outer = keys.get("rope_theta")
-    theta = _number({"rope_theta": DEFAULT_THETA if outer is None else outer, **raw}, "rope_theta", source)
+    theta = _number({"rope_theta": default_theta if outer is None else outer, **raw}, "rope_theta", source)
     notes = _notes(raw, kind, max_positions)
     if kind == "default":
         return RopeArgs(theta=theta), notes
     factor = _number(raw, "factor", source)
     if factor < 1:
         raise ModelError(f"{source}: rope factor={factor} must be at least 1.")
+    temperature = _number(raw, "mscale_all_dim", source) if raw.get("mscale_all_dim") else None
     if kind in ("linear", "dynamic"):
-        return RopeArgs(theta=theta, kind=kind, factor=factor), notes
+        return RopeArgs(theta=theta, kind=kind, factor=factor, mscale_all_dim=temperature), notes
     trained = "original_max_position_embeddings"
     original = keys.get(trained) or raw.get(trained) or max_positions
     if not isinstance(original, int) or original < 1:
         raise ModelError(f"{source}: original_max_position_embeddings={original!r} must be a positive integer.")
     if kind == "llama3":
-        return _llama3(raw, theta, factor, original, source), notes
+        return replace(_llama3(raw, theta, factor, original, source), mscale_all_dim=temperature), notes
     return _yarn(raw, theta, factor, original, source), notes
 
 
@@ -91,7 +93,7 @@ def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, so
     optional = {
         key: _number(raw, key, source)
         for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        if raw.get(key) is not None
+        if raw.get(key) is not None and (raw[key] or "mscale" not in key)
     }
     return RopeArgs(
         theta=theta, kind="yarn", factor=factor, original_max_position=original,

@@ -133,6 +133,8 @@ def read_value(option: Field[Any], value: object) -> Any:
         return (value,) if kind == LIST and not value.lstrip().startswith("[") else option_parser(option)(value)
     if kind in (str, str | None) or (kind == LIST and not isinstance(value, list)):
         raise ValueError(f"{value!r} is no text: put it in quotes")
+    if kind == COUNTS and not (isinstance(value, list) and all(type(item) is int for item in value)):
+        raise ValueError(f"{value!r} is no list of whole numbers")
     if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return option_parser(option)(json.dumps(value, default=str))

@@ -5,26 +5,25 @@ share that activations and graphs take is estimated here.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel
 from quire.config.resolve import GIB, MemoryPlan, check_context, resolve_dtype, resolve_geometry, resolve_memory
-from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, DeviceMemory, resolve_batch, resolve_cuda_memory
+from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.contracts.errors import ConfigError
 from quire.kernels.native import library
 from quire.kernels.select import Needs, Probe, choose_kernels
 from quire.models.layout import layout
 from quire.models.plan import EnginePlan, moe_plans
-from quire.models.registry import kv_components, operations
+from quire.models.registry import check_routing, kv_components, operations
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.folder import resolve_folders
 
 HEADERS = ("*.json",)  # of a model on the hub: its weights are not downloaded to be explained
-OURS = (600 << 20) + 40 * (24 << 20)  # bytes: a process on a GPU before there is anything in it, and its graphs
+EMPTY, GRAPHS = 600 << 20, 40 * (24 << 20)  # bytes: a process on a GPU before there is anything in it, and its graphs
 
 
 class Gpu(NamedTuple):
@@ -53,6 +52,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
     args = parse_checkpoint_config(raw, str(folder / "config.json"), allow_quantized=True)
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
+    check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
     probe, quantization = _probe(gpu), raw.get("quantization_config") or {}
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, probe=probe)
@@ -60,18 +60,26 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
                     quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
     if gpu is not None:
         config = replace(config, scheduler=resolve_batch(config.scheduler, gpu.memory))
+        check_sequences(config)
     plan = EnginePlan(
-        name=config.model.model or NAME, folder=folder, args=args, layout=layout(args), device=device, machine=machine,
-        dtype=dtype, kernels=kernels, memory="", sequences=config.scheduler.sequences(), moe=moe, parallel=parallel,
-        quantization=quantization,
+        config=config, folder=folder, args=args, layout=layout(args), device=device, machine=machine, dtype=dtype,
+        kernels=kernels, memory="", moe=moe, parallel=parallel, quantization=quantization,
     )  # fmt: skip
-    alike = {(held, rank.layers[1] - rank.layers[0], rank.kv_heads[1] - rank.kv_heads[0]): (rank, held)
-             for rank, held in plan.held}  # fmt: skip
-    try:
-        memory = [_memory(plan, config, gpu, facts.free_memory, *one) for one in alike.values()]
-    except ConfigError as error:
-        return replace(plan, memory=str(error))
-    return replace(plan, memory=min(memory, key=lambda one: one.num_blocks))
+    kinds, memory = {rank.kind: rank for rank, _ in reversed(plan.held)}, list[tuple[MemoryPlan, int]]()
+    for rank in sorted(kinds.values(), key=lambda rank: (-(plan.held[rank.number][1] or 0), rank.number)):
+        try:
+            memory.append((_memory(plan, gpu, facts.free_memory, rank), rank.number))
+        except ConfigError as error:
+            return replace(plan, memory=str(error), fullest=rank.number)
+    least, number = min(memory, key=lambda one: one[0].num_blocks)
+    return replace(plan, memory=least, fullest=number)
+
+
+def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
+    """A described plan with no other layer than "embed", a number or "head"; raises ConfigError when there is none."""
+    if found := [one for one in plan["layers"] if one["layer"] == layer]:
+        return plan | {"layers": found}
+    raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
 
 
 def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
@@ -99,15 +107,18 @@ def _probe(gpu: Gpu | None) -> Probe:
     return probe
 
 
-def _memory(plan: EnginePlan, config: EngineConfig, gpu: Gpu | None, free: int, rank: Rank, weights: int) -> MemoryPlan:
-    """The plan of a rank with so many bytes of weights; `free`: bytes of a CPU's memory before they are there."""
-    args, context = plan.args, plan.args.max_position_embeddings
+def _memory(plan: EnginePlan, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
+    """The plan of a rank; `free`: bytes of a CPU's memory before its weights are there."""
+    if (weights := plan.held[rank.number][1]) is None:
+        raise ConfigError("not planned: sizes of quantized parameters of this format are not known yet without headers")
+    args, config, context = plan.args, plan.config, plan.args.max_position_embeddings
     own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
     page = (kv_components(own, plan.dtype.dtype), rank.layers[1] - rank.layers[0], config.cache.block_size)
     if gpu is None:
         return resolve_memory(resolve_geometry(*page), config.model, config.cache, context=context,
-                              max_num_seqs=plan.sequences, free_bytes=max(0, free - weights))  # fmt: skip
-    left = gpu.memory - weights - OURS - _activations(args, config, plan.parallel.tp)
+                              max_num_seqs=config.scheduler.sequences(), free_bytes=max(0, free - weights))  # fmt: skip
+    ours = EMPTY + GRAPHS * (not config.device.enforce_eager) + _activations(args, config, plan.parallel.tp)
+    left = gpu.memory - weights - ours
     memory = DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights, others=0)
     return resolve_cuda_memory(resolve_geometry(*page, CUDA_BLOCK_SIZE), config, memory, context=context,
                                dtype=plan.dtype.dtype)  # fmt: skip

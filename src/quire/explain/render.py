@@ -8,23 +8,18 @@ from typing import Any
 from rich.text import Text
 from rich.tree import Tree
 
-from quire.contracts.errors import ConfigError
 from quire.entry.cli.table import format_bytes as size
 
 Plan = Mapping[str, Any]
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-def render(plan: Plan, layer: str | None = None) -> Tree:
-    """All of a described plan; or of its layers only `layer` ("embed", a number or "head"), with every name. Raises
-    ConfigError when there is none of that name."""
+def render(plan: Plan, full: bool = False) -> Tree:
+    """All of a described plan; `full`: nothing but its layers (`one_layer`), with every name."""
     tree = Tree(Text("{name}  {type} ({architecture}), {parameters:,} parameters, {size}; computed in {dtype} "
                      "({dtype_reason}); weights {format}".format(size=size(plan["model"]["bytes"]), **plan["model"])))
-    if layer is not None:
-        found = [one for one in plan["layers"] if one["layer"] == layer]
-        if not found:
-            raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
-        _layer(tree, found, full=True)
+    if full:
+        _layer(tree, plan["layers"], full=True)
         return tree
     for line in (*(f"note: {note}" for note in plan["model"]["notes"]), f"device: {plan['machine']}"):
         _add(tree, line)
@@ -32,7 +27,7 @@ def render(plan: Plan, layer: str | None = None) -> Tree:
     layers = _add(tree, "layers: weights from the checkpoint, then the calls of a step in order")
     for _, alike in groupby(plan["layers"], key=_likeness):
         _layer(layers, list(alike))
-    _memory(tree, plan["memory"])
+    _memory(tree, plan["memory"], len(plan["ranks"]))
     _ranks(tree, plan)
     left = [f"{name}  {number:,} tensors" if number > 1 else name for name, number in plan["not_read"].items()]
     for title, lines in (("not read", left), ("start-up, in order", list(map(": ".join, plan["phases"].items())))):
@@ -113,8 +108,9 @@ def _kernels(branch: Tree, plan: Plan) -> None:
                 _add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
 
 
-def _memory(tree: Tree, memory: Plan) -> None:
-    branch = _add(tree, f"memory of the fullest rank: {size(memory['weights'])} of weights")
+def _memory(tree: Tree, memory: Plan, num_ranks: int) -> None:
+    whose = f" of rank {memory['rank']}, which has least room" if num_ranks > 1 else ""
+    branch = _add(tree, f"memory{whose}: {size(memory['weights'])} of weights")
     if "refused" in memory:
         _add(branch, memory["refused"])
         return
@@ -134,13 +130,21 @@ def _ranks(tree: Tree, plan: Plan) -> None:
     if len(plan["ranks"]) == 1:
         return
     branch = _add(tree, f"{len(plan['ranks'])} ranks, and what they send each other")
+    shown = {"layers": "layers", "heads": "heads", "kv_heads": "KV heads", "experts": "experts"}
+    alike: dict[tuple[Any, ...], list[Plan]] = {}
     for rank in plan["ranks"]:
-        shown = {"layers": "layers", "heads": "heads", "kv_heads": "KV heads", "experts": "experts"}
-        held = [f"{word} {rank[key][0]}-{rank[key][1] - 1}" for key, word in shown.items() if rank[key][1]
-                and not (key == "kv_heads" and plan["latent"])]  # fmt: skip
-        held += ["embedding"] * rank["first"] + ["head"] * rank["last"] + [size(rank["bytes"])]
-        who = "rank {number} (replica {replica}, stage {stage}, place {place})".format(**rank)
-        _add(branch, f"{who}: {', '.join(held)}")
+        each = (rank[key][1] - rank[key][0] for key in shown)
+        alike.setdefault((rank["stage"], rank["bytes"], *each), []).append(rank)
+    for (stage, count, *widths), some in alike.items():
+        one, most, held = some[0], some[-1]["number"], list[str]()
+        who = f"ranks {one['number']}-{most}" if len(some) > 1 else f"rank {most}"
+        who = f"{len(some):,} of {who}" if most - one["number"] >= len(some) else who
+        for (key, word), width in zip(shown.items(), widths, strict=True):
+            first, end = min(rank[key][0] for rank in some), max(rank[key][1] for rank in some)
+            if width and not (key == "kv_heads" and plan["latent"]):
+                held.append(f"{word} {first}-{end - 1}" + f" ({width} each)" * (end - first > width))
+        held += ["embedding"] * one["first"] + ["head"] * one["last"] + [size(count) + " each" * (len(some) > 1)]
+        _add(branch, f"{who} (stage {stage}): {', '.join(held)}")
     for one in plan["collectives"]:
         sent = f"{size(one['num_bytes'])} per {one['per']}" + (f" x {one['times']}" if one["times"] > 1 else "")
         _add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}")

@@ -46,12 +46,12 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "heads": _SMALL,
     "activation": _SMALL,
     "linear": {
-        "cuda": Support(devices=frozenset({"cuda"}), dtypes=_ALL, features=frozenset({"add", "out"}),
+        "cuda": Support(devices=frozenset({"cuda"}), dtypes=_ALL, features=frozenset({"add", "exact", "out"}),
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
-                          features=frozenset({"add", "gated", "rows"}), needs=("native AMX",)),
+                          features=frozenset({"add", "exact", "gated", "rows"}), needs=("native AMX",)),
         "cpu": replace(PLAIN, needs=("packed linears",)),
-        "ref": REFERENCE,
+        "ref": replace(REFERENCE, features=frozenset({"exact"})),
     },
     "attention": {
         "hopper": replace(TRITON, dtypes=_ALL - {"float32"}, features=_SCORES, max_head_dim=128, needs=("hopper",)),

@@ -1,11 +1,11 @@
 """Why a prompt's blocks were not reused: a bounded memory of the last prompts and of the keys that were dropped.
 
-Costs an append per admitted prompt and an entry per dropped key; prompts are compared only for one that missed. Knows
-chains and one pool's drops; nothing of requests, and it keeps no block.
+Costs an append per admitted prompt and an entry per dropped key; one that missed is compared with those that begin with
+its first token. Knows chains and one pool's drops; nothing of requests, and it keeps no block.
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 
@@ -14,8 +14,8 @@ from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixMatch
 
-PROMPTS = 64  # remembered, as many as have TOKENS together and at least one
-TOKENS = 1 << 20  # 4 MB, and their keys as much again
+PROMPTS = 32  # remembered, as many as have TOKENS together when they are admitted, and at least one
+TOKENS = 1 << 20  # 4 MB, and their keys as much again; what is generated behind them comes on top
 DROPPED = 1 << 14  # keys
 
 
@@ -24,7 +24,8 @@ class PrefixHistory:
 
     def __init__(self, pool: BlockPool, *, enabled: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._enabled, self._clock = enabled, clock
-        self._prompts: deque[tuple[str, KeyChain]] = deque()
+        self._prompts: deque[tuple[str, KeyChain, int]] = deque()  # with its length when it was admitted
+        self._held, self._first = 0, Counter[int]()  # tokens of all; first token -> how many have it
         self._dropped: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         if enabled:
             pool.on_drop = self._note_drop
@@ -44,11 +45,20 @@ class PrefixHistory:
         elif at < num_blocks:
             report = say(why=Miss.LIMIT) if match.broke_at is None else self._why(chain, at, say)
         if self._enabled:
-            self._prompts.append((name, chain))
-            held = sum(len(chain.tokens) for _, chain in self._prompts)
-            while len(self._prompts) > PROMPTS or (held > TOKENS and len(self._prompts) > 1):
-                held -= len(self._prompts.popleft()[1].tokens)
+            self._remember(name, chain)
         return report
+
+    def _remember(self, name: str, chain: KeyChain) -> None:
+        prompts, count = self._prompts, len(chain.tokens)
+        prompts.append((name, chain, count))
+        self._held += count
+        self._first[chain.tokens[0]] += 1
+        while len(prompts) > PROMPTS or (self._held > TOKENS and len(prompts) > 1):
+            _, old, count = prompts.popleft()
+            self._held -= count
+            self._first[old.tokens[0]] -= 1
+            if not self._first[old.tokens[0]]:
+                del self._first[old.tokens[0]]
 
     def _why(self, chain: KeyChain, at: int, say: Callable[..., PrefixReport]) -> PrefixReport:
         """Why block `at` is not in the pool; `say` makes the report."""
@@ -57,7 +67,9 @@ class PrefixHistory:
         before, first, end = chain.continues(at), at * chain.block_size, (at + 1) * chain.block_size
         mine, most = chain.tokens[first:end], -1 if at else 0  # a prompt with another first token is no relative
         found = say(why=Miss.NEW)
-        for name, other in reversed(self._prompts):
+        if chain.tokens[0] not in self._first:
+            return found
+        for name, other, _ in reversed(self._prompts):
             token = first + min(max(most, 0), len(mine) - 1)  # who is nearer than `found` has the same here
             if len(other.tokens) < end or (most >= 0 and other.tokens[token] != chain.tokens[token]):
                 continue

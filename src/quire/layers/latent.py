@@ -32,10 +32,8 @@ def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
 
 def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt, ...]]:
     """The part of a step that is absorbed, and the sequences that are not: all from the first of more than `most` rows
-    on, for rows of one form are to be together, and decodes come first. None where the host does not know them."""
-    known = meta.prompts
-    if known is None:
-        known = () if isinstance(meta.seq_lens, Tensor) and meta.seq_lens.is_cuda else sequences(meta)
+    on, for rows of one form are to be together, and decodes come first. None in a captured step, which names none."""
+    known = sequences(meta) if meta.prompts is None else meta.prompts
     naive = tuple(itertools.dropwhile(lambda prompt: prompt[1] - prompt[0] <= most, known))
     if not naive:
         return meta, ()

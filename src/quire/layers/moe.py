@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
+from quire.kernels.linear import ref
 from quire.layers.context import Build
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -27,6 +28,8 @@ class Router(nn.Module):
         super().__init__()
         self.routing, self.exact = routing, exact
         self.linear, self.kernel = build.kernels.linear, build.kernels.routing
+        if exact and "exact" not in build.kernels.features("linear"):
+            self.linear = ref  # few outputs, and one rounding more sends tokens to other experts
         self.weight: nn.Parameter | None = build.parameter(routing.num_experts, hidden_size)
         self.bias = build.parameter(routing.num_experts, dtype=torch.float32) if routing.bias else None
         self.packed: unquantized.PackedLinear | None = None

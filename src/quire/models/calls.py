@@ -19,6 +19,8 @@ def pack_function(args: ModelArgs, name: str, linear: Collection[str]) -> str:
     """The function that packs a parameter for its kernel; "" where it stays as it is."""
     if name.endswith((".experts.gate_up", ".experts.down")):
         return "experts.pack"
+    if name.endswith(".router.weight"):
+        return f"{_scores(args, linear)}.pack"
     plain = ("norm.weight", ".kv_up.weight", "bias", *(() if args.tie_word_embeddings else ("embed.weight",)))
     if name.endswith(plain):
         return ""
@@ -37,8 +39,8 @@ def head_calls(args: ModelArgs) -> Iterator[Call]:
     yield Call("linear.run_float", ("embed.weight" if args.tie_word_embeddings else "head.weight",))
 
 
-def layer_calls(args: ModelArgs, layer: int, linear: Collection[str]) -> Iterator[Call]:
-    """Hidden states -> hidden states, through attention and a feed-forward layer."""
+def layer_calls(args: ModelArgs, layer: int, linear: Collection[str], routing: str = "model") -> Iterator[Call]:
+    """Hidden states -> hidden states, through attention and a feed-forward layer; `routing` as of `build_model`."""
     if args.latent:
         yield from _latent(args, linear)
     else:
@@ -47,7 +49,7 @@ def layer_calls(args: ModelArgs, layer: int, linear: Collection[str]) -> Iterato
         yield Call("attention.paged_attention")
     yield _add("attention.output", args.output_bias, linear)
     if args.moe and layer in args.moe.layers:
-        yield from _experts(args, linear)
+        yield from _experts(args, linear, routing)
     else:
         yield from _gated("mlp.", args.mlp_bias, linear, "mlp_norm.weight")
         yield _add("mlp.down", args.mlp_bias, linear)
@@ -61,22 +63,32 @@ def _latent(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
     if sizes.q_rank:
         yield from _normed("attention.q_norm.weight", ("attention.q.weight",), linear)
     yield Call("latent.prepare", ("attention.kv_norm.weight",))
-    for form, when in (("absorbed", "up to"), ("expanded", "more than")):
-        yield Call(f"latent.{form}", ("attention.kv_up.weight",), f"{when} {sizes.break_even:.0f} rows of a sequence")
+    few, many = (f"{than} {sizes.break_even:.0f} rows of a sequence" for than in ("up to", "more than"))
+    up = Call("torch.bmm", ("attention.kv_up.weight",), few)
+    yield from (up, Call("latent.absorbed", when=few), up)  # keys into queries, values out of sums
+    yield Call("latent.expanded", up.parameters, many)
 
 
-def _experts(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
+def _experts(args: ModelArgs, linear: Collection[str], routing: str) -> Iterator[Call]:
     moe = args.moe
     assert moe is not None
     yield Call("norm.rms_norm", ("mlp_norm.weight",))
-    yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
-    yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
+    if routing == "uniform":
+        yield Call("quire.kernels.routing.uniform")
+    else:
+        yield Call(_scores(args, linear) + (".run_float" if moe.router_float else ".run"), ("mlp.router.weight",))
+        yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
     if moe.shared_size:
         yield from _gated("mlp.shared.", False, linear)
         if moe.shared_gate:
             yield Call("linear.run", ("mlp.shared_gate.weight",))
         yield _add("mlp.shared.down", False, linear)
     yield Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+
+
+def _scores(args: ModelArgs, linear: Collection[str]) -> str:
+    """The kernel of a router: another than the chosen one, where that rounds what is to be exact."""
+    return "quire.kernels.linear.ref" if args.moe and args.moe.router_float and "exact" not in linear else "linear"
 
 
 def _weights(name: str, bias: bool) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs
+from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, collectives, ranks
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
@@ -22,7 +24,7 @@ from quire.kernels.supports import SUPPORTS
 from quire.layers.params import Param
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.registry import ITEM_BYTES
-from quire.weights.files import stored_in
+from quire.weights.files import read_checkpoint, stored_in
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
 PHASES = {
@@ -33,6 +35,7 @@ PHASES = {
                      "kernels": "every kernel compiled or found in the cache, the largest step run once and measured",
                      "graphs": "KV cache in what is left, CUDA graphs of steps", "engine": "scheduler"},
 }  # fmt: skip
+DUMMY, EAGER = {"weights": "random numbers, packed for the kernels"}, {"graphs": "KV cache in what is left"}
 WHOLE = ("embed.weight", "head.weight", "norm.weight", ".router.weight", ".shared_gate.weight")  # never quantized
 SCALE_BYTES = 4  # of a block of FP8
 NEVER = 1 << 30  # query rows: a number for JSON
@@ -43,14 +46,15 @@ MISSING = "not implemented yet"
 class EnginePlan:
     """The choices of one engine.
 
+    config        with what the device decides filled in
     folder        of config.json and weights;  layout  of the whole model, whatever a rank holds of it
     machine       the device in words
-    memory        of the rank that has least room, or why nothing fits;  sequences  requests that may run at once
+    memory        of the rank that has least room, number `fullest`, or why nothing fits there
     moe           plans of the expert layers by phase, or why there is none
     quantization  of config.json
     """
 
-    name: str
+    config: EngineConfig
     folder: Path
     args: ModelArgs
     layout: Sequence[Param]
@@ -59,23 +63,25 @@ class EnginePlan:
     dtype: DTypePlan
     kernels: tuple[Choice, ...]
     memory: MemoryPlan | str
-    sequences: int
+    fullest: int = 0
     moe: Mapping[str, MoEPlan | str] = field(default_factory=dict)
     parallel: Parallel = ALONE
     quantization: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """All of it as plain values; reads the headers of the weights, where there are any."""
-        args, stored, plan = self.args, stored_in(self.folder), self.moe.get("decode")
+        args, plan = self.args, self.moe.get("decode")
         sent = collectives(args, self.parallel, ITEM_BYTES[self.dtype.dtype],
                            plan.dispatcher if isinstance(plan, MoEPlan) else "")  # fmt: skip
-        method = self.quantization.get("quant_method", "")
-        words = f"{method} in blocks of {self._block[0]} x {self._block[1]}" if self._block else method
+        phases = PHASES[self.device] | (DUMMY if self.config.load.load_format == "dummy" else {})
+        phases |= EAGER if self.device == "cuda" and self.config.device.enforce_eager else {}
+        words = self.quantization.get("quant_method", "")
+        words = f"{words} in blocks of {self._block[0]} x {self._block[1]}" if self._block else words
         return {
             "model": {
-                "name": self.name, "type": args.model_type, "architecture": args.architecture,
+                "name": self.config.model.model or NAME, "type": args.model_type, "architecture": args.architecture,
                 "parameters": sum(prod(param.shape) for param in self.layout),
-                "bytes": sum(map(self.num_bytes, self.layout)), "dtype": self.dtype.dtype,
+                "bytes": _total(map(self.num_bytes, self.layout)), "dtype": self.dtype.dtype,
                 "dtype_reason": self.dtype.reason, "notes": args.notes,
                 "format": f"{words}: {MISSING}" if words else "unquantized",
             },
@@ -83,30 +89,36 @@ class EnginePlan:
             "kernels": [asdict(choice) for choice in self.kernels],
             "latent": args.latent and asdict(args.latent) | {"break_even": min(args.latent.break_even, NEVER)},
             "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.moe.items()},
-            "layers": list(self._layers(stored)),
-            "not_read": self._not_read(stored),
+            "layers": list(self._layers()),
+            "not_read": self._not_read(),
             "memory": self._memory(),
             "ranks": [asdict(rank) | {"bytes": held} for rank, held in self.held],
             "collectives": [asdict(one) for one in sent],
-            "phases": PHASES[self.device],
+            "phases": phases,
         }  # fmt: skip
 
     @cached_property
-    def held(self) -> list[tuple[Rank, int]]:
-        """Every rank, and the bytes of the parameters that it holds."""
-        return [(rank, sum(self.num_bytes(param, rank) for param in self.layout if self._is_on(param, rank)))
-                for rank in ranks(self.args, self.parallel)]  # fmt: skip
+    def held(self) -> list[tuple[Rank, int | None]]:
+        """Every rank, and the bytes of the parameters that it holds; None: not known."""
+        every = list(ranks(self.args, self.parallel))
+        held = {kind: _total(self.num_bytes(param, rank) for param in self.layout if self._is_on(param, rank))
+                for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
+        return [(rank, held[rank.kind]) for rank in every]
 
-    def num_bytes(self, param: Param, rank: Rank | None = None) -> int:
-        """Bytes of a parameter, of a rank's part or of all of it; with scales, where it is stored in blocks of FP8."""
+    def num_bytes(self, param: Param, rank: Rank | None = None) -> int | None:
+        """Bytes of a parameter, of a rank's part or of all of it, with scales. Quantized in another way than blocks of
+        FP8, it has those of the headers, and a rank its share of them; None without headers."""
         pieces, item = self._pieces(param, rank), ITEM_BYTES[param.dtype or self.dtype.dtype]
-        if not self._block or not self._is_quantized(param):
-            return sum(count * rows * width * item for count, rows, width in pieces)
+        elements = sum(count * rows * width for count, rows, width in pieces)
+        if not self._is_quantized(param):
+            return elements * item
+        if not self._block:
+            return (whole := _total(self._tensors(param).values())) and -(-whole * elements // prod(param.shape))
         high, wide = self._block
         return sum(count * (rows * width + SCALE_BYTES * -(-rows // high) * -(-width // wide))
                    for count, rows, width in pieces)  # fmt: skip
 
-    def _pieces(self, param: Param, rank: Rank | None) -> Iterable[tuple[int, int, int]]:
+    def _pieces(self, param: Param, rank: Rank | None) -> Sequence[tuple[int, int, int]]:
         """(how many, rows, columns) of the checkpoint tensors, or of a rank's parts of them; what does not divide is
         filled up."""
         sizes, width, tp = [part.rows for part in param.parts], prod(param.shape[1:]), self.parallel.tp
@@ -131,16 +143,36 @@ class EnginePlan:
 
     @cached_property
     def _block(self) -> tuple[int, ...]:
-        """Rows and columns that share a scale; () where weights are not stored in blocks."""
-        return tuple(self.quantization.get("weight_block_size") or ())
+        """Rows and columns that share a scale; () where weights are not stored in blocks of FP8."""
+        blocks = self.quantization.get("quant_method") == "fp8"
+        return tuple(blocks and self.quantization.get("weight_block_size") or ())
+
+    @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """Tensor -> file, of those that are read."""
+        return {} if self.config.load.load_format == "dummy" else stored_in(self.folder)
+
+    @cached_property
+    def _beside(self) -> Mapping[str, Mapping[str, int | None]]:
+        """What stands before the last point of names -> quantized tensors -> bytes, where there are headers."""
+        known = read_checkpoint(self.folder).tensors if any(self.folder.glob("*.safetensors")) else {}
+        whole = {part.stored for param in self.layout if not self._is_quantized(param) for part in param.parts}
+        names = sorted(self._stored.keys() - whole, key=lambda name: name.rpartition("."))
+        stems = groupby(names, key=lambda name: name.rpartition(".")[0])
+        return {stem: {name: known[name].num_bytes if known else None for name in some} for stem, some in stems}
 
     def _is_quantized(self, param: Param) -> bool:
         return bool(self.quantization) and len(param.shape) > 1 and not param.name.endswith(WHOLE)
 
-    def _names(self, param: Param) -> list[str]:
-        """Checkpoint tensors that a parameter is made of."""
-        ends = ("", "_scale_inv") if self._block and self._is_quantized(param) else ("",)
-        return [part.stored + end for part in param.parts for end in ends]
+    def _tensors(self, param: Param) -> Mapping[str, int | None]:
+        """Checkpoint tensors of a parameter ("....*" where names are not known) -> bytes, where headers are asked."""
+        names = [part.stored for part in param.parts]
+        if not self._is_quantized(param):
+            return dict.fromkeys(names)
+        if self._block:
+            return dict.fromkeys(name + end for name in names for end in ("", "_scale_inv"))
+        stems = [name.rpartition(".")[0] for name in names]
+        return {name: size for stem in stems for name, size in self._beside.get(stem, {f"{stem}.*": None}).items()}
 
     @cached_property
     def _chosen(self) -> dict[str, Choice]:
@@ -151,55 +183,56 @@ class EnginePlan:
         op, _, rest = function.partition(".")
         return f"quire.kernels.{op}.{self._chosen[op].name}.{rest}" if op in self._chosen else function
 
-    def _layers(self, stored: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    def _layers(self) -> Iterator[dict[str, Any]]:
         args, linear = self.args, self._chosen["linear"].features
         for layer, group in groupby(self.layout, key=lambda param: _layer(param.name)):
             params = {param.name.removeprefix(f"layers.{layer}."): param for param in group}
             first = "embed.weight" in params
-            calls = list(layer_calls(args, layer, linear) if layer >= 0 else
+            calls = list(layer_calls(args, layer, linear, self.config.load.routing) if layer >= 0 else
                          embedding_calls(args, linear) if first else head_calls(args))  # fmt: skip
             run = {parameter: call.function for call in reversed(calls) for parameter in call.parameters}
-            weights = [self._weight(param, run[name], linear, stored) for name, param in params.items()]
+            weights = [self._weight(param, run.get(name, ""), linear) for name, param in params.items()]
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
-                "parameters": sum(one["parameters"] for one in weights), "bytes": sum(one["bytes"] for one in weights),
+                "parameters": sum(w["parameters"] for w in weights), "bytes": _total(w["bytes"] for w in weights),
                 "calls": [call._asdict() | {"function": self._qualified(call.function)} for call in calls],
                 "weights": weights,
             }  # fmt: skip
 
-    def _weight(self, param: Param, run: str, linear: Collection[str], stored: Mapping[str, str]) -> dict[str, Any]:
+    def _weight(self, param: Param, run: str, linear: Collection[str]) -> dict[str, Any]:
         loader = "stream.stream_weights" if self.device == "cuda" and "plain" in linear else "load.load_weights"
+        loader = "dummy.load_dummy" if self.config.load.load_format == "dummy" else loader
         pack = pack_function(self.args, param.name, linear)
         steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack), "run": self._qualified(run)}
         quantized = self._is_quantized(param)
-        stands = "float8_e4m3" if quantized and self._block else param.dtype or self.dtype.dtype
+        method = "float8_e4m3" if self._block else self.quantization.get("quant_method", "")
         return {
-            "name": param.name, "shape": param.shape, "shard": param.shard, "dtype": stands,
-            "parameters": prod(param.shape), "bytes": self.num_bytes(param),
+            "name": param.name, "shape": param.shape, "shard": param.shard, "parameters": prod(param.shape),
+            "dtype": method if quantized else param.dtype or self.dtype.dtype, "bytes": self.num_bytes(param),
             **(dict.fromkeys(steps, MISSING) if quantized else steps),
-            "stored": {name: stored.get(name) for name in self._names(param)},
+            "stored": {name: self._stored.get(name) for name in self._tensors(param)},
         }  # fmt: skip
 
-    def _not_read(self, stored: Mapping[str, str]) -> dict[str, int]:
+    def _not_read(self) -> dict[str, int]:
         """Tensors of the checkpoint that nothing is made of, layers behind the last one together -> their number."""
-        read = {name for param in self.layout for name in self._names(param)}
+        read = {name for param in self.layout for name in self._tensors(param)}
         layers = [f"model.layers.{self.args.num_layers + i}." for i in range(self.args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
-        for name in sorted(stored.keys() - read):
+        for name in sorted(self._stored.keys() - read):
             shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
             found[shown] = found.get(shown, 0) + 1
         return found
 
     def _memory(self) -> dict[str, Any]:
-        weights, plan = max(held for _, held in self.held), self.memory
+        plan, fullest = self.memory, {"rank": self.fullest, "weights": self.held[self.fullest][1]}
         if isinstance(plan, str):
-            return {"weights": weights, "refused": plan}
+            return fullest | {"refused": plan}
         page, size = plan.geometry.page_bytes, plan.geometry.block_size
-        return {
-            "weights": weights, "kv_bytes_per_token": page / size, "block_size": size, "page_bytes": page,
+        return fullest | {
+            "kv_bytes_per_token": page / size, "block_size": size, "page_bytes": page,
             "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in plan.geometry.groups[0].components],
             "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,
-            "max_model_len": plan.max_model_len, "sequences": self.sequences, "notes": plan.notes,
+            "max_model_len": plan.max_model_len, "sequences": self.config.scheduler.sequences(), "notes": plan.notes,
             "full_sequences": round(plan.num_tokens / plan.max_model_len, 2), "budget": str(plan.budget or ""),
         }  # fmt: skip
 
@@ -216,6 +249,12 @@ def moe_plans(args: ModelArgs, kernels: Iterable[Choice], needs: Needs, probe: P
         except ConfigError as error:
             plans[phase] = str(error)
     return plans
+
+
+def _total(sizes: Iterable[int | None]) -> int | None:
+    """The sum; None where a size is not known."""
+    every = list(sizes)
+    return None if None in every else sum(size or 0 for size in every)
 
 
 def _layer(name: str) -> int:

@@ -32,8 +32,10 @@ def build_model(
     experts    numbers of those that this rank owns; None: all of them
     routing    "model", or "uniform": experts are drawn at random in the routers' place
     """
+    check_routing(args, routing)
     import torch
 
+    from quire.kernels.routing import uniform
     from quire.kernels.select import select_kernels
     from quire.layers.context import Build
     from quire.layers.decoder import Decoder
@@ -47,19 +49,16 @@ def build_model(
     own = layout(args, experts)
     elsewhere = frozenset(stored_names(layout(args))) - frozenset(stored_names(own)) if experts is not None else ()
     model = Decoder(args, own, build, elsewhere=frozenset(elsewhere))
-    if routing == "uniform":
-        _route_uniformly(model)
+    if routing == "uniform" and args.moe is not None:
+        for layer in args.moe.layers:
+            model.layers[layer].mlp.choose = partial(uniform, chosen.routing, args.moe.routing)
     return model
 
 
-def _route_uniformly(model: "Decoder") -> None:
-    from quire.kernels.routing import uniform
-
-    moe = model.args.moe
-    if moe is None:
+def check_routing(args: ModelArgs, routing: str) -> None:
+    """Refuse "uniform" for a model without experts; raises ConfigError."""
+    if routing == "uniform" and args.moe is None:
         raise ConfigError("routing=uniform is for models with experts, which this one has not: leave it out.")
-    for layer in moe.layers:
-        model.layers[layer].mlp.choose = partial(uniform, model.kernels.routing, moe.routing)
 
 
 def operations(args: ModelArgs) -> tuple[str, ...]:

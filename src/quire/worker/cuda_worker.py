@@ -28,6 +28,7 @@ from quire.worker.sampler import CODES
 from quire.worker.scoring import Scored, score_prompts, unscorable
 
 NARROW = 256  # sequences: a captured step with prompts is made for them, and once more for as many as there can be
+EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # kernels are cut by the number of tokens: one of each is rehearsed
 SHARED_GROUPS = 8  # of decodes with a common prefix, in one step
 
 
@@ -67,6 +68,7 @@ class CudaWorker:
         self.model, self.limits = model, limits
         self.graphs = Graphs()
         self._kv = kv
+        self._can_share = model.args.latent is None  # whose kernels read every context by itself
         slots = limits.num_slots + 1  # the last is for padding
         max_blocks = -(-limits.max_model_len // limits.block_size) + 1
 
@@ -154,7 +156,8 @@ class CudaWorker:
             self._running.pop()
         slots, tokens = self.limits.num_slots, self.limits.max_tokens
         sizes = self.limits.graph_sizes or tuple(sorted({1, min(16, slots), slots}))  # else compiled while all wait
-        for _, work in self._work(sizes, self.limits.graph_tokens or (min(256, tokens),)):
+        prompts = self.limits.graph_tokens or tuple(sorted({min(count, tokens) for count in EAGER_TOKENS}))
+        for _, work in self._work(sizes, prompts):
             work()
         torch.cuda.synchronize()
 
@@ -171,19 +174,20 @@ class CudaWorker:
         """What steps of these sizes do, and its key in `graphs`: the layers of steps with prompts, decode steps,
         sampling; each largest first."""
         narrow, most = min(NARROW, self.limits.num_slots), self.limits.num_slots
+        variants = (False, True) if self._can_share else (False,)
         for tokens in reversed(graph_tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
-            for seqs, shared in ((narrow, False), (narrow, True), *wide):
+            for seqs, shared in (*((narrow, shared) for shared in variants), *wide):
                 yield ("mixed", tokens, 2 * seqs + shared), partial(self._mixed, tokens, seqs, shared)
         for size in reversed(graph_sizes):
-            for shared in (False, True):
+            for shared in variants:
                 yield ("decode", size, shared), partial(self._decode, size, shared)
             for mode in self.sampler.modes:
                 yield ("sample", size, mode), partial(self._sample, size, mode)
 
     def _shared(self, plan: StepPlan) -> I32 | None:
         """What the kernels need of the prefixes that decodes share."""
-        if not plan.shared:
+        if not plan.shared or not self._can_share:
             return None
         decodes = plan.num_tokens == 1
         members = np.zeros(self.limits.num_slots, bool)
@@ -256,7 +260,7 @@ class CudaWorker:
         return next((size for size in self.limits.graph_sizes if size >= count > 0), 0)
 
     def _layers(
-        self, tokens: int, seqs: int, max_query_len: int, shared: bool, prompts: tuple[Prompt, ...] | None = None
+        self, tokens: int, seqs: int, max_query_len: int, shared: bool, prompts: tuple[Prompt, ...] = ()
     ) -> Tensor:
         """Launch everything before the head: hidden [tokens, hidden]. Sizes are upper bounds of the step's own;
         `prompts` are what the step has, so who is captured gives none."""

@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # for the tests that come after: Triton asks once
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch:
 def test_without_triton_every_operation_has_what_runs_on_a_gpu(op: str, dtype: str) -> None:
     choice = select(op, Needs(device="cuda", dtype=dtype), probe=lambda need: "there is no abacus")
     assert choice.name in ("ref", "grouped") or op == "linear"
-    assert choice.features == ("add", "out") if op == "linear" else "abacus" in str(choice)
+    assert choice.features == ("add", "exact", "out") if op == "linear" else "abacus" in str(choice)
 
 
 @pytest.mark.parametrize("why", ["", "there is no abacus"])

@@ -69,6 +69,14 @@ def test_which_layers_have_experts(raw: dict[str, Any], layers: set[int]) -> Non
         ({"num_experts_per_tok": 9}, ("9", "8")),
         ({"num_key_value_heads": 2}, ("2", "4")),
         ({"qk_rope_head_dim": 7}, ("7",)),
+        ({"n_group": 16, "topk_group": 8}, ("16",)),  # one expert to a group, of which the best two are wanted
+        ({"num_local_experts": 8}, ("8", "16")),
+        ({"q_lora_rank": -5}, ("-5",)),
+        ({"n_shared_experts": -1}, ("-1",)),
+        ({"first_k_dense_replace": -2}, ("-2",)),
+        ({"num_mtp_layers": -3}, ("-3",)),
+        ({"mlp_layer_types": ["dense", "sparse"]}, ("4",)),
+        ({"mlp_layer_types": ["dense", "sparse", "spares", "sparse"]}, ("4",)),
     ],
 )
 def test_contradictions_are_named_with_their_numbers(changes: dict[str, Any], numbers: tuple[str, ...]) -> None:
@@ -81,6 +89,36 @@ def test_contradictions_are_named_with_their_numbers(changes: dict[str, Any], nu
 def test_what_the_family_does_not_do_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel, match=next(iter(changes))):
         read(V3, **changes)
+
+
+def test_a_layer_list_that_is_none_is_refused() -> None:
+    with pytest.raises(ModelError, match="mlp_only_layers=1"):
+        read(QWEN, mlp_only_layers=1)
+
+
+def test_uninterleaved_v2_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="rope_interleave"):
+        read(V3, model_type="deepseek_v2", rope_interleave=False)
+
+
+@pytest.mark.parametrize("kind", [
+    {"rope_type": "linear"}, {"rope_type": "yarn", "original_max_position_embeddings": 64},
+    {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+])  # fmt: skip
+def test_scores_have_a_temperature_with_every_scaled_rope(kind: dict[str, Any]) -> None:
+    """As in transformers: 0.1 x mscale_all_dim x ln factor + 1, squared; 0 means none."""
+    def scale(value: float | None) -> float:
+        latent = read(V3, rope_parameters=kind | {"factor": 4.0, "rope_theta": 1e4, "mscale_all_dim": value}).latent
+        assert latent is not None
+        return latent.scale
+
+    assert scale(0.9) == pytest.approx(24**-0.5 * (0.09 * 1.3862943611198906 + 1) ** 2)
+    assert scale(0) == scale(None) == pytest.approx(24**-0.5)
+
+
+def test_defaults_of_a_family_that_are_its_own() -> None:
+    silent = read(BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
+    assert (silent.norm_eps, silent.rope.theta) == (1e-5, 1e6)
 
 
 def test_normalized_v2_is_refused() -> None:

@@ -45,6 +45,7 @@ def test_ranks_of_replicas_stages_and_places() -> None:
     stage = [rank.experts for rank in found if rank.stage == 0]
     assert stage == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10)]
     assert [rank.last for rank in found] == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
+    assert len({rank.kind for rank in found}) == 4, "two stages, and ranks of one expert or two"
     sliced = list(ranks(args(), Parallel(tp=2)))
     assert [rank.experts for rank in sliced] == [(0, 10), (0, 10)]
 
@@ -52,6 +53,8 @@ def test_ranks_of_replicas_stages_and_places() -> None:
 @pytest.mark.parametrize(("parallel", "said"), [
     (Parallel(tp=3), "8 heads are no multiple"),
     (Parallel(pp=7), "6 layers, a stage needs one"),
+    (Parallel(tp=8, dp=2, experts=True), "10 experts for 16 ranks"),
+    (Parallel(dp=1_000_000), "1,000,000 ranks, and at most 4,096"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit(parallel: Parallel, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -10,6 +10,7 @@ import pytest
 from quire.config.flags import FlagParser, server_config, server_options, settings_of
 from quire.config.serve import ServerConfig
 from quire.config.sources import Settings
+from quire.config.texts import read_value
 from quire.contracts.errors import ConfigError
 from quire.entry.cli import serve
 
@@ -188,3 +189,11 @@ def test_a_token_flag_without_a_value_takes_the_environments(monkeypatch: pytest
 
 def test_nothing_given_is_the_default_server() -> None:
     assert server_config(settings([])) == ServerConfig()
+
+
+@pytest.mark.parametrize("value", [[[1, 2]], 1, [1.5], ["1"], [True]], ids=str)
+def test_counts_are_a_list_of_whole_numbers(value: object) -> None:
+    (option,) = (option for _, option in server_options() if option.name == "cudagraph_capture_sizes")
+    with pytest.raises(ValueError, match="whole numbers"):
+        read_value(option, value)
+    assert read_value(option, [1, 2]) == (1, 2)

@@ -14,8 +14,7 @@ from quire.contracts.step import RowLogprobs
 from quire.entry.completion import Generation
 from quire.entry.front import FrontEnd, Limits
 from quire.entry.prompts import Prompt
-
-from ...byte_tokenizer import ByteTokenizer
+from quire.text.byte_tokenizer import ByteTokenizer
 
 LIMITS = Limits(max_model_len=100, vocab_size=300, max_logprobs=5, eos_ids=(257,))
 

@@ -16,7 +16,7 @@ from quire.weights.files import StoredTensor, read_checkpoint
 MODELS = ("DeepSeek-V3", "Qwen3-30B-A3B", "GLM-4.5")
 TOGETHER = Parallel(tp=8, experts=True)
 PER_FILE = 20_000  # tensors
-ITEM = {"BF16": 2, "F32": 4}
+ITEM = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 
 
 def tensors(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -79,8 +79,11 @@ def experts(c: dict[str, Any], at: str, hidden: int) -> Iterator[tuple[str, tupl
 
 def write_headers(folder: Path, raw: dict[str, Any]) -> None:
     """A checkpoint of sparse files: headers, then holes."""
+    write_tensors(folder, raw, list(tensors(raw)))
+
+
+def write_tensors(folder: Path, raw: dict[str, Any], entries: list[tuple[str, tuple[int, ...], str]]) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
-    entries = list(tensors(raw))
     files = [entries[i : i + PER_FILE] for i in range(0, len(entries), PER_FILE)]
     for number, some in enumerate(files, 1):
         header, end = {}, 0
@@ -173,3 +176,63 @@ def test_a_quantized_checkpoint_is_planned_and_not_run(shared: Path) -> None:
     assert list(down["stored"])[1] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
     assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.linear.cuda.run_norm"
     assert "has no fp8 weights" in plan["moe"]["decode"]
+
+
+def packed(raw: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Tensors of a checkpoint of 4 bits."""
+    hidden, groups = raw["hidden_size"], raw["hidden_size"] // 128
+    yield "model.embed_tokens.weight", (raw["vocab_size"], hidden), "F16"
+    yield "model.norm.weight", (hidden,), "F16"
+    yield "lm_head.weight", (raw["vocab_size"], hidden), "F16"
+    for i in range(raw["num_hidden_layers"]):
+        at, kv = f"model.layers.{i}.", raw["num_key_value_heads"] * hidden // raw["num_attention_heads"]
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{at}{norm}.weight", (hidden,), "F16"
+        wide = raw["intermediate_size"]
+        for name, inner, outer in (
+            ("self_attn.q", hidden, hidden), ("self_attn.k", hidden, kv), ("self_attn.v", hidden, kv),
+            ("self_attn.o", hidden, hidden), ("mlp.gate", hidden, wide), ("mlp.up", hidden, wide),
+            ("mlp.down", wide, hidden),
+        ):  # fmt: skip
+            yield f"{at}{name}_proj.qweight", (inner, outer // 8), "I32"
+            yield f"{at}{name}_proj.qzeros", (groups, outer // 8), "I32"
+            yield f"{at}{name}_proj.scales", (groups, outer), "F16"
+            if name[-1] in "qkv":
+                yield f"{at}{name}_proj.bias", (outer,), "F16"
+
+
+def test_sizes_of_other_formats_are_those_of_the_headers(shared: Path, tmp_path: Path) -> None:
+    raw = json.loads((shared / "hf" / "Qwen2.5-7B-Instruct-AWQ" / "config.json").read_text())
+    write_tensors(tmp_path, raw, list(packed(raw)))
+    plan, stored = planned(tmp_path), read_checkpoint(tmp_path).tensors
+    assert plan["model"]["bytes"] == plan["memory"]["weights"] == sum(one.num_bytes for one in stored.values())
+    assert plan["memory"]["num_blocks"] > 0 and plan["not_read"] == {}
+    found = {one["name"]: one for one in plan["layers"][3]["weights"]}
+    qkv, bias = found["layers.2.attention.qkv.weight"], found["layers.2.attention.qkv.bias"]
+    assert [name.rpartition("self_attn.")[2] for name in qkv["stored"]] == [
+        f"{part}_proj.{kind}" for part in "qkv" for kind in ("qweight", "qzeros", "scales")]  # fmt: skip
+    assert qkv["bytes"] == sum(stored[name].num_bytes for name in qkv["stored"]) and qkv["dtype"] == "awq"
+    assert len(bias["stored"]) == 3 and bias["dtype"] == "float16" and bias["run"] != qkv["run"]
+    whole = {param.name: param for param in engine_plan(tmp_path).layout}["layers.2.mlp.down.weight"]
+    shared_out = engine_plan(tmp_path, Parallel(tp=4))
+    assert shared_out.num_bytes(whole, shared_out.held[0][0]) == found["layers.2.mlp.down.weight"]["bytes"] / 4
+
+
+@pytest.mark.parametrize("model", ["Qwen2.5-7B-Instruct-AWQ", "Qwen2.5-7B-Instruct-GPTQ-Int4",
+                                   "Meta-Llama-3.1-8B-Instruct-FP8-dynamic"])  # fmt: skip
+def test_sizes_of_other_formats_without_headers_are_not_known(shared: Path, model: str) -> None:
+    plan = planned(shared / "hf" / model)
+    assert plan["model"]["bytes"] is plan["memory"]["weights"] is plan["ranks"][0]["bytes"] is None
+    assert "not known yet" in plan["memory"]["refused"] and "num_blocks" not in plan["memory"]
+    found = {one["name"]: one for one in plan["layers"][1]["weights"]}
+    assert found["layers.0.attention.output.weight"]["bytes"] is None
+    assert found["layers.0.attention.output.weight"]["stored"] == {"model.layers.0.self_attn.o_proj.*": None}
+    assert plan["layers"][0]["bytes"] == plan["layers"][0]["parameters"] * 2
+
+
+def test_blocks_of_another_format_are_not_taken_for_those_of_fp8(shared: Path, tmp_path: Path) -> None:
+    raw = json.loads((shared / "hf" / "Qwen3-0.6B" / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    plan = planned(tmp_path)
+    assert plan["model"]["bytes"] is None and plan["model"]["format"] == "mxfp8: not implemented yet"

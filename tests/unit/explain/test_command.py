@@ -44,10 +44,21 @@ def test_one_layer_has_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there are embed, 0 to 7 and head" in capsys.readouterr().err
 
 
+def test_one_layer_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", TINY, "--layer", "head", "--json", "--device", "cpu"]) == 0
+    assert [one["layer"] for one in json.loads(capsys.readouterr().out)["layers"]] == ["head"]
+    assert main(["explain", TINY, "--layer", "8", "--json", "--device", "cpu"]) != 0
+    assert "there are embed, 0 to 7 and head" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("flags", "said"), [
     (["-tp", "3"], "4 heads are no multiple"),
     (["-tp", "0"], "sizes are at least 1"),
     (["-ep"], "has no experts"),
+    (["-dp", "1000000"], "1,000,000 ranks"),
+    (["--routing", "uniform"], "is for load_format=dummy"),
+    (["--routing", "uniform", "--load-format", "dummy"], "is for models with experts"),
+    (["--max-num-seqs", "4097"], "at most 4096 sequences"),
     (["--max-model-len", "1m"], "exceeds the model's context"),
 ])  # fmt: skip
 def test_what_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
@@ -96,6 +107,61 @@ def test_a_gpu_too_small_is_a_line_of_the_plan_and_no_error(shared: Path) -> Non
     config = EngineConfig.from_flat(model=str(shared / "hf" / "GLM-4.5"))
     memory = plan_engine(config, described="h100").describe()["memory"]
     assert "are missing" in memory["refused"] and memory["weights"] > 600 << 30
+
+
+def test_what_changes_on_a_gpu_changes_its_plan() -> None:
+    plans = {eager: plan_engine(EngineConfig.from_flat(model=TINY, enforce_eager=eager), described="h200")
+             for eager in (False, True)}  # fmt: skip
+    graphs = {eager: plan.describe()["phases"]["graphs"] for eager, plan in plans.items()}
+    assert graphs == {False: "KV cache in what is left, CUDA graphs of steps", True: "KV cache in what is left"}
+    free = {eager: plan.memory.free_bytes for eager, plan in plans.items()}  # type: ignore[union-attr]
+    assert free[True] - free[False] == 960 << 20
+    dummy = plan_engine(EngineConfig.from_flat(model=TINY, load_format="dummy"), described="h200").describe()
+    loads = {(one["load"], *one["stored"].values()) for layer in dummy["layers"] for one in layer["weights"]}
+    assert {load for load, *_ in loads} == {"quire.weights.dummy.load_dummy"}
+    assert {file for _, *files in loads for file in files} == {None} and dummy["not_read"] == {}
+    assert dummy["phases"]["weights"].startswith("random")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["explain", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_ranks_that_hold_as_much_are_one_line(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(shared / "hf" / "Qwen3-0.6B")
+    out = printed(capsys, model, "--device", "h200", "-pp", "2", "-dp", "2048")
+    assert "2,048 of ranks 0-4094 (stage 0): layers 0-13, heads 0-15, KV heads 0-7, embedding," in out
+    assert "ranks 0-3 (stage 0): layers 0-27, heads 0-15 (4 each), KV heads 0-7 (2 each), embedding, head, " in (
+        printed(capsys, model, "--device", "h200", "-tp", "4"))
+
+
+def test_memory_is_that_of_one_rank(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three stages, those at the ends hold more weights, the one between more layers and so the larger pages."""
+    config = EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"))
+    plan = plan_engine(config, Parallel(pp=3), "h200").describe()
+    weights = [rank["bytes"] for rank in plan["ranks"]]
+    assert plan["memory"]["rank"] == 1 and weights[1] < min(weights[0], weights[2])
+    assert plan["memory"]["weights"] == weights[1] and "weights 0.3" in plan["memory"]["budget"]
+    assert plan["memory"]["page_bytes"] == 10 * 128 * 2 * 8 * 128 * 2
+    alone = plan_engine(config, described="h200").describe()
+    embedding = next(one["bytes"] for layer in alone["layers"] for one in layer["weights"])
+    assert sum(weights) == alone["model"]["bytes"] + embedding, "the last stage has the tied embedding again"
+    assert "memory of rank 1, which has least room: 300.0 MiB of weights" in (
+        printed(capsys, config.model.model, "--device", "h200", "-pp", "3"))
+
+
+def test_stages_that_weigh_the_same_and_differ_in_layers(tmp_path: Path) -> None:
+    """An embedding as large as a layer: the first stage weighs as much as the second, which has two layers."""
+    raw = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+           "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+           "vocab_size": 2 + 4 * 64 + 3 * 128, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = EngineConfig.from_flat(model=str(tmp_path), kv_cache_memory_bytes=1 << 20)
+    plan = plan_engine(config, Parallel(pp=3), "h200")
+    held = [num_bytes for _, num_bytes in plan.held]
+    assert held[0] == held[1] != held[2]
+    assert plan.fullest == 1 and plan.describe()["memory"]["page_bytes"] == 2 * 2 * 128 * 64 * 2
 
 
 def test_parallel_sizes_are_for_explain_alone() -> None:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import shutil
 import urllib.error
 import urllib.request
 from array import array
@@ -68,7 +69,7 @@ def test_the_engine_runs_what_is_explained(folders: Folders, engines: Any, famil
     asked = config(folders(family), dtype=dtype)
     described = plain(plan_engine(asked).describe())
     engine = engines(asked)
-    assert plain(engine.core.facts.plans["engine"].describe()) == described
+    assert json.loads(engine.core.facts.plans["engine"]) == described
     assert list(engine.phases) == list(described["phases"])
     assert described["model"]["bytes"] == engine.weight_bytes
     assert described["memory"]["num_blocks"] == engine.core.facts.num_blocks > 0
@@ -83,6 +84,9 @@ def test_the_functions_that_are_named_are_called(
     no others."""
     asked = config(folders(family), dtype=dtype)
     plan = plan_engine(asked).describe()
+    for layer in plan["layers"][1:-1]:  # what is read is what there is
+        names = {one["name"].split(".", 2)[-1] for one in layer["weights"]}
+        assert names == {name for call in layer["calls"] for name in call["parameters"]}
     counts = count_calls(monkeypatch, plan)
     engine = engines(asked)
     packed = Counter(one["pack"] for layer in plan["layers"] for one in layer["weights"]
@@ -98,11 +102,43 @@ def test_the_functions_that_are_named_are_called(
         assert counts == Counter(call["function"] for call in named)
 
 
+@pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}, {"load_format": "dummy", "routing": "uniform"}])
+def test_what_loads_and_routes_is_named(
+    folders: Folders, engines: Any, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(folders("deepseek_v3"), dtype="bfloat16", **options)
+    plan, counts, inside = plan_engine(asked).describe(), count_calls(monkeypatch, {"kernels": []}), list[str]()
+    for owner, name in (("assemble.plain", "load_weights"), ("assemble.plain", "load_dummy"),
+                        ("kernels.routing", "uniform")):  # fmt: skip
+        module = importlib.import_module(f"quire.{owner}")
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, counting(function, f"{function.__module__}.{name}", counts, inside))
+    engine = engines(asked)
+    assert {one["load"] for layer in plan["layers"] for one in layer["weights"]} == set(counts)
+    counts.clear()
+    step(engine, 20)
+    called = [call["function"] for layer in plan["layers"] for call in layer["calls"]]
+    assert counts["quire.kernels.routing.uniform"] == called.count("quire.kernels.routing.uniform")
+    routers = [one for layer in plan["layers"] for one in layer["weights"] if ".router." in one["name"]]
+    uniform = "routing" in options
+    assert bool(counts) == uniform and {bool(one["run"]) for one in routers} == {not uniform}
+    assert any(call.endswith(".route") for call in called) != uniform
+    assert json.loads(engine.core.facts.plans["engine"]) == plain(plan)
+
+
+def test_what_multiplies_with_the_projection_of_latents_is_named(folders: Folders) -> None:
+    """The absorbed form reads it outside of its kernel, the other one inside."""
+    calls = plan_engine(config(folders("deepseek_v3"))).describe()["layers"][1]["calls"]
+    reads = [call["function"].split(".")[-1] for call in calls if "attention.kv_up.weight" in call["parameters"]]
+    assert reads == ["bmm", "bmm", "expanded"]
+
+
 def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> Counter[str]:
     """Wrap every public function of the modules that were chosen."""
     counts, inside = Counter[str](), list[str]()
-    for choice in plan["kernels"]:
-        module = importlib.import_module(f"quire.kernels.{choice['op']}.{choice['name']}")
+    chosen = {f"{choice['op']}.{choice['name']}" for choice in plan["kernels"]}
+    for kernel in chosen | {"linear.ref"}:  # of routers whose scores are exact
+        module = importlib.import_module(f"quire.kernels.{kernel}")
         for name, function in vars(module).copy().items():
             if isinstance(function, FunctionType) and function.__module__.startswith("quire.") and name[0] != "_":
                 monkeypatch.setattr(module, name, counting(function, f"{module.__name__}.{name}", counts, inside))
@@ -145,6 +181,16 @@ def test_the_server_shows_the_plan_to_who_has_the_key(folders: Folders) -> None:
         assert ask(inside.server.url, authorization="Bearer secret") == described
     with running_inside() as inside:  # no model
         assert ask(inside.server.url) is None
+
+
+def test_the_server_s_plan_does_not_need_its_files_again(folders: Folders, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders("qwen3"), folder)
+    described = plain(plan_engine(config(folder)).describe())
+    options = {"model": str(folder), "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 2}
+    with running_inside(**options) as inside:
+        shutil.rmtree(folder)
+        assert ask(inside.server.url) == described
 
 
 def ask(url: str, **headers: str) -> Any:

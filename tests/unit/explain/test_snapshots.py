@@ -9,7 +9,7 @@ from rich.console import Console
 
 from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
-from quire.explain.describe import plan_engine
+from quire.explain.describe import one_layer, plan_engine
 from quire.explain.render import render
 
 FOLDER = Path(__file__).with_name("snapshots")
@@ -34,7 +34,8 @@ def test_plans_of_real_models(shared: Path, name: str) -> None:
     plan = plan_engine(config, parallel, device).describe()
     plan["model"]["name"] = model  # not where it lies
     out = io.StringIO()
-    Console(file=out, width=160, highlight=False).print(render(plan, layer))
+    plan = one_layer(plan, layer) if layer else plan
+    Console(file=out, width=160, highlight=False).print(render(plan, bool(layer)))
     text = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
     file = FOLDER / f"{name}.txt"
     if os.environ.get("SNAPSHOTS"):

@@ -181,11 +181,12 @@ def test_what_is_remembered_has_a_bound(monkeypatch):
     cache = Cache(num_blocks=40)
     for i in range(5):
         cache.admit([i] * 8)
-    assert [name for name, _ in cache.history._prompts] == ["2", "3", "4"]
+    assert [name for name, *_ in cache.history._prompts] == ["2", "3", "4"]
     cache.admit([9] * 28)
-    assert [name for name, _ in cache.history._prompts] == ["5"]
+    assert [name for name, *_ in cache.history._prompts] == ["5"]
     cache.admit([8] * 100)  # one is always remembered
-    assert [name for name, _ in cache.history._prompts] == ["6"]
+    assert [name for name, *_ in cache.history._prompts] == ["6"]
+    assert cache.history._held == 100 and cache.history._first == {8: 1}
     cache.pool.reset()
     assert len(cache.history._dropped) == 4
 

@@ -52,8 +52,10 @@ def block(family: str) -> tuple[ModelArgs, Any]:
     return parse_checkpoint_config(config.to_dict()), made
 
 
-def build_for(args: ModelArgs, dtype: torch.dtype = torch.float32, experts: tuple[int, ...] | None = None) -> Build:
-    kernels = select_kernels("cpu", str(dtype).removeprefix("torch."), ops=operations(args), head_dim=args.head_dim)
+def build_for(args: ModelArgs, dtype: torch.dtype = torch.float32, experts: tuple[int, ...] | None = None,
+              linear: str | None = None) -> Build:  # fmt: skip
+    kernels = select_kernels("cpu", str(dtype).removeprefix("torch."), ops=operations(args), head_dim=args.head_dim,
+                             forced={"linear": linear} if linear else None)  # fmt: skip
     return Build(dtype, torch.device("cpu"), kernels, experts)
 
 
@@ -141,7 +143,8 @@ def test_what_is_routed_can_be_seen_and_replaced() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_scores_are_rounded_where_the_family_does(exact: bool) -> None:
+@pytest.mark.parametrize("linear", [None, "cpu"])
+def test_scores_are_rounded_where_the_family_does(exact: bool, linear: str | None) -> None:
     """In bfloat16: float32 scores of two experts differ, their rounded ones do not, so the lower number wins."""
     args, theirs = block("qwen3_moe")
     assert args.moe is not None
@@ -149,7 +152,7 @@ def test_scores_are_rounded_where_the_family_does(exact: bool) -> None:
     theirs.gate.weight.zero_()
     theirs.gate.weight[3:5, 0] = 1.0
     theirs.gate.weight[4, 1] = 2.0**-9
-    layer = filled(args, theirs, build_for(args, torch.bfloat16))
+    layer = filled(args, theirs, build_for(args, torch.bfloat16, linear=linear))
     x = torch.zeros(1, args.hidden_size, dtype=torch.bfloat16)
     x[:, :2] = 1
     _, ids = layer.router(x)

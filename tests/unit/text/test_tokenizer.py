@@ -12,9 +12,8 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from quire.contracts.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from quire.text.byte_tokenizer import SPECIALS, ByteTokenizer
 from quire.text.tokenizer import Tokenizer
-
-from ...byte_tokenizer import SPECIALS, ByteTokenizer
 
 TEXTS = [
     "",

@@ -36,7 +36,7 @@ def configure(parser: flags.FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tree, or JSON."""
-    from quire.explain.describe import GPUS, plan_engine
+    from quire.explain.describe import GPUS, one_layer, plan_engine
 
     settings = flags.settings_of(args, server=True)
     described = args.device if args.device in GPUS else ""
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"quire: note: {note}", file=sys.stderr)
     config = flags.server_config(settings).engine
     plan = plan_engine(config, Parallel(tp=args.tp, pp=args.pp, dp=args.dp, experts=args.ep), described).describe()
+    if args.layer is not None:
+        plan = one_layer(plan, args.layer)
     if args.json:
         print(json.dumps(plan, indent=1))
         return 0
@@ -53,5 +55,5 @@ def run(args: argparse.Namespace) -> int:
 
     from quire.explain.render import render
 
-    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(render(plan, args.layer))
+    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(render(plan, args.layer is not None))
     return 0

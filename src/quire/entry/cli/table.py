@@ -22,8 +22,10 @@ def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     return "\n".join(lines)
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(count: float | None) -> str:
     """12345 -> "12.1 KiB"."""
+    if count is None:
+        return "unknown size"
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

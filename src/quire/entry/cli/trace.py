@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.entry.llm import LLM
     from quire.explain.trace import trace
 
+    if args.out is not None and not args.out.resolve().parent.is_dir():
+        raise ConfigError(f"--out: the folder of {args.out} does not exist: make it first.")
     with LLM(**given_options(args) | {"async_depth": 1} | ({"enforce_eager": True} if cuda else {})) as llm:
         found = trace(llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens)
     print(*found.render(None if args.full else set()), sep="\n")

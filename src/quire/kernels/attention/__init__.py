@@ -83,7 +83,7 @@ class AttentionMeta:
                    is
     shared         which decodes share the beginning of their context, for implementations that read it once
     prompts        the sequences from the first of more than `decode_len` rows on, for who wants to know them on the
-                   host; None: it does not say, as in a captured step
+                   host; none in a captured step; None: they are to be read from the lengths
     plans          scratch of the implementation: what it derives from the above, once per step, by what it is for
     """
 

@@ -131,7 +131,7 @@ def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, t
         keys, warps, stages, programs = CUTS[min(64, lanes)]
         room = shared_memory() // width - lanes
         keys = max(16, min(keys * 2 // q.element_size(), 1 << max(room, 1).bit_length() - 1))
-        return lanes, keys, warps, max(2, min(stages, room // keys + (lanes < 64))), programs
+        return lanes, keys, warps, max(1, min(stages, room // keys + (lanes < 64))), programs
 
     return group, fit(_power(group * limit)), fit(most)
 
@@ -156,6 +156,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
             EXACT=EXACT.get(q.dtype, "tf32"), HEADS=heads, V=value, VP=values, M=rows, TILE=tile, WORDS=TILE_WORDS,
             num_warps=warps, num_stages=stages, **sizes,
         )  # fmt: skip
+        del latents, ropes, made  # or two pieces would be there at once
     return out
 
 

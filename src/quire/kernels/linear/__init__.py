@@ -8,6 +8,7 @@ Packing may return the weight itself; the caller must keep no other use of it af
 Features an implementation may declare:
 add      run_add(x, packed, bias, residual [T, N]) -> [T, N]: the product added to the residual, whose memory the
          result may take
+exact    run_float rounds nothing to x's type on its way
 gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or None) -> [T, I]: gate's rows come
          first, then up's; silu(gate) * up of the product (`quire.kernels.activation`)
 norm     run_norm(x, norm_weight [K], eps, packed, bias) -> [T, N]: `run` of x after an RMS norm (`quire.kernels.norm`);
