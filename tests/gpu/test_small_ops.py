@@ -63,7 +63,7 @@ def test_norm_and_activation(device: torch.device, tokens: int, width: int) -> N
 def test_heads(device: torch.device, tokens: int, q_heads: int, kv_heads: int, dim: int, normed: bool) -> None:
     qkv = draw(tokens, q_heads + 2 * kv_heads, dim, device=device)
     weight = draw(q_heads + kv_heads, dim, device=device) if normed else None
-    cos, sin = Rotary(RopeArgs(theta=1e6), dim, device).rows(torch.arange(tokens, device=device), torch.bfloat16)
+    cos, sin = Rotary(RopeArgs(theta=1e6), dim, device, width=dim).rows(torch.arange(tokens, device=device), torch.bfloat16)
     slots = torch.randperm((tokens // 64 + 1) * 64, device=device)[:tokens] + 64
     views = [KVView(*torch.full((2, tokens // 64 + 2, kv_heads, 64, dim), torch.nan, device=device).bfloat16())
              for _ in range(2)]  # fmt: skip
@@ -93,8 +93,8 @@ def test_rotation_is_that_of_the_cpu(device: torch.device, kind: str) -> None:
     scaled = {"factor": 4.0, "original_max_position": 4096} if kind == "yarn" else {}
     args = RopeArgs(kind=kind, theta=1e6, **scaled)
     positions = torch.cat((torch.arange(5000), torch.arange(1_000_000, 1_048_576)))
-    expected = Rotary(args, 128, torch.device("cpu")).rows(positions, torch.float32)
-    rotary = Rotary(args, 128, device)
+    expected = Rotary(args, 128, torch.device("cpu"), width=128).rows(positions, torch.float32)
+    rotary = Rotary(args, 128, device, width=128)
     for actual, wanted in zip(rotary.rows(positions.to(device), torch.float32), expected, strict=True):
         torch.testing.assert_close(actual.cpu(), wanted, rtol=1e-6, atol=3e-7)
     for actual, wanted in zip(rotary.rows(positions.to(device), torch.bfloat16), expected, strict=True):

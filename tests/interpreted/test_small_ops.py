@@ -110,7 +110,7 @@ def test_heads_take_no_tokens_and_no_strange_strides() -> None:
 def test_rotation(kind: str, dim: int) -> None:
     """Up to a million tokens, to one unit in the last place of bfloat16."""
     scaled = {"factor": 4.0, "original_max_position": 4096} if kind == "yarn" else {}
-    rotary = Rotary(RopeArgs(kind=kind, theta=1e6, **scaled), dim, torch.device("cpu"))
+    rotary = Rotary(RopeArgs(kind=kind, theta=1e6, **scaled), dim, torch.device("cpu"), width=dim)
     positions = torch.cat((torch.arange(40), torch.tensor([4095, 131071, 999_983, 1_048_575])))
     for dtype, bound in ((torch.bfloat16, 2.0**-7), (torch.float32, 1e-6)):
         rows = rope.rotation_rows(positions, rotary.frequencies, rotary.scale, dtype)

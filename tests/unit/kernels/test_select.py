@@ -74,7 +74,8 @@ def test_a_machine_is_asked_last_and_only_what_decides() -> None:
 def test_features_that_hang_on_a_need(probe: object) -> None:
     choice = select("linear", Needs(device="cuda", dtype="bfloat16"), probe=probe)  # type: ignore[arg-type]
     more = ("gated", "norm") if probe is everything else ()
-    assert choice.name == "cuda" and set(choice.features) == {"add", "out", *more, *(("plain", "rows") if more else ())}
+    always, more = {"add", "exact", "out"}, {*more, *(("plain", "rows") if more else ())}
+    assert choice.name == "cuda" and set(choice.features) == always | more
 
 
 def test_wider_heads_than_an_implementation_can() -> None:
@@ -93,7 +94,7 @@ def test_kernels_of_a_model() -> None:
     assert [choice.op for choice in kernels.choices] == list(DENSE)
     assert kernels.linear.__name__.endswith("linear.ref") and kernels.experts is None
     assert kernels.attention is (cpu if here("native") else native)
-    assert kernels.features("linear") == () and kernels.features("experts") == ()
+    assert kernels.features("linear") == ("exact",) and kernels.features("experts") == ()
     with pytest.raises(ConfigError, match="lineer"):
         select_kernels("cpu", "float32", forced={"lineer": "ref"})
     with pytest.raises(ConfigError, match="experts.*in this model"):
