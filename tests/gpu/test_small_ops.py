@@ -63,7 +63,8 @@ def test_norm_and_activation(device: torch.device, tokens: int, width: int) -> N
 def test_heads(device: torch.device, tokens: int, q_heads: int, kv_heads: int, dim: int, normed: bool) -> None:
     qkv = draw(tokens, q_heads + 2 * kv_heads, dim, device=device)
     weight = draw(q_heads + kv_heads, dim, device=device) if normed else None
-    cos, sin = Rotary(RopeArgs(theta=1e6), dim, device, width=dim).rows(torch.arange(tokens, device=device), torch.bfloat16)
+    rotary = Rotary(RopeArgs(theta=1e6), dim, device, width=dim)
+    cos, sin = rotary.rows(torch.arange(tokens, device=device), torch.bfloat16)
     slots = torch.randperm((tokens // 64 + 1) * 64, device=device)[:tokens] + 64
     views = [KVView(*torch.full((2, tokens // 64 + 2, kv_heads, 64, dim), torch.nan, device=device).bfloat16())
              for _ in range(2)]  # fmt: skip
