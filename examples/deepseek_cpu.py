@@ -17,7 +17,7 @@ from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder
-from quire.layers.latent import choose_forms
+from quire.layers.latent import choose_form
 from quire.layers.stack import run_layers
 from quire.models.registry import build_model, kv_components, kv_views
 from quire.platforms.cpu import read_cpu_facts
@@ -112,7 +112,7 @@ def main() -> None:
     found = {}
     for form in ("naive", "absorbed"):
         for layer in model.layers:
-            layer.attention.forms = choose_forms(args.latent, form)
+            layer.attention.most_absorbed, _ = choose_form(args.latent, form)
         found[form] = logits(model, token_ids)
     print(f"naive and absorbed attention: logits differ by {(found['naive'] - found['absorbed']).abs().max():.1e} "
           f"at a spread of {found['naive'].std():.2f}")

@@ -46,12 +46,12 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_the_engine_whole(
         time.sleep(0.01)
         return run(plan)
 
-    executor._run = interrupted  # type: ignore[attr-defined]
+    executor._runner._run = interrupted  # type: ignore[attr-defined]
     worker.run = interrupted  # type: ignore[method-assign]
     if depth == 1:
         with pytest.raises(KeyboardInterrupt):
             llm.generate([prompt], greedy(8), use_tqdm=False)
-        executor._run = run  # type: ignore[attr-defined]
+        executor._runner._run = run  # type: ignore[attr-defined]
     else:
         submit = executor.submit
 
