@@ -49,6 +49,7 @@ DISPATCHERS: Mapping[str, Dispatcher] = {
     "all-to-all": Dispatcher(layout="grouped", numbering="none", weighs="combine", sums=frozenset({"dp", "tp"})),
 }
 KERNELS: Mapping[str, ExpertsKernel] = {
+    "hopper": ExpertsKernel(),
     "triton": ExpertsKernel(),
     "grouped": ExpertsKernel(layouts=("flat", "grouped"), numberings=("global", "local", "none"),
                              weighs=("experts", "combine")),

@@ -37,6 +37,7 @@ _SCORES = frozenset({"window", "soft_cap", "sinks"})
 REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)
 TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
 PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
+HOPPER = replace(TRITON, dtypes=_ALL - {"float32"}, needs=("hopper",))
 NATIVE = replace(PLAIN, needs=("native",))
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
@@ -54,15 +55,21 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=frozenset({"exact"})),
     },
     "attention": {
-        "hopper": replace(TRITON, dtypes=_ALL - {"float32"}, features=_SCORES, max_head_dim=128, needs=("hopper",)),
+        "hopper": replace(HOPPER, features=_SCORES, max_head_dim=128),
         "triton": replace(TRITON, features=_SCORES, max_head_dim=256),
         "native": replace(NATIVE, features=frozenset({"tape"}), max_head_dim=512, needs=("flash attention", "native")),
         "cpu": replace(PLAIN, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_SCORES),
     },
-    "latent": {"triton": TRITON, "cpu": replace(PLAIN, needs=("flash attention",)), "ref": REFERENCE},
+    "latent": {
+        "hopper": HOPPER,
+        "triton": TRITON,
+        "cpu": replace(PLAIN, needs=("flash attention",)),
+        "ref": REFERENCE,
+    },
     "routing": {"triton": TRITON, "ref": REFERENCE},
     "experts": {
+        "hopper": HOPPER,
         "triton": TRITON,
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"})),
         "cpu": PLAIN,

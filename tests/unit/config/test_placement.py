@@ -46,6 +46,7 @@ def test_ranks_of_replicas_stages_and_places() -> None:
     assert stage == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10)]
     assert [rank.last for rank in found] == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
     assert len({rank.kind for rank in found}) == 4, "two stages, and ranks of one expert or two"
+    assert len({rank.kind for rank in found}) == 4, "two stages, and ranks of one expert or two"
     sliced = list(ranks(args(), Parallel(tp=2)))
     assert [rank.experts for rank in sliced] == [(0, 10), (0, 10)]
 
@@ -53,6 +54,8 @@ def test_ranks_of_replicas_stages_and_places() -> None:
 @pytest.mark.parametrize(("parallel", "said"), [
     (Parallel(tp=3), "8 heads are no multiple"),
     (Parallel(pp=7), "6 layers, a stage needs one"),
+    (Parallel(tp=8, dp=2, experts=True), "10 experts for 16 ranks"),
+    (Parallel(dp=1_000_000), "1,000,000 ranks, and at most 4,096"),
     (Parallel(tp=8, dp=2, experts=True), "10 experts for 16 ranks"),
     (Parallel(dp=1_000_000), "1,000,000 ranks, and at most 4,096"),
 ])  # fmt: skip

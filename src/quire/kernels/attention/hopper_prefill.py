@@ -20,7 +20,7 @@ if hopper is not None:
 
 
 @gluon_jit
-def _nth_work(turn, programs):
+def nth_work(turn, programs):
     """What a program does in its turn: every other one backwards, so that long and short tiles meet."""
     program = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
@@ -50,7 +50,7 @@ def _read(
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
-        work = _nth_work(turn, programs)
+        work = nth_work(turn, programs)
         if work < num_work:
             record = tiles + work // HEADS * WORDS
             row, _rows, _position, first, _whole, _whole_end, last = _span(record, TILE, WINDOW)
@@ -76,7 +76,7 @@ def _read(
 
 
 @gluon_jit
-def _softmax(
+def softmax(
     scores, top, weight, positions, start, scale, cap,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _advance(
     sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_free.index(stage))
-    exact, top, weight, decay = _softmax(scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED,
+    exact, top, weight, decay = softmax(scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED,
                                          TILE, SCORES)  # fmt: skip
     sums = warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(v_free.index(before))
@@ -137,7 +137,7 @@ def _attend(
     dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
-        work = _nth_work(turn, programs)
+        work = nth_work(turn, programs)
         if work < num_work:
             head = work % HEADS
             row, rows, position, first, whole, whole_end, last = _span(tiles + work // HEADS * WORDS, TILE, WINDOW)
@@ -151,7 +151,7 @@ def _attend(
             top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
             weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
             sums = gl.zeros([64, D], gl.float32, SUMS)
-            exact, top, weight, _decay = _softmax(scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW,
+            exact, top, weight, _decay = softmax(scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW,
                                                   CAPPED, TILE, SCORES)  # fmt: skip
             weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
             for back in range(last - whole_end):

@@ -12,6 +12,7 @@ over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from quire.kernels.linear.gemv import bucket, prefetch
 from quire.kernels.triton_runtime import jit, tl
 
 Packed = tuple[Tensor, Tensor]
+Products = Callable[..., None]
 MOST_FEW = 4  # tokens
 BAND = 8  # tiles of pairs that run side by side through the same columns, so that these are read once
 
@@ -61,12 +63,15 @@ def pack(gate_up: Tensor, down: Tensor) -> Packed:
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.experts`: in the residual's memory."""
+        residual: Tensor | None = None, products: Products | None = None) -> Tensor:
+    """See `quire.kernels.experts`: in the residual's memory. `products`: in place of those here, for many tokens."""
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
-    if len(x):
-        (few if len(x) <= MOST_FEW else many)(x, weights, ids, packed, expert_map, None if residual is None else y, y)
+    given = x, weights, ids, packed, expert_map, None if residual is None else y, y
+    if len(x) > MOST_FEW:
+        many(*given, multiply=products)
+    elif len(x):
+        few(*given)
     return y
 
 
@@ -86,7 +91,7 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 
 def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-         y: Tensor, cut: tuple[Tiles, Tiles] | None = None) -> None:
+         y: Tensor, cut: tuple[Tiles, Tiles] | None = None, multiply: Products | None = None) -> None:
     """`run` into y, sorted by expert."""
     (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
     order, starts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, experts + 1))
@@ -94,12 +99,18 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     _sort_kernel[(experts,)](
         ids, expert_map, order, starts, pairs, experts, block, in_pdl, num_warps=block // 256, **pdl.options(in_pdl))
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
-    first, second = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
-    _product(x, packed[0], h, order, starts, k, None, first)
-    _product(h, packed[1], parts, order, starts, k, weights, second)
+    cut = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
+    (multiply or products)(x, packed, h, parts, order, starts, weights, cut)
     block = min(1024, bucket(hidden))
     _sum_kernel[(tokens, -(-hidden // block))](
         parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
+
+
+def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
+             cut: tuple[Tiles, Tiles]) -> None:
+    """Rows x by token -> h [pairs, I], silu(gate) * up in sorted order -> parts [pairs, H], weighted, by pair."""
+    _product(x, packed[0], h, order, starts, weights.shape[1], None, cut[0])
+    _product(h, packed[1], parts, order, starts, weights.shape[1], weights, cut[1])
 
 
 def _product(x: Tensor, weight: Tensor, y: Tensor, order: Tensor, starts: Tensor, k: int, scales: Tensor | None,

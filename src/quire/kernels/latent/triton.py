@@ -10,7 +10,6 @@ import functools
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import pdl
@@ -19,7 +18,7 @@ from quire.kernels.attention.triton_plan import ITEM_WORDS, TILE_WORDS, Shape, p
 from quire.kernels.attention.triton_tiles import LOG2E, finite
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
-from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel
+from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
 from quire.kernels.triton_runtime import jit, tl
 
 # Of `absorbed`, by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in flight,
@@ -138,7 +137,7 @@ def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, t
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
     """See `quire.kernels.latent`."""
-    (heads, width, dim), turned, value = kv_up.shape, cache.rope.shape[3], out.shape[2]
+    (heads, width, _), turned, value = kv_up.shape, cache.rope.shape[3], out.shape[2]
     assert meta.prompts is not None and kv_up.is_contiguous() and q.stride(2) == 1 and out.stride()[1:] == (value, 1)
     sizes = {"P": width - value, "PP": _power(width - value), "R": turned, "RP": _power(turned)}
     keys, values = sizes["PP"] + sizes["RP"], _power(value)
@@ -146,18 +145,21 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
         cut for cut in MANY
         if q.element_size() * (cut[0] * keys + cut[3] * cut[1] * (keys + values)) < shared_memory()
     )  # fmt: skip
-    most = max(STEP, WORKSPACE // (heads * width * q.element_size()) // STEP * STEP)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
-    for tiles, blocks, offsets in cut_prompts(meta, cache.block_size, rows, most):
-        latents, ropes = (side[blocks, 0, offsets] for side in (cache.latent, cache.rope))
-        made = F.linear(latents, kv_up.view(heads * width, dim))
+    for tiles, *tokens in cut_prompts(meta, cache.block_size, rows, most(kv_up)):
+        made, ropes = workspace(kv_up, cache, *tokens)
         expanded_kernel[(len(tiles), heads)](
             q, made, ropes, out, lse, tiles, q.stride(0), q.stride(1), out.stride(0), scale * LOG2E,
             EXACT=EXACT.get(q.dtype, "tf32"), HEADS=heads, V=value, VP=values, M=rows, TILE=tile, WORDS=TILE_WORDS,
             num_warps=warps, num_stages=stages, **sizes,
         )  # fmt: skip
-        del latents, ropes, made  # or two pieces would be there at once
+        del made, ropes  # or two pieces would be there at once
     return out
+
+
+def most(kv_up: Tensor) -> int:
+    """Tokens of a workspace."""
+    return max(STEP, WORKSPACE // (kv_up.shape[0] * kv_up.shape[1] * kv_up.element_size()) // STEP * STEP)
 
 
 @functools.cache

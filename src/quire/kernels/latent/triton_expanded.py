@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.triton_plan import TILE_WORDS
-from quire.kernels.attention.triton_tiles import LOWEST, accumulate, finite, load_queries, load_tile, rescore
+from quire.kernels.attention.triton_tiles import LOWEST, accumulate, load_queries, load_tile, rescore
+from quire.kernels.latent import LatentView
 from quire.kernels.triton_runtime import jit, tl
 
-STEP = 128  # tokens: contexts are cut at multiples of it, and as many that nobody sees end a workspace
+STEP = 128  # tokens: contexts are cut at multiples of it, and in a workspace all begin at one
 
 
 Piece = tuple[Tensor, Tensor, Tensor]  # tiles, and block and offset in the cache of each token in the workspace
@@ -28,7 +30,7 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
     one copy to the device, which nobody waits for.
 
     tiles [m, TILE_WORDS] int32, the longest first: first row, rows, position of the first row, where in the workspace
-    its sequence begins, which token is there, how many are
+    its sequence begins, which token is there, how many are, number of tiles
     """
     known = meta.plans.get((block_size, rows, most))
     if isinstance(known, list):
@@ -45,14 +47,14 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
             cuts[-1][0].extend([row, min(rows, last - row), past + row - first, place, start, end - start, 0, 0]
                                for row in range(first, last, rows)
                                if past + min(row + rows, last) - first > start)  # fmt: skip
-            cuts[-1][1].append(np.stack((np.full(end - start, sequence, np.int32), np.arange(start, end))))
-            place, start = place + end - start, end
+            tokens = np.arange(start, start - (start - end) // STEP * STEP).clip(max=end - 1)  # the last one fills up
+            cuts[-1][1].append(np.stack((np.full(len(tokens), sequence, np.int32), tokens)))
+            place, start = place + len(tokens), end
     lists = []
     for tiles, spans in cuts:
         tiles.sort(key=lambda tile: tile[4] - min(tile[4] + tile[5], tile[2] + tile[1]))
-        tokens = np.concatenate(spans, 1)
-        tokens = np.pad(tokens, ((0, 0), (0, STEP + tokens.shape[1] % 2)), "edge")  # whole 16 bytes
-        lists += [np.array(tiles, np.int32), tokens.astype(np.int32)]
+        lists += [np.array(tiles, np.int32), np.concatenate(spans, 1).astype(np.int32)]
+        lists[-2][:, 6] = len(tiles)
     packed, device = torch.from_numpy(np.concatenate([words.ravel() for words in lists])), meta.block_tables.device
     packed = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
     views = packed.split([words.size for words in lists])
@@ -64,6 +66,12 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
         pieces.append((tiles.view(-1, TILE_WORDS), blocks, position % block_size))
     meta.plans[block_size, rows, most] = pieces
     return pieces
+
+
+def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """What is made of a piece's latents [n, H (P + V)], and its rotated keys [n, R]."""
+    latents, ropes = (side[blocks, 0, offsets] for side in (cache.latent, cache.rope))
+    return F.linear(latents, kv_up.flatten(0, 1)), ropes
 
 
 @jit
@@ -97,8 +105,6 @@ def expanded_kernel(
             keys = load_tile(made, place, at, stop, WIDE, WIDE, False, 1 << 30, TILE, P, PP)
             short = load_tile(ropes, place, at, stop, R, R, False, 1 << 30, TILE, R, RP)
             values = load_tile(made + P, place, at, stop, WIDE, WIDE, False, 1 << 30, TILE, V, VP)
-            if masked:
-                values = finite(values)  # the last may be another sequence's: a weight of 0 must make nothing of them
             scores = tl.dot(plain, tl.trans(keys), input_precision=EXACT)
             scores = tl.dot(turned, tl.trans(short), scores, input_precision=EXACT)
             scores, rest = rescore(scores, first + lane, at, scale, 0.0, masked == 1, 0, False, TILE)

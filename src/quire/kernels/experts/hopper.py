@@ -1,0 +1,240 @@
+"""The experts on Hopper (compute capability 9.0): `triton`, with other products of many pairs.
+
+The warps of a program have different jobs. Four keep a ring of tiles full: the copy engine reads weights, and rows that
+lie together; plain asynchronous copies gather the rows of tokens. Two groups of four multiply 64 of a tile's 128 pairs
+each, with two blocks of 128 outputs: an expert's gate and up, or neighbours. Programs stay, one to a multiprocessor, so
+that the ring fills for the next tile while results are written. A group whose pairs do not exist leaves the matrix
+units to the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention.triton_plan import multiprocessors
+from quire.kernels.experts import triton
+from quire.kernels.experts.triton import BAND, Packed, Tiles
+from quire.kernels.linear.gemv import bucket
+from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper, jit, tl
+
+if hopper is not None:
+    async_copy, mbarrier, tma = hopper.async_copy, hopper.mbarrier, hopper.tma
+    warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+
+ROWS, WIDTH, DEEP = 128, 128, 64  # pairs of a tile, outputs of each of its two blocks, inputs of an iteration
+STAGES = 4  # iterations that the ring holds: 48 KiB each
+LEAST = 48  # pairs of an expert in the mean: below, tiles of fewer pairs read the weights as fast
+WORDS = 4  # of a tile's record: expert, first of its pairs in the order, how many are left from there, number of tiles
+
+pack = triton.pack
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+        residual: Tensor | None = None) -> Tensor:
+    """See `quire.kernels.experts`: in the residual's memory."""
+    experts, hidden, inner = packed[1].shape
+    whole = hidden % DEEP == 0 and inner % 8 == 0  # what the copies can do
+    mean = ids.numel() / (experts if expert_map is None else len(expert_map))
+    return triton.run(x, weights, ids, packed, expert_map, residual, products if whole and mean >= LEAST else None)
+
+
+def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
+             _cut: tuple[Tiles, Tiles]) -> None:
+    """See `triton.products`."""
+    experts, pairs = len(packed[0]), len(order)
+    most = (pairs + min(experts, pairs) * (ROWS - 1)) // ROWS
+    tiles = torch.empty(most * WORDS, dtype=torch.int32, device=x.device)
+    _tiles_kernel[(-(-most // 32),)](starts, tiles, most, experts, bucket(experts), ROWS, 32, WORDS, num_warps=4)
+    _product(x, packed[0], order, tiles, None, h, weights.shape[1], most)
+    _product(_describe(h, ROWS), packed[1], order, tiles, weights, parts, 0, most)
+
+
+def _product(x: object, weight: Tensor, order: Tensor, tiles: Tensor, scales: Tensor | None, y: Tensor, k: int,
+             most: int) -> None:
+    gated, (width, depth) = scales is None, (y.shape[1], weight.shape[2])
+    cols = -(-width // (WIDTH << (not gated)))
+    _grouped_kernel[(min(multiprocessors(), most * cols),)](
+        x, _describe(weight.view(-1, depth), WIDTH), order, tiles, scales, y,
+        x.stride(0) if isinstance(x, Tensor) else 0, TOP_K=k, N=width, K=depth, GATED=gated, COLS=cols, BAND=BAND,
+        ROWS=ROWS, WIDTH=WIDTH, DEEP=DEEP, STAGES=STAGES, WORDS=WORDS, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def _describe(rows: Tensor, count: int) -> object:
+    """A matrix in tiles [count, DEEP] for the copy engine, zeros behind its ends."""
+    layout = gl.NVMMASharedLayout.get_default_for([count, DEEP], gl.bfloat16)  # and float16: only the width matters
+    return descriptors.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, DEEP], layout)
+
+
+@jit(do_not_specialize=["most"])
+def _tiles_kernel(
+    starts, tiles, most, EXPERTS: tl.constexpr, BUCKET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Records of all tiles, in the order of experts."""
+    at = tl.arange(0, BUCKET)
+    start = tl.load(starts + at, mask=at < EXPERTS, other=0)
+    end = tl.load(starts + at + 1, mask=at < EXPERTS, other=0)
+    count = (end - start + ROWS - 1) // ROWS
+    after = tl.cumsum(count, 0)[None, :]
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = (tile[:, None] < after) & (tile[:, None] >= after - count[None, :])
+    first = start[None, :] + (tile[:, None] - after + count[None, :]) * ROWS
+    record, inside = tiles + tile * WORDS, tile < most
+    tl.store(record, tl.sum(tl.where(mine, at[None, :], 0), 1), mask=inside)
+    tl.store(record + 1, tl.sum(tl.where(mine, first, 0), 1), mask=inside)
+    tl.store(record + 2, tl.sum(tl.where(mine, end[None, :] - first, 0), 1), mask=inside)
+    tl.store(record + 3, tl.sum(count, 0), mask=inside)
+
+
+@gluon_jit
+def _find(tiles, work, total, COLS: gl.constexpr, BAND: gl.constexpr, WORDS: gl.constexpr):
+    """A record's first three words and the number of a tile of columns: BAND tiles of pairs side by side."""
+    band = work // (BAND * COLS) * BAND
+    height = gl.minimum(total - band, BAND)
+    number = work - band * COLS
+    record = tiles + (band + number % height) * WORDS
+    return gl.load(record), gl.load(record + 1), gl.load(record + 2), number // height
+
+
+@gluon_jit
+def _read(
+    x, weight, order, tiles, rings, ready, free, stride,
+    TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr,
+    STAGES: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """The warps that read."""
+    rows, left_cols, right_cols = rings
+    ROWS: gl.constexpr = rows.shape[1]
+    WIDTH: gl.constexpr = left_cols.shape[1]
+    DEEP: gl.constexpr = rows.shape[2]
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (DEEP // 8), DEEP // 8], [4, 1], [1, 0])
+    total = gl.load(tiles + 3)
+    count = 0
+    for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):
+        expert, first, left, col = _find(tiles, work, total, COLS, BAND, WORDS)
+        if GATED:
+            at = expert * (2 * N) + col * WIDTH
+            beside = at + N
+        else:
+            at = expert * N + col * (2 * WIDTH)
+            beside = at + WIDTH
+        if TOP_K > 0:
+            lane = gl.arange(0, ROWS, gl.SliceLayout(1, GATHER))
+            token = gl.load(order + first + gl.minimum(lane, left - 1)) // TOP_K
+            source = x + token.to(gl.int64)[:, None] * stride + gl.arange(0, DEEP, gl.SliceLayout(0, GATHER))[None, :]
+        for start in range(0, K, DEEP):
+            stage, phase = count % STAGES, (count // STAGES) & 1
+            bar = ready.index(stage)
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            if TOP_K > 0:
+                mbarrier.expect(bar, 2 * weight.block_type.nbytes)
+                async_copy.async_copy_global_to_shared(rows.index(stage), source + start)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                mbarrier.expect(bar, 2 * weight.block_type.nbytes + x.block_type.nbytes)
+                tma.async_copy_global_to_shared(x, [first, start], bar, rows.index(stage))
+            tma.async_copy_global_to_shared(weight, [at, start], bar, left_cols.index(stage))
+            tma.async_copy_global_to_shared(weight, [beside, start], bar, right_cols.index(stage))
+            count += 1
+
+
+@gluon_jit
+def _write(y, values, out, place, col, left, HALF: gl.constexpr, N: gl.constexpr, STORE: gl.constexpr):
+    """64 rows of results, through the group's buffer, to rows `place` [64] of y from column col on."""
+    out.store(values.to(y.dtype.element_ty))
+    values = out.load(STORE)
+    cols = col + gl.arange(0, values.shape[1], gl.SliceLayout(0, STORE))
+    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
+    mask = (lane < left)[:, None] & (cols < N)[None, :]
+    gl.store(y + place.to(gl.int64)[:, None] * N + cols[None, :], values, mask=mask)
+
+
+@gluon_jit
+def _multiply(
+    order, tiles, scales, y, rings, outs, ready, free,
+    HALF: gl.constexpr, TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr,
+    BAND: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """Four warps, with the first or second 64 rows of every tile."""
+    rows, left_cols, right_cols = rings
+    out = outs.index(HALF)
+    WIDTH: gl.constexpr = left_cols.shape[1]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    total = gl.load(tiles + 3)
+    count = 0
+    for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):
+        _expert, first, left, col = _find(tiles, work, total, COLS, BAND, WORDS)
+        if left > HALF * 64:
+            lane = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE)), left - 1)
+            if GATED:
+                place = lane
+            else:
+                place = gl.load(order + lane)
+                row = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), left - 1)
+                scale = gl.load(scales + gl.load(order + row))[:, None]
+            one = gl.zeros([64, WIDTH], gl.float32, SUMS)
+            two = gl.zeros([64, WIDTH], gl.float32, SUMS)
+            for start in range(0, K, rows.shape[2]):
+                stage = count % STAGES
+                mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
+                if TOP_K > 0:
+                    hopper.fence_async_shared()  # the gathered rows were not written by the copy engine
+                given = rows.index(stage).slice(HALF * 64, 64)
+                one = warpgroup_mma(given, left_cols.index(stage).permute((1, 0)), one, is_async=True)
+                two = warpgroup_mma(given, right_cols.index(stage).permute((1, 0)), two, is_async=True)
+                one, two = warpgroup_mma_wait(2, deps=(one, two))
+                mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=start > 0)
+                count += 1
+            one, two = warpgroup_mma_wait(0, deps=(one, two))
+            mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
+            if GATED:
+                _write(y, one / (1 + gl.exp(-one)) * two, out, place, col * WIDTH, left, HALF, N, STORE)
+            else:
+                _write(y, one * scale, out, place, col * (2 * WIDTH), left, HALF, N, STORE)
+                _write(y, two * scale, out, place, col * (2 * WIDTH) + WIDTH, left, HALF, N, STORE)
+        else:
+            for _start in range(0, K, rows.shape[2]):
+                mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
+                mbarrier.arrive(free.index(count % STAGES))
+                count += 1
+
+
+@gluon_jit
+def _grouped_kernel(
+    x, weight, order, tiles, scales, y, stride,
+    TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr,
+    ROWS: gl.constexpr, WIDTH: gl.constexpr, DEEP: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """As many programs as multiprocessors, 4 warps and 168 registers a thread (they are dealt anew inside).
+
+    GATED    silu(gate) * up in sorted order; else weighted sums, by pair
+    TOP_K    x has a row for each token, TOP_K pairs; if 0, x describes rows in sorted order
+    weight   descriptor of all experts' weights as rows [R, K], in tiles [WIDTH, DEEP]
+    """
+    ring: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEEP], y.dtype.element_ty)
+    rows = gl.allocate_shared_memory(y.dtype.element_ty, [STAGES, ROWS, DEEP], ring)
+    left_cols = gl.allocate_shared_memory(y.dtype.element_ty, [STAGES, WIDTH, DEEP], weight.layout)
+    right_cols = gl.allocate_shared_memory(y.dtype.element_ty, [STAGES, WIDTH, DEEP], weight.layout)
+    buffer: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, WIDTH], y.dtype.element_ty)
+    outs = gl.allocate_shared_memory(y.dtype.element_ty, [2, ROWS // 2, WIDTH], buffer)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=129 if TOP_K > 0 else 1)  # every thread that gathers, and the copy engine
+        mbarrier.init(free.index(i), count=2)  # both groups
+    rings = (rows, left_cols, right_cols)
+    gl.warp_specialize(
+        [
+            (_multiply, (order, tiles, scales, y, rings, outs, ready, free, 0, TOP_K, N, K, GATED, COLS, BAND, STAGES,
+                         WORDS)),
+            (_multiply, (order, tiles, scales, y, rings, outs, ready, free, 1, TOP_K, N, K, GATED, COLS, BAND, STAGES,
+                         WORDS)),
+            (_read, (x, weight, order, tiles, rings, ready, free, stride, TOP_K, N, K, GATED, COLS, BAND, STAGES,
+                     WORDS)),
+        ],
+        [4, 4],
+        [208, 88],
+    )  # fmt: skip

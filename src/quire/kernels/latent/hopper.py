@@ -1,0 +1,238 @@
+"""Latent attention on Hopper (compute capability 9.0): `triton`, with another kernel for many rows.
+
+Its warps have different jobs, as in `attention/hopper_prefill`: one has the copy engine read tiles of what was made of
+the latents, two groups of four take 64 rows each and work on the softmax of one tile while the matrix units make the
+scores of the next and the sums of the last.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention.hopper_prefill import nth_work, softmax
+from quire.kernels.attention.triton_plan import TILE_WORDS, multiprocessors
+from quire.kernels.attention.triton_tiles import LOG2E
+from quire.kernels.latent import LatentView, triton
+from quire.kernels.latent.triton_expanded import STEP, cut_prompts, workspace
+from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper
+
+if hopper is not None:
+    mbarrier, tma = hopper.mbarrier, hopper.tma
+    warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+
+ROWS, STAGES = 128, 2  # of a tile of queries; tiles of STEP keys in flight
+PLAIN, TURNED, VALUE = 128, 64, 128  # values of a head
+
+prepare, absorbed = triton.prepare, triton.absorbed
+
+
+def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
+    """See `quire.kernels.latent`."""
+    heads, width, _ = kv_up.shape
+    if (width - out.shape[2], cache.rope.shape[3], out.shape[2]) != (PLAIN, TURNED, VALUE) or q.stride(1) != q.shape[2]:
+        return triton.expanded(q, kv_up, cache, meta, scale, out)
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
+    queries = q.as_strided((len(q), heads * q.shape[2]), (q.stride(0), 1))
+    for tiles, *tokens in cut_prompts(meta, cache.block_size, ROWS, triton.most(kv_up)):
+        made, ropes = workspace(kv_up, cache, *tokens)
+        _expanded_kernel[(min(multiprocessors(), len(tiles) * heads),)](
+            _describe(queries, ROWS, PLAIN), _describe(queries, ROWS, TURNED), _describe(made, STEP, PLAIN),
+            _describe(ropes, STEP, TURNED), out, lse, tiles, out.stride(0), scale * LOG2E, HEADS=heads, P=PLAIN,
+            R=TURNED, V=VALUE, STAGES=STAGES, WORDS=TILE_WORDS, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+        del made, ropes  # or two pieces would be there at once
+    return out
+
+
+def _describe(rows: Tensor, count: int, width: int) -> object:
+    layout = gl.NVMMASharedLayout.get_default_for([count, width], gl.bfloat16)  # and float16: only the width matters
+    return descriptors.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, width], layout)
+
+
+@gluon_jit
+def _span(record, TILE: gl.constexpr):
+    """First row, rows, position of the first row in what is there of the sequence, where that begins in the workspace,
+    how much was before it; the last tile of keys, and how many every row sees whole."""
+    row, rows, place, start = gl.load(record), gl.load(record + 1), gl.load(record + 3), gl.load(record + 4)
+    first = gl.load(record + 2) - start
+    last = gl.cdiv(gl.minimum(gl.load(record + 5), first + rows), TILE) - 1
+    return row, rows, first, place, start, last, gl.minimum(gl.maximum(first + 1, 0) // TILE, last)
+
+
+@gluon_jit
+def _read(
+    q_plain, q_turned, made, ropes, tiles, plain, turned, keys, short, values, bars, num_work, programs,
+    HEADS: gl.constexpr, P: gl.constexpr, R: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """The warp that reads. Keys come first: a tile's queries wait until nobody needs the last tile's."""
+    k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
+    TILE: gl.constexpr = keys.shape[1]
+    count = 0
+    for turn in range(gl.cdiv(num_work, programs)):
+        work = nth_work(turn, programs)
+        if work < num_work:
+            row, _rows, _first, place, _start, last, _whole = _span(tiles + work // HEADS * WORDS, TILE)
+            head = work % HEADS
+            for back in range(last + 1):
+                at = place + (last - back) * TILE
+                stage, phase = count % STAGES, (count // STAGES) & 1
+                mbarrier.wait(k_free.index(stage), phase ^ 1)
+                mbarrier.expect(k_ready.index(stage), made.block_type.nbytes + ropes.block_type.nbytes)
+                tma.async_copy_global_to_shared(made, [at, head * (P + V)], k_ready.index(stage), keys.index(stage))
+                tma.async_copy_global_to_shared(ropes, [at, 0], k_ready.index(stage), short.index(stage))
+                if back == 0:
+                    mbarrier.wait(q_free, (turn & 1) ^ 1)
+                    mbarrier.expect(q_ready, q_plain.block_type.nbytes + q_turned.block_type.nbytes)
+                    tma.async_copy_global_to_shared(q_plain, [row, head * (P + R)], q_ready, plain)
+                    tma.async_copy_global_to_shared(q_turned, [row, head * (P + R) + P], q_ready, turned)
+                mbarrier.wait(v_free.index(stage), phase ^ 1)
+                mbarrier.expect(v_ready.index(stage), made.block_type.nbytes)
+                tma.async_copy_global_to_shared(made, [at, head * (P + V) + P], v_ready.index(stage),
+                                                values.index(stage))  # fmt: skip
+                count += 1
+
+
+@gluon_jit
+def _scores(plain, turned, keys, short, stage, SCORES: gl.constexpr):
+    """Begins the scores of a tile."""
+    TILE: gl.constexpr = keys.shape[1]
+    scores = warpgroup_mma(plain, keys.index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
+                           use_acc=False, is_async=True)  # fmt: skip
+    return warpgroup_mma(turned, short.index(stage).permute((1, 0)), scores, is_async=True)
+
+
+@gluon_jit
+def _advance(
+    plain, turned, weights, sums, top, weight, keys, short, values, bars, count, positions, start, scale,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Scores and weights of tile `count` of the ring, beside the sums of the tile before it."""
+    k_ready, v_ready, k_free, v_free, _q_ready, _q_free = bars
+    stage, before = count % STAGES, (count - 1) % STAGES
+    mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
+    scores = _scores(plain, turned, keys, short, stage, SCORES)
+    mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
+    sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_free.index(stage))
+    exact, top, weight, decay = softmax(scores, top, weight, positions, start, scale, 0.0, MASKED, 0, False,
+                                         keys.shape[1], SCORES)  # fmt: skip
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    mbarrier.arrive(v_free.index(before))
+    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+    weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    return weights, sums, top, weight, count + 1
+
+
+@gluon_jit
+def _places(lse, out, rows, dims, head, stride_out, HEADS: gl.constexpr, V: gl.constexpr):
+    """Where the states of rows are."""
+    rows = rows.to(gl.int64)
+    return lse + rows * HEADS + head, out + (rows * stride_out + head * V)[:, None] + dims[None, :]
+
+
+@gluon_jit
+def _attend(
+    out, lse, tiles, plain, turned, keys, short, values, bars, num_work, programs, stride_out, scale,
+    HALF: gl.constexpr, HEADS: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """Four warps, with the first or second 64 rows of every tile. SCORES, SUMS: layouts of scores and of sums."""
+    k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
+    TILE: gl.constexpr = keys.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    plain, turned = plain.slice(HALF * 64, 64), turned.slice(HALF * 64, 64)
+    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, V, gl.SliceLayout(0, SUMS))
+    count = 0
+    for turn in range(gl.cdiv(num_work, programs)):
+        work = nth_work(turn, programs)
+        if work < num_work:
+            head = work % HEADS
+            row, rows, first, _place, start, last, whole = _span(tiles + work // HEADS * WORDS, TILE)
+            positions = first + (HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))
+            top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
+            weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+            sums = gl.zeros([64, V], gl.float32, SUMS)
+            if start > 0:
+                to_lse, to_out = _places(lse, out, row + lane, dims, head, stride_out, HEADS, V)
+                before_lse = gl.load(to_lse, mask=lane < rows, other=0.0)
+                top = gl.convert_layout(before_lse, gl.SliceLayout(1, SCORES))
+                weight = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
+                sums = gl.load(to_out, mask=(lane < rows)[:, None], other=0.0).to(gl.float32)
+            mbarrier.wait(q_ready, turn & 1)
+            mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
+            scores = _scores(plain, turned, keys, short, count % STAGES, SCORES)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            mbarrier.arrive(k_free.index(count % STAGES))
+            count += 1
+            exact, top, weight, decay = softmax(scores, top, weight, positions, last * TILE, scale, 0.0, True, 0,
+                                                 False, TILE, SCORES)  # fmt: skip
+            sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+            weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+            for back in range(last - whole):
+                weights, sums, top, weight, count = _advance(
+                    plain, turned, weights, sums, top, weight, keys, short, values, bars, count, positions,
+                    (last - 1 - back) * TILE, scale, True, STAGES, SCORES, SUMS,
+                )  # fmt: skip
+            for _back in range(whole):
+                weights, sums, top, weight, count = _advance(
+                    plain, turned, weights, sums, top, weight, keys, short, values, bars, count, positions, 0, scale,
+                    False, STAGES, SCORES, SUMS,
+                )  # fmt: skip
+            mbarrier.arrive(q_free)
+            before = (count - 1) % STAGES
+            mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
+            sums = warpgroup_mma(weights, values.index(before), sums)
+            mbarrier.arrive(v_free.index(before))
+            weight = gl.convert_layout(weight, gl.SliceLayout(1, SUMS))
+            to_lse, to_out = _places(lse, out, row + lane, dims, head, stride_out, HEADS, V)
+            gl.store(to_out, (sums / weight[:, None]).to(out.dtype.element_ty), mask=(lane < rows)[:, None])
+            gl.store(to_lse, gl.convert_layout(top, gl.SliceLayout(1, SUMS)) + gl.log2(weight), mask=lane < rows)
+
+
+@gluon_jit
+def _expanded_kernel(
+    q_plain, q_turned, made, ropes, out, lse, tiles, stride_out, scale,
+    HEADS: gl.constexpr, P: gl.constexpr, R: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """As many programs as multiprocessors, 4 warps and 168 registers a thread (they are dealt anew inside).
+
+    q_plain, q_turned   descriptors of the queries as rows [T, HEADS (P + R)], in tiles [ROWS, P] and [ROWS, R]
+    made, ropes         of a workspace [n, HEADS (P + V)] and [n, R], in tiles [STEP, P] and [STEP, R]
+    """
+    plain = gl.allocate_shared_memory(made.dtype, q_plain.block_shape, q_plain.layout)
+    turned = gl.allocate_shared_memory(made.dtype, q_turned.block_shape, q_turned.layout)
+    keys = gl.allocate_shared_memory(made.dtype, [STAGES] + made.block_shape, made.layout)
+    short = gl.allocate_shared_memory(made.dtype, [STAGES] + ropes.block_shape, ropes.layout)
+    values = gl.allocate_shared_memory(made.dtype, [STAGES] + made.block_shape, made.layout)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], bar)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)  # both groups
+        mbarrier.init(v_free.index(i), count=2)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=2)
+    bars = (k_ready, v_ready, k_free, v_free, q_ready, q_free)
+    num_work, programs = gl.load(tiles + 6) * HEADS, gl.num_programs(0)
+    gl.warp_specialize(
+        [
+            (_attend, (out, lse, tiles, plain, turned, keys, short, values, bars, num_work, programs, stride_out, scale,
+                       0, HEADS, V, STAGES, WORDS)),
+            (_attend, (out, lse, tiles, plain, turned, keys, short, values, bars, num_work, programs, stride_out, scale,
+                       1, HEADS, V, STAGES, WORDS)),
+            (_read, (q_plain, q_turned, made, ropes, tiles, plain, turned, keys, short, values, bars, num_work,
+                     programs, HEADS, P, R, V, STAGES, WORDS)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
