@@ -2,9 +2,10 @@
 
 Few tokens     Plain float32 arithmetic, each pair of a token and an expert by itself: one kernel for gate and up, and
                one for down and the sum over k, of as many programs as read at the speed of memory.
-Many tokens    Pairs are sorted by expert (_sort_kernel). Tiles of pairs of one expert go through tensor cores
-               (_product_kernel): first gate and up together, which leaves silu(gate) * up in sorted order, then down,
-               which leaves weighted rows by token. _sum_kernel adds up each token's k rows in float32.
+Many tokens    Pairs are sorted by expert (_sort_kernel, or for many of them _count_kernel and _order_kernel). Tiles of
+               pairs of one expert go through tensor cores (_product_kernel): first gate and up together, which leaves
+               silu(gate) * up in sorted order, then down, which leaves weighted rows by token. _sum_kernel adds up
+               each token's k rows in float32.
 
 Order of additions: fixed by the shapes, never by time. Floors on an H200 in bfloat16: the weights of the hit experts
 over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
@@ -25,6 +26,8 @@ from quire.kernels.triton_runtime import jit, tl
 
 Packed = tuple[Tensor, Tensor]
 MOST_FEW = 4  # tokens
+MOST_SCANNED = 4096  # pairs that a program for each expert looks through; more are shared out
+SHARES, CHUNK = 128, 128  # most programs among which pairs are shared out, and pairs that one orders at a time
 BAND = 8  # tiles of pairs that run side by side through the same columns, so that these are read once
 
 
@@ -89,10 +92,7 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
          y: Tensor, cut: tuple[Tiles, Tiles] | None = None) -> None:
     """`run` into y, sorted by expert."""
     (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
-    order, starts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, experts + 1))
-    block = 1024 if pairs <= 1024 else 4096
-    _sort_kernel[(experts,)](
-        ids, expert_map, order, starts, pairs, experts, block, in_pdl, num_warps=block // 256, **pdl.options(in_pdl))
+    order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
     first, second = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
     _product(x, packed[0], h, order, starts, k, None, first)
@@ -100,6 +100,27 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     block = min(1024, bucket(hidden))
     _sum_kernel[(tokens, -(-hidden // block))](
         parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
+
+
+def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
+    """The pairs by expert, each expert's in their order (those of experts that are elsewhere are left out), and where
+    each expert's begin and the last one's end."""
+    pairs, in_pdl = ids.numel(), pdl.in_use()
+    options = pdl.options(in_pdl)
+    order, starts = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts + 1))
+    if pairs <= MOST_SCANNED:
+        block = 1024 if pairs <= 1024 else MOST_SCANNED
+        _sort_kernel[(experts,)](
+            ids, expert_map, order, starts, pairs, experts, block, in_pdl, num_warps=block // 256, **options)
+        return order, starts
+    share, width = -(-pairs // (SHARES * CHUNK)) * CHUNK, max(32, bucket(experts))
+    blocks = -(-pairs // share)
+    counts = torch.empty(blocks, width, dtype=torch.int32, device=ids.device)
+    _count_kernel[(blocks,)](ids, expert_map, counts, pairs, share, width, 512, in_pdl, num_warps=4, **options)
+    _order_kernel[(blocks,)](
+        ids, expert_map, counts, order, starts, pairs, share, blocks, experts, width, max(1, 8192 // width), CHUNK,
+        in_pdl, num_warps=4, **options)
+    return order, starts
 
 
 def _product(x: Tensor, weight: Tensor, y: Tensor, order: Tensor, starts: Tensor, k: int, scales: Tensor | None,
@@ -186,24 +207,73 @@ def _few_down_kernel(
 @jit(do_not_specialize=["pairs"])
 def _sort_kernel(
     ids, expert_map, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A program writes one expert's pairs in order, behind those of the experts before it."""
+    """A program writes one expert's pairs in order, behind those of the experts before it; all of them are a block."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, pairs, BLOCK):
-        place = _place(ids, expert_map, start + lane, start + lane < pairs)
-        before += ((place >= 0) & (place < expert)).to(tl.int32)
-    at = tl.sum(before, 0)
+    place = _place(ids, expert_map, lane, lane < pairs)
+    at = tl.sum(((place >= 0) & (place < expert)).to(tl.int32), 0)
+    mine = place == expert
+    number = tl.cumsum(mine.to(tl.int32), 0)
+    tl.store(order + at + number - 1, lane, mask=mine)
     tl.store(starts + expert, at)
-    for start in range(0, pairs, BLOCK):
-        mine = _place(ids, expert_map, start + lane, start + lane < pairs) == expert
-        tl.store(order + at + tl.cumsum(mine.to(tl.int32), 0) - 1, start + lane, mask=mine)
-        at += tl.sum(mine.to(tl.int32), 0)
     if expert == EXPERTS - 1:
-        tl.store(starts + EXPERTS, at)
+        tl.store(starts + EXPERTS, at + tl.sum(mine.to(tl.int32), 0))
+
+
+@jit(do_not_specialize=["pairs"])
+def _count_kernel(
+    ids, expert_map, counts, pairs, share, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program writes how many pairs of its share each expert has."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(0) * share
+    end = tl.minimum(first + share, pairs)
+    lane = tl.arange(0, BLOCK)
+    count = tl.zeros([WIDTH], tl.int32)
+    for start in range(first, end, BLOCK):
+        place = _place(ids, expert_map, start + lane, start + lane < end)
+        count += tl.histogram(tl.maximum(place, 0), WIDTH, mask=place >= 0)
+    tl.store(counts + tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), count)
+
+
+@jit(do_not_specialize=["pairs", "blocks"])
+def _order_kernel(
+    ids, expert_map, counts, order, starts, pairs, share, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """A program writes its share of the pairs, each behind all pairs of the experts before its own, those of its own in
+    the shares before, and those before it here."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    end = tl.minimum(block * share + share, pairs)
+    lane = tl.arange(0, CHUNK)
+    place = _place(ids, expert_map, block * share + lane, block * share + lane < end)
+    expert = tl.arange(0, WIDTH)
+    total, at = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
+    for top in range(0, blocks, ROWS):
+        row = top + tl.arange(0, ROWS)[:, None]
+        count = tl.load(counts + row * WIDTH + expert[None, :], mask=row < blocks, other=0)
+        total += tl.sum(count, 0)
+        at += tl.sum(tl.where(row < block, count, 0), 0)
+    ends = tl.cumsum(total, 0)
+    at += ends - total
+    if block == 0:
+        tl.store(starts, 0)
+        tl.store(starts + 1 + expert, ends, mask=expert < EXPERTS)
+    for start in range(block * share, end, CHUNK):
+        following = start + CHUNK + lane
+        coming = _place(ids, expert_map, following, following < end)
+        known = tl.maximum(place, 0)
+        earlier = (place[:, None] == place[None, :]) & (lane[:, None] < lane[None, :])
+        to = tl.gather(at, known, 0) + tl.sum(earlier.to(tl.int32), 0)
+        tl.store(order + to, start + lane, mask=place >= 0)
+        at += tl.histogram(known, WIDTH, mask=place >= 0)
+        place = coming
 
 
 @jit
