@@ -51,11 +51,11 @@ def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
         cut = Tiles(16 if mean <= 8 else 32, 32, 32, 4, 2)
         return cut, cut
     if mean <= 24:
-        rows = 16 if mean <= 8 else 32
-        return Tiles(rows, 64, 128, 4, 3, True), Tiles(rows, 128, 128, 4, 3, True)
+        rows, tall = (16, True) if mean <= 8 else (32, False)
+        return Tiles(rows, 64, 128, 4, 3, tall), Tiles(rows, 128, 128, 4, 3, tall)
     if mean <= 64:
         return Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)
-    return Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 4, 3)
+    return Tiles(128, 128, 64, 8, 3, True), Tiles(128, 256, 64, 8, 4)
 
 
 def pack(gate_up: Tensor, down: Tensor) -> Packed:
@@ -77,14 +77,14 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
         y: Tensor) -> None:
     """`run` into y, each pair by itself."""
     (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed[1].shape, pdl.in_use()
-    deep, across = min(512, bucket(hidden)), bucket(k)
+    deep, across = min(1024, bucket(hidden)), bucket(k)
     h = x.new_empty(tokens * k, inner)
-    _few_up_kernel[(tokens * k, -(-inner // 2))](
-        x, packed[0], ids, expert_map, h, x.stride(0), k, inner, hidden, 2, deep, in_pdl,
+    _few_up_kernel[(tokens * k, inner)](
+        x, packed[0], ids, expert_map, h, x.stride(0), k, inner, hidden, 1, deep, in_pdl,
         num_warps=max(1, deep // 256), **pdl.options(in_pdl))
     deep = min(bucket(max(8, inner)), max(64, 2048 // across))
     _few_down_kernel[(tokens, -(-hidden // 2))](
-        h, packed[1], ids, expert_map, weights, residual, y, k, across, hidden, inner, 2, deep, in_pdl, num_warps=4,
+        h, packed[1], ids, expert_map, weights, residual, y, k, across, hidden, inner, 2, deep, in_pdl, num_warps=8,
         **pdl.options(in_pdl))
 
 
