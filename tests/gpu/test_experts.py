@@ -83,6 +83,25 @@ def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens:
         close(grouped.run(x, weights, ids, grouped.pack(*part), places), expected)
 
 
+@pytest.mark.parametrize("spread", ["even", "one", "few", "none"])
+@pytest.mark.parametrize(("pairs", "experts"), [
+    (1000, 8), (4096, 128), (4097, 1), (5001, 256), (16400, 60), (65536, 128), (131072, 256), (300001, 20),
+])  # fmt: skip
+def test_sorted_pairs(device: torch.device, pairs: int, experts: int, spread: str) -> None:
+    """By one kernel or two, exactly; with a map that drops the odd ones, and with all experts."""
+    torch.manual_seed(pairs)
+    most = {"even": experts, "few": min(3, experts), "one": 1, "none": 1}[spread]
+    ids = torch.randint(most, (pairs, 1), dtype=torch.int32, device=device) + (spread == "none")
+    places = torch.arange(experts + 1, dtype=torch.int32, device=device)
+    halved = torch.where(places % 2 == 0, places // 2, -1)
+    for mapped, count in ((None, experts + 1), (halved, experts // 2 + 1)):
+        place = (ids if mapped is None else mapped[ids]).flatten()
+        order, starts = triton._sort(ids, mapped, count)
+        expected = torch.cat([(place == expert).nonzero()[:, 0] for expert in range(count)])
+        assert starts.tolist() == [int(((place >= 0) & (place < expert)).sum()) for expert in range(count + 1)]
+        assert torch.equal(order[: len(expected)], expected.int())
+
+
 @pytest.mark.parametrize("spread", ["one", "few"])
 @pytest.mark.parametrize("tokens", [3, 40, 700])
 def test_uneven_routing(device: torch.device, tokens: int, spread: str) -> None:
@@ -114,7 +133,7 @@ def test_weights_beyond_the_reach_of_32_bits(device: torch.device, tokens: int) 
     close(triton.run(x, weights, ids, (gate_up, down)), ref.run(x, weights, ids - 78, (gate_up[78:], down[78:])))
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16, 300])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 300, 1000])
 def test_the_same_every_time_and_in_graphs(device: torch.device, tokens: int) -> None:
     """Router, experts and what they read are captured together; replays follow their inputs, bit for bit."""
     x, _, _, gate_up, down = make(Case(tokens, 128, 8, 1024, 256), torch.bfloat16, "cuda")

@@ -138,17 +138,27 @@ def test_few_and_many_tokens_are_one_operation() -> None:
     close(found[0], found[1])
 
 
-def test_more_pairs_than_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is by expert and stable, over two blocks, whatever is dropped."""
-    monkeypatch.setattr(triton, "_product", lambda x, weight, y, order, starts, *_: kept.append((order, starts)))
-    kept: list[tuple[Tensor, Tensor]] = []
-    ids = torch.randint(-1, 5, (2060, 2), dtype=torch.int32)
-    x = torch.zeros(2060, 8)
-    triton.many(x, torch.ones(2060, 2), ids, (torch.zeros(5, 16, 8), torch.zeros(5, 8, 8)), None, None, x.clone())
-    order, starts = kept[0]
-    expected = torch.cat([(ids.flatten() == expert).nonzero()[:, 0] for expert in range(5)]).int()
-    assert starts.tolist() == [int(((ids >= 0) & (ids < expert)).sum()) for expert in range(6)]
-    assert torch.equal(order[: starts[-1]], expected)
+PLACES = torch.tensor([3, -1, 0, 4, -1, 1, 2, -1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "spread", "mapped"), [
+    (1, 3, 5, "even", False), (341, 3, 5, "even", True), (1366, 3, 5, "lacking", False), (1365, 3, 33, "even", False),
+    (1366, 3, 256, "even", False), (4097, 1, 40, "one", False), (2060, 2, 5, "even", True), (2060, 2, 5, "none", True),
+    (2731, 6, 64, "lacking", False), (13108, 5, 300, "some", False), (513, 8, 1, "even", False),
+], ids=str)  # fmt: skip
+def test_sorted_pairs(tokens: int, k: int, experts: int, spread: str, mapped: bool) -> None:
+    """By expert and stable: by one kernel or two, a share of one chunk or of more, the last one full or not, whatever
+    is dropped and however uneven it is."""
+    torch.manual_seed(tokens)
+    drawn = {"even": (0, experts), "lacking": (-1, experts), "one": (7, 8), "some": (3, experts - 3), "none": (0, 1)}
+    ids = torch.randint(*((0, len(PLACES)) if mapped else drawn[spread]), (tokens, k), dtype=torch.int32)
+    if spread == "none":
+        ids.fill_(1)
+    order, starts = triton._sort(ids, PLACES if mapped else None, experts)
+    place = (PLACES[ids] if mapped else ids).flatten()
+    assert order.dtype == starts.dtype == torch.int32 and len(order) == tokens * k
+    assert starts.tolist() == [int(((place >= 0) & (place < expert)).sum()) for expert in range(experts + 1)]
+    assert torch.equal(order[: starts[-1]], place.argsort(stable=True)[(place < 0).sum() :].int())
 
 
 @pytest.mark.parametrize("function", [triton.few, triton.many], ids=["few", "many"])
@@ -186,4 +196,4 @@ def test_compiles_for_hopper() -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {"_route_kernel", "_few_up_kernel", "_few_down_kernel", "_sort_kernel",
-                                        "_product_kernel", "_sum_kernel"}  # fmt: skip
+                                        "_count_kernel", "_order_kernel", "_product_kernel", "_sum_kernel"}  # fmt: skip

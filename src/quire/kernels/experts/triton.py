@@ -2,9 +2,10 @@
 
 Few tokens     Plain float32 arithmetic, each pair of a token and an expert by itself: one kernel for gate and up, and
                one for down and the sum over k, of as many programs as read at the speed of memory.
-Many tokens    Pairs are sorted by expert (_sort_kernel). Tiles of pairs of one expert go through tensor cores
-               (_product_kernel): first gate and up together, which leaves silu(gate) * up in sorted order, then down,
-               which leaves weighted rows by token. _sum_kernel adds up each token's k rows in float32.
+Many tokens    Pairs are sorted by expert (_sort_kernel, or for many of them _count_kernel and _order_kernel). Tiles of
+               pairs of one expert go through tensor cores (_product_kernel): first gate and up together, which leaves
+               silu(gate) * up in sorted order, then down, which leaves weighted rows by token. _sum_kernel adds up
+               each token's k rows in float32.
 
 Order of additions: fixed by the shapes, never by time. Floors on an H200 in bfloat16: the weights of the hit experts
 over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
@@ -27,6 +28,8 @@ from quire.kernels.triton_runtime import jit, tl
 Packed = tuple[Tensor, Tensor]
 Products = Callable[..., None]
 MOST_FEW = 4  # tokens
+MOST_SCANNED = 4096  # pairs that a program for each expert looks through; more are shared out
+SHARES, CHUNK = 128, 128  # most programs among which pairs are shared out, and pairs that one orders at a time
 BAND = 8  # tiles of pairs that run side by side through the same columns, so that these are read once
 
 
@@ -50,11 +53,11 @@ def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
         cut = Tiles(16 if mean <= 8 else 32, 32, 32, 4, 2)
         return cut, cut
     if mean <= 24:
-        rows = 16 if mean <= 8 else 32
-        return Tiles(rows, 64, 128, 4, 3, True), Tiles(rows, 128, 128, 4, 3, True)
+        rows, tall = (16, True) if mean <= 8 else (32, False)
+        return Tiles(rows, 64, 128, 4, 3, tall), Tiles(rows, 128, 128, 4, 3, tall)
     if mean <= 64:
         return Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)
-    return Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 4, 3)
+    return Tiles(128, 128, 64, 8, 3, True), Tiles(128, 256, 64, 8, 4)
 
 
 def pack(gate_up: Tensor, down: Tensor) -> Packed:
@@ -79,14 +82,14 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
         y: Tensor) -> None:
     """`run` into y, each pair by itself."""
     (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed[1].shape, pdl.in_use()
-    deep, across = min(512, bucket(hidden)), bucket(k)
+    deep, across = min(1024, bucket(hidden)), bucket(k)
     h = x.new_empty(tokens * k, inner)
-    _few_up_kernel[(tokens * k, -(-inner // 2))](
-        x, packed[0], ids, expert_map, h, x.stride(0), k, inner, hidden, 2, deep, in_pdl,
+    _few_up_kernel[(tokens * k, inner)](
+        x, packed[0], ids, expert_map, h, x.stride(0), k, inner, hidden, 1, deep, in_pdl,
         num_warps=max(1, deep // 256), **pdl.options(in_pdl))
     deep = min(bucket(max(8, inner)), max(64, 2048 // across))
     _few_down_kernel[(tokens, -(-hidden // 2))](
-        h, packed[1], ids, expert_map, weights, residual, y, k, across, hidden, inner, 2, deep, in_pdl, num_warps=4,
+        h, packed[1], ids, expert_map, weights, residual, y, k, across, hidden, inner, 2, deep, in_pdl, num_warps=8,
         **pdl.options(in_pdl))
 
 
@@ -94,10 +97,7 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
          y: Tensor, cut: tuple[Tiles, Tiles] | None = None, multiply: Products | None = None) -> None:
     """`run` into y, sorted by expert."""
     (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
-    order, starts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, experts + 1))
-    block = 1024 if pairs <= 1024 else 4096
-    _sort_kernel[(experts,)](
-        ids, expert_map, order, starts, pairs, experts, block, in_pdl, num_warps=block // 256, **pdl.options(in_pdl))
+    order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
     cut = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
     (multiply or products)(x, packed, h, parts, order, starts, weights, cut)
@@ -111,6 +111,27 @@ def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor,
     """Rows x by token -> h [pairs, I], silu(gate) * up in sorted order -> parts [pairs, H], weighted, by pair."""
     _product(x, packed[0], h, order, starts, weights.shape[1], None, cut[0])
     _product(h, packed[1], parts, order, starts, weights.shape[1], weights, cut[1])
+
+
+def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
+    """The pairs by expert, each expert's in their order (those of experts that are elsewhere are left out), and where
+    each expert's begin and the last one's end."""
+    pairs, in_pdl = ids.numel(), pdl.in_use()
+    options = pdl.options(in_pdl)
+    order, starts = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts + 1))
+    if pairs <= MOST_SCANNED:
+        block = 1024 if pairs <= 1024 else MOST_SCANNED
+        _sort_kernel[(experts,)](
+            ids, expert_map, order, starts, pairs, experts, block, in_pdl, num_warps=block // 256, **options)
+        return order, starts
+    share, width = -(-pairs // (SHARES * CHUNK)) * CHUNK, max(32, bucket(experts))
+    blocks = -(-pairs // share)
+    counts = torch.empty(blocks, width, dtype=torch.int32, device=ids.device)
+    _count_kernel[(blocks,)](ids, expert_map, counts, pairs, share, width, 512, in_pdl, num_warps=4, **options)
+    _order_kernel[(blocks,)](
+        ids, expert_map, counts, order, starts, pairs, share, blocks, experts, width, max(1, 8192 // width), CHUNK,
+        in_pdl, num_warps=4, **options)
+    return order, starts
 
 
 def _product(x: Tensor, weight: Tensor, y: Tensor, order: Tensor, starts: Tensor, k: int, scales: Tensor | None,
@@ -197,24 +218,73 @@ def _few_down_kernel(
 @jit(do_not_specialize=["pairs"])
 def _sort_kernel(
     ids, expert_map, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A program writes one expert's pairs in order, behind those of the experts before it."""
+    """A program writes one expert's pairs in order, behind those of the experts before it; all of them are a block."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, pairs, BLOCK):
-        place = _place(ids, expert_map, start + lane, start + lane < pairs)
-        before += ((place >= 0) & (place < expert)).to(tl.int32)
-    at = tl.sum(before, 0)
+    place = _place(ids, expert_map, lane, lane < pairs)
+    at = tl.sum(((place >= 0) & (place < expert)).to(tl.int32), 0)
+    mine = place == expert
+    number = tl.cumsum(mine.to(tl.int32), 0)
+    tl.store(order + at + number - 1, lane, mask=mine)
     tl.store(starts + expert, at)
-    for start in range(0, pairs, BLOCK):
-        mine = _place(ids, expert_map, start + lane, start + lane < pairs) == expert
-        tl.store(order + at + tl.cumsum(mine.to(tl.int32), 0) - 1, start + lane, mask=mine)
-        at += tl.sum(mine.to(tl.int32), 0)
     if expert == EXPERTS - 1:
-        tl.store(starts + EXPERTS, at)
+        tl.store(starts + EXPERTS, at + tl.sum(mine.to(tl.int32), 0))
+
+
+@jit(do_not_specialize=["pairs"])
+def _count_kernel(
+    ids, expert_map, counts, pairs, share, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program writes how many pairs of its share each expert has."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(0) * share
+    end = tl.minimum(first + share, pairs)
+    lane = tl.arange(0, BLOCK)
+    count = tl.zeros([WIDTH], tl.int32)
+    for start in range(first, end, BLOCK):
+        place = _place(ids, expert_map, start + lane, start + lane < end)
+        count += tl.histogram(tl.maximum(place, 0), WIDTH, mask=place >= 0)
+    tl.store(counts + tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), count)
+
+
+@jit(do_not_specialize=["pairs", "blocks"])
+def _order_kernel(
+    ids, expert_map, counts, order, starts, pairs, share, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """A program writes its share of the pairs, each behind all pairs of the experts before its own, those of its own in
+    the shares before, and those before it here."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    end = tl.minimum(block * share + share, pairs)
+    lane = tl.arange(0, CHUNK)
+    place = _place(ids, expert_map, block * share + lane, block * share + lane < end)
+    expert = tl.arange(0, WIDTH)
+    total, at = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
+    for top in range(0, blocks, ROWS):
+        row = top + tl.arange(0, ROWS)[:, None]
+        count = tl.load(counts + row * WIDTH + expert[None, :], mask=row < blocks, other=0)
+        total += tl.sum(count, 0)
+        at += tl.sum(tl.where(row < block, count, 0), 0)
+    ends = tl.cumsum(total, 0)
+    at += ends - total
+    if block == 0:
+        tl.store(starts, 0)
+        tl.store(starts + 1 + expert, ends, mask=expert < EXPERTS)
+    for start in range(block * share, end, CHUNK):
+        following = start + CHUNK + lane
+        coming = _place(ids, expert_map, following, following < end)
+        known = tl.maximum(place, 0)
+        earlier = (place[:, None] == place[None, :]) & (lane[:, None] < lane[None, :])
+        to = tl.gather(at, known, 0) + tl.sum(earlier.to(tl.int32), 0)
+        tl.store(order + to, start + lane, mask=place >= 0)
+        at += tl.histogram(known, WIDTH, mask=place >= 0)
+        place = coming
 
 
 @jit

@@ -31,7 +31,8 @@ prepare, absorbed = triton.prepare, triton.absorbed
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
     """See `quire.kernels.latent`."""
     heads, width, _ = kv_up.shape
-    if (width - out.shape[2], cache.rope.shape[3], out.shape[2]) != (PLAIN, TURNED, VALUE) or q.stride(1) != q.shape[2]:
+    sizes = width - out.shape[2], cache.rope.shape[3], out.shape[2]
+    if q.dtype != torch.bfloat16 or sizes != (PLAIN, TURNED, VALUE) or q.stride(1) != q.shape[2]:
         return triton.expanded(q, kv_up, cache, meta, scale, out)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
     queries = q.as_strided((len(q), heads * q.shape[2]), (q.stride(0), 1))
@@ -47,7 +48,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 
 
 def _describe(rows: Tensor, count: int, width: int) -> object:
-    layout = gl.NVMMASharedLayout.get_default_for([count, width], gl.bfloat16)  # and float16: only the width matters
+    layout = gl.NVMMASharedLayout.get_default_for([count, width], gl.bfloat16)
     return descriptors.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, width], layout)
 
 

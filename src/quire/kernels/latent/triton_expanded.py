@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.triton_plan import TILE_WORDS
-from quire.kernels.attention.triton_tiles import LOWEST, accumulate, load_queries, load_tile, rescore
+from quire.kernels.attention.triton_tiles import LOWEST, accumulate, finite, load_queries, load_tile, rescore
 from quire.kernels.latent import LatentView
 from quire.kernels.triton_runtime import jit, tl
 
@@ -105,6 +105,8 @@ def expanded_kernel(
             keys = load_tile(made, place, at, stop, WIDE, WIDE, False, 1 << 30, TILE, P, PP)
             short = load_tile(ropes, place, at, stop, R, R, False, 1 << 30, TILE, R, RP)
             values = load_tile(made + P, place, at, stop, WIDE, WIDE, False, 1 << 30, TILE, V, VP)
+            if masked:
+                values = finite(values)  # later tokens of the sequence: a weight of 0 must make nothing of them
             scores = tl.dot(plain, tl.trans(keys), input_precision=EXACT)
             scores = tl.dot(turned, tl.trans(short), scores, input_precision=EXACT)
             scores, rest = rescore(scores, first + lane, at, scale, 0.0, masked == 1, 0, False, TILE)
