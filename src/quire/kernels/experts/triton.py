@@ -2,10 +2,9 @@
 
 Few tokens     Plain float32 arithmetic, each pair of a token and an expert by itself: one kernel for gate and up, and
                one for down and the sum over k, of as many programs as read at the speed of memory.
-Many tokens    Pairs are sorted by expert (_sort_kernel, or for many of them _count_kernel and _order_kernel). Tiles of
-               pairs of one expert go through tensor cores (_product_kernel): first gate and up together, which leaves
-               silu(gate) * up in sorted order, then down, which leaves weighted rows by token. _sum_kernel adds up
-               each token's k rows in float32.
+Many tokens    Pairs are sorted by expert (_sort_kernel, or _count_kernel and _order_kernel). Tiles of pairs of one
+               expert go through tensor cores (_product_kernel): first gate and up together, which leaves
+               silu(gate) * up in sorted order, then down, for weighted rows by token. _sum_kernel adds k rows up.
 
 Order of additions: fixed by the shapes, never by time. Floors on an H200 in bfloat16: the weights of the hit experts
 over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
@@ -114,10 +113,8 @@ def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor,
 
 
 def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
-    """The pairs by expert, each expert's in their order (those of experts that are elsewhere are left out), and where
-    each expert's begin and the last one's end."""
-    pairs, in_pdl = ids.numel(), pdl.in_use()
-    options = pdl.options(in_pdl)
+    """Pairs by expert, stable, without those of experts elsewhere; where each expert's begin and the last one's end."""
+    pairs, in_pdl, options = ids.numel(), pdl.in_use(), pdl.options(pdl.in_use())
     order, starts = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts + 1))
     if pairs <= MOST_SCANNED:
         block = 1024 if pairs <= 1024 else MOST_SCANNED
@@ -128,9 +125,8 @@ def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor,
     blocks = -(-pairs // share)
     counts = torch.empty(blocks, width, dtype=torch.int32, device=ids.device)
     _count_kernel[(blocks,)](ids, expert_map, counts, pairs, share, width, 512, in_pdl, num_warps=4, **options)
-    _order_kernel[(blocks,)](
-        ids, expert_map, counts, order, starts, pairs, share, blocks, experts, width, max(1, 8192 // width), CHUNK,
-        in_pdl, num_warps=4, **options)
+    _order_kernel[(blocks,)](ids, expert_map, counts, order, starts, pairs, share, blocks, experts, width, CHUNK,
+                             in_pdl, num_warps=4, **options)
     return order, starts
 
 
@@ -226,12 +222,10 @@ def _sort_kernel(
     lane = tl.arange(0, BLOCK)
     place = _place(ids, expert_map, lane, lane < pairs)
     at = tl.sum(((place >= 0) & (place < expert)).to(tl.int32), 0)
-    mine = place == expert
-    number = tl.cumsum(mine.to(tl.int32), 0)
-    tl.store(order + at + number - 1, lane, mask=mine)
+    mine = (place == expert).to(tl.int32)
+    tl.store(order + at + tl.cumsum(mine, 0) - 1, lane, mask=place == expert)
     tl.store(starts + expert, at)
-    if expert == EXPERTS - 1:
-        tl.store(starts + EXPERTS, at + tl.sum(mine.to(tl.int32), 0))
+    tl.store(starts + EXPERTS, at + tl.sum(mine, 0), mask=expert == EXPERTS - 1)
 
 
 @jit(do_not_specialize=["pairs"])
@@ -254,20 +248,18 @@ def _count_kernel(
 @jit(do_not_specialize=["pairs", "blocks"])
 def _order_kernel(
     ids, expert_map, counts, order, starts, pairs, share, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """A program writes its share of the pairs, each behind all pairs of the experts before its own, those of its own in
-    the shares before, and those before it here."""
+    CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """A program writes its share of the pairs, behind all of smaller experts and, of the same, all of shares before."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     end = tl.minimum(block * share + share, pairs)
-    lane = tl.arange(0, CHUNK)
+    lane, expert = tl.arange(0, CHUNK), tl.arange(0, WIDTH)
     place = _place(ids, expert_map, block * share + lane, block * share + lane < end)
-    expert = tl.arange(0, WIDTH)
     total, at = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
-    for top in range(0, blocks, ROWS):
-        row = top + tl.arange(0, ROWS)[:, None]
+    for top in range(0, blocks, 8192 // WIDTH):  # as many counts at a time as registers hold
+        row = top + tl.arange(0, 8192 // WIDTH)[:, None]
         count = tl.load(counts + row * WIDTH + expert[None, :], mask=row < blocks, other=0)
         total += tl.sum(count, 0)
         at += tl.sum(tl.where(row < block, count, 0), 0)
@@ -277,13 +269,10 @@ def _order_kernel(
         tl.store(starts, 0)
         tl.store(starts + 1 + expert, ends, mask=expert < EXPERTS)
     for start in range(block * share, end, CHUNK):
-        following = start + CHUNK + lane
-        coming = _place(ids, expert_map, following, following < end)
-        known = tl.maximum(place, 0)
-        earlier = (place[:, None] == place[None, :]) & (lane[:, None] < lane[None, :])
-        to = tl.gather(at, known, 0) + tl.sum(earlier.to(tl.int32), 0)
-        tl.store(order + to, start + lane, mask=place >= 0)
-        at += tl.histogram(known, WIDTH, mask=place >= 0)
+        coming = _place(ids, expert_map, start + CHUNK + lane, start + CHUNK + lane < end)
+        same = ((place[:, None] == place[None, :]) & (lane[:, None] < lane[None, :])).to(tl.int32)
+        tl.store(order + tl.gather(at, tl.maximum(place, 0), 0) + tl.sum(same, 0), start + lane, mask=place >= 0)
+        at += tl.histogram(tl.maximum(place, 0), WIDTH, mask=place >= 0)
         place = coming
 
 
