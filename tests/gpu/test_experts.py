@@ -18,7 +18,7 @@ from ..expert_inputs import Case, make
 if triton_runtime.missing() or triton_runtime.INTERPRETED:
     pytest.skip(triton_runtime.missing() or "kernels are interpreted", allow_module_level=True)
 
-from quire.kernels.experts import triton
+from quire.kernels.experts import hopper, triton
 from quire.kernels.routing import triton as routing
 
 QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
@@ -100,6 +100,29 @@ def test_sorted_pairs(device: torch.device, pairs: int, experts: int, spread: st
         expected = torch.cat([(place == expert).nonzero()[:, 0] for expert in range(count)])
         assert starts.tolist() == [int(((place >= 0) & (place < expert)).sum()) for expert in range(count + 1)]
         assert torch.equal(order[: len(expected)], expected.int())
+
+
+@pytest.mark.skipif(bool(triton_runtime.missing_hopper()), reason=triton_runtime.missing_hopper())
+@pytest.mark.parametrize("tokens", [5, 130, 1000, 5000])
+@pytest.mark.parametrize("shape", [*SHAPES[:3], (16, 4, 256, 136), (32, 2, 512, 200)], ids=str)
+@pytest.mark.parametrize("spread", ["even", "one", "few"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_hopper(
+    device: torch.device, shape: tuple[int, int, int, int], tokens: int, spread: str, dtype: torch.dtype
+) -> None:
+    """Whatever the number of pairs; whole, of one rank of two, and from rows that are apart."""
+    experts, k, hidden, inner = shape
+    case = Case(tokens, experts, 1 if spread == "one" else k, hidden, inner, spread)
+    x, weights, ids, gate_up, down = make(case, dtype, "cuda")
+    wide = torch.cat((x, torch.full_like(x, torch.nan)), 1)[:, :hidden]
+    found = triton.run(wide, weights, ids, (gate_up, down), None, None, hopper.products)
+    close(found, ref.run(x, weights, ids, (gate_up, down)))
+    assert torch.equal(found, triton.run(x, weights, ids, (gate_up, down), None, None, hopper.products))
+    own = torch.arange(experts, device=device)[1::2]
+    places = torch.full((experts,), -1, dtype=torch.int32, device=device)
+    places[own] = torch.arange(len(own), dtype=torch.int32, device=device)
+    part = (gate_up[own], down[own])
+    close(triton.run(x, weights, ids, part, places, None, hopper.products), ref.run(x, weights, ids, part, places))
 
 
 @pytest.mark.parametrize("spread", ["one", "few"])

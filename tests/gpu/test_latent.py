@@ -2,14 +2,16 @@
 arenas wider than 2^31 elements."""
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from quire.config.checkpoint import parse_checkpoint_config
+from quire.kernels import triton_runtime
 from quire.kernels.attention import AttentionMeta
-from quire.kernels.latent import LatentView, ref, sequences, triton
+from quire.kernels.latent import LatentView, hopper, ref, sequences, triton
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, StepContext
 from quire.layers.latent import LatentAttention
@@ -95,14 +97,33 @@ def test_absorbed(name: str, size: int, heads: int) -> None:
 @pytest.mark.parametrize("heads", [16, 32])
 @pytest.mark.parametrize("workspace", [16 << 20, triton.WORKSPACE])
 @pytest.mark.parametrize("name", ["prompts", "chunk", "mixed"])
-def test_expanded(name: str, workspace: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", [triton, hopper], ids=["triton", "hopper"])
+def test_expanded(op: ModuleType, name: str, workspace: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if op is hopper and (why := triton_runtime.missing_hopper()):
+        pytest.skip(why)
     monkeypatch.setattr(triton, "WORKSPACE", workspace)
     q, cache, meta = build(STEPS[name], heads, 64)
     up = torch.randn(heads, P + V, L, device=DEVICE).div_(L**0.5).to(torch.bfloat16)
     meta = replace(meta, prompts=sequences(meta))
     expected, out = (torch.full((len(q), heads, V), float("nan"), dtype=q.dtype, device=DEVICE) for _ in range(2))
     ref.expanded(q, up, cache, meta, SCALE, expected)
-    close(triton.expanded(q, up, cache, meta, SCALE, out), expected)
+    close(op.expanded(q, up, cache, meta, SCALE, out), expected)
+
+
+def test_later_tokens_that_are_no_numbers_leave_earlier_ones_alone() -> None:
+    """The projection expands what stands for NaN in the cache, and a weight of 0 makes nothing of it."""
+    if why := triton_runtime.missing_hopper():
+        pytest.skip(why)
+    q, cache, meta = build(STEPS["prompts"], 16, 64)
+    up, meta = torch.randn(16, P + V, L, device=DEVICE).to(q.dtype), replace(meta, prompts=sequences(meta))
+    found = []
+    for last in (1.0, 1e18):
+        where = meta.block_tables[meta.table_rows[0].long(), 511 // 64].long()
+        cache.latent[where, 0, 511 % 64] = last
+        out = torch.empty(len(q), 16, V, dtype=q.dtype, device=DEVICE)
+        found.append(hopper.expanded(q, up, cache, replace(meta, plans={}), SCALE, out))
+    assert torch.equal(found[0][:511], found[1][:511]) and torch.equal(found[0][512:], found[1][512:])
+    assert not torch.equal(found[0][511], found[1][511])
 
 
 def test_expanded_waits_for_nothing() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.experts import triton
-from quire.kernels.experts.triton import BAND, Packed, Tiles
+from quire.kernels.experts.triton import Packed, Tiles
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper, jit, tl
 
@@ -24,7 +24,8 @@ if hopper is not None:
 
 ROWS, WIDTH, DEEP = 128, 128, 64  # pairs of a tile, outputs of each of its two blocks, inputs of an iteration
 STAGES = 4  # iterations that the ring holds: 48 KiB each
-LEAST = 48  # pairs of an expert in the mean: below, tiles of fewer pairs read the weights as fast
+BAND = 32  # tiles of pairs that run side by side through the same columns; 8 are up to 15% slower (H200, docs/log.md)
+LEAST = 32  # pairs of an expert in the mean: below, tiles of fewer pairs read the weights as fast
 WORDS = 4  # of a tile's record: expert, first of its pairs in the order, how many are left from there, number of tiles
 
 pack = triton.pack

@@ -23,7 +23,7 @@ from quire.kernels.triton_runtime import jit, tl
 
 # Of `absorbed`, by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in flight,
 # and programs that run on a multiprocessor at the same time.
-CUTS = {16: (64, 4, 2, 2), 32: (64, 8, 2, 1), 64: (64, 8, 2, 1)}
+CUTS = {16: (32, 4, 3, 2), 32: (64, 8, 2, 1), 64: (64, 8, 2, 1)}
 # Of `expanded`, the first that fits: rows of a tile, keys of an iteration, warps, iterations in flight.
 MANY = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 16, 4, 1))
 EXACT = {torch.float32: "ieee"}  # how numbers of four bytes are multiplied
