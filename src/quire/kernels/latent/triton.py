@@ -149,7 +149,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     most = max(STEP, WORKSPACE // (heads * width * q.element_size()) // STEP * STEP)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
     for tiles, blocks, offsets in cut_prompts(meta, cache.block_size, rows, most):
-        latents, ropes = (side[blocks, 0, offsets] for side in (cache.latent, cache.rope))
+        latents, ropes = (_gather(side, blocks, offsets) for side in (cache.latent, cache.rope))
         made = F.linear(latents, kv_up.view(heads * width, dim))
         expanded_kernel[(len(tiles), heads)](
             q, made, ropes, out, lse, tiles, q.stride(0), q.stride(1), out.stride(0), scale * LOG2E,
@@ -158,6 +158,13 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
         )  # fmt: skip
         del latents, ropes, made  # or two pieces would be there at once
     return out
+
+
+def _gather(side: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+    """Tokens of the cache: rows of a table where pages are whole rows, for PyTorch reads two indices much slower."""
+    (count, _, size, width), (step, rest) = side.shape, divmod(side.stride(0), side.shape[3])
+    table = side.as_strided(((count - 1) * step + size, width), (width, 1))
+    return side[blocks, 0, offsets] if rest else F.embedding(torch.add(offsets, blocks, alpha=step), table)
 
 
 @functools.cache
