@@ -63,7 +63,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "latent": {"triton": TRITON, "cpu": replace(PLAIN, needs=("flash attention",)), "ref": REFERENCE},
     "routing": {"triton": TRITON, "ref": REFERENCE},
     "experts": {
-        "triton": TRITON,
+        "triton": replace(TRITON, features=frozenset({"join"})),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"})),
         "cpu": PLAIN,
         "ref": REFERENCE,

@@ -12,6 +12,7 @@ over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,17 +62,18 @@ def pack(gate_up: Tensor, down: Tensor) -> Packed:
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None) -> Tensor:
+        residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
     """See `quire.kernels.experts`: in the residual's memory."""
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     if len(x):
-        (few if len(x) <= MOST_FEW else many)(x, weights, ids, packed, expert_map, None if residual is None else y, y)
+        function = few if len(x) <= MOST_FEW else many
+        function(x, weights, ids, packed, expert_map, None if residual is None else y, y, join=join)
     return y
 
 
 def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-        y: Tensor) -> None:
+        y: Tensor, join: Callable[[], bool] | None = None) -> None:
     """`run` into y, each pair by itself."""
     (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed[1].shape, pdl.in_use()
     deep, across = min(512, bucket(hidden)), bucket(k)
@@ -80,13 +82,14 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
         x, packed[0], ids, expert_map, h, x.stride(0), k, inner, hidden, 2, deep, in_pdl,
         num_warps=max(1, deep // 256), **pdl.options(in_pdl))
     deep = min(bucket(max(8, inner)), max(64, 2048 // across))
+    in_pdl = not (join and join()) and in_pdl
     _few_down_kernel[(tokens, -(-hidden // 2))](
         h, packed[1], ids, expert_map, weights, residual, y, k, across, hidden, inner, 2, deep, in_pdl, num_warps=4,
         **pdl.options(in_pdl))
 
 
 def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-         y: Tensor, cut: tuple[Tiles, Tiles] | None = None) -> None:
+         y: Tensor, cut: tuple[Tiles, Tiles] | None = None, join: Callable[[], bool] | None = None) -> None:
     """`run` into y, sorted by expert."""
     (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
     order, starts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, experts + 1))
@@ -98,6 +101,7 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     _product(x, packed[0], h, order, starts, k, None, first)
     _product(h, packed[1], parts, order, starts, k, weights, second)
     block = min(1024, bucket(hidden))
+    in_pdl = not (join and join()) and in_pdl
     _sum_kernel[(tokens, -(-hidden // block))](
         parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
 
