@@ -115,14 +115,14 @@ def test_products_of_hopper(
     case = Case(tokens, experts, 1 if spread == "one" else k, hidden, inner, spread)
     x, weights, ids, gate_up, down = make(case, dtype, "cuda")
     wide = torch.cat((x, torch.full_like(x, torch.nan)), 1)[:, :hidden]
-    found = triton.run(wide, weights, ids, (gate_up, down), None, None, hopper.products)
+    found = triton.run(wide, weights, ids, (gate_up, down), None, None, None, hopper.products)
     close(found, ref.run(x, weights, ids, (gate_up, down)))
-    assert torch.equal(found, triton.run(x, weights, ids, (gate_up, down), None, None, hopper.products))
+    assert torch.equal(found, triton.run(x, weights, ids, (gate_up, down), None, None, None, hopper.products))
     own = torch.arange(experts, device=device)[1::2]
     places = torch.full((experts,), -1, dtype=torch.int32, device=device)
     places[own] = torch.arange(len(own), dtype=torch.int32, device=device)
     part = (gate_up[own], down[own])
-    close(triton.run(x, weights, ids, part, places, None, hopper.products), ref.run(x, weights, ids, part, places))
+    close(triton.run(x, weights, ids, part, places, None, None, hopper.products), ref.run(x, weights, ids, part, places))
 
 
 @pytest.mark.parametrize("spread", ["one", "few"])

@@ -161,6 +161,56 @@ def test_sorted_pairs(tokens: int, k: int, experts: int, spread: str, mapped: bo
     assert torch.equal(order[: starts[-1]], place.argsort(stable=True)[(place < 0).sum() :].int())
 
 
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("tokens", [3, 9])
+def test_the_residual_may_come_late(tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for before the last kernel, which is no dependent launch if it waits for two streams."""
+    x, weights, ids, gate_up, down = make(Case(tokens, 8, 2, 48, 24), torch.float32)
+    packed, residual, late = triton.pack(gate_up, down), torch.randn_like(x), torch.full_like(x, torch.nan)
+    expected = ref.run(x, weights, ids, packed, None, residual)
+    launched: list[tuple[str, bool]] = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(triton, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*given: Any, launch_pdl: bool = False, **options: Any) -> None:
+                assert given[-1] == launch_pdl, "the kernel and its launch"
+                launched.append((self.name, launch_pdl))
+                self.kernel[grid](*given[:-1], False, **options)
+
+            return launch
+
+    def join() -> bool:
+        launched.append(("join", waits))
+        late.copy_(residual)
+        return waits
+
+    for name in ("_few_up_kernel", "_few_down_kernel", "_sort_kernel", "_product_kernel", "_sum_kernel"):
+        monkeypatch.setattr(triton, name, Kernel(name))
+    monkeypatch.setattr(triton.pdl, "in_use", lambda: True)
+    close(triton.run(x, weights, ids, packed, None, late, join), expected)
+    *first, joined, last = launched
+    assert joined == ("join", waits)
+    assert last == ("_few_down_kernel" if tokens == 3 else "_sum_kernel", not waits)
+    names = ["_few_up_kernel"] if tokens == 3 else ["_sort_kernel", "_product_kernel", "_product_kernel"]
+    assert first == [(name, True) for name in names]
+
+
+def test_more_pairs_than_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is by expert and stable, over two blocks, whatever is dropped."""
+    monkeypatch.setattr(triton, "_product", lambda x, weight, y, order, starts, *_: kept.append((order, starts)))
+    kept: list[tuple[Tensor, Tensor]] = []
+    ids = torch.randint(-1, 5, (2060, 2), dtype=torch.int32)
+    x = torch.zeros(2060, 8)
+    triton.many(x, torch.ones(2060, 2), ids, (torch.zeros(5, 16, 8), torch.zeros(5, 8, 8)), None, None, x.clone())
+    order, starts = kept[0]
+    expected = torch.cat([(ids.flatten() == expert).nonzero()[:, 0] for expert in range(5)]).int()
+    assert starts.tolist() == [int(((ids >= 0) & (ids < expert)).sum()) for expert in range(6)]
+    assert torch.equal(order[: starts[-1]], expected)
+
+
 @pytest.mark.parametrize("function", [triton.few, triton.many], ids=["few", "many"])
 def test_a_token_depends_on_nothing_but_itself(function: Callable[..., None]) -> None:
     x, weights, ids, gate_up, down = make(Case(6, 4, 2, 32, 16), torch.float32)

@@ -166,6 +166,17 @@ def test_expanded(case: Case, workspace: int, monkeypatch: pytest.MonkeyPatch) -
     check(out.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.parametrize("width", [6, 8, 16])
+def test_tokens_of_pages_that_are_whole_rows_or_not(width: int) -> None:
+    """Pages of 3 layers of 4 tokens and 24 numbers each: this side is the end of the last; then pages one shorter."""
+    arena = torch.arange(5 * 3 * 4 * 24.0).view(5, 3, 96)
+    side = arena[:, -1, 96 - 4 * width :].unflatten(1, (1, 4, width))
+    odd = arena.flatten()[: 5 * 287].view(5, 287)[:, 11 : 11 + 4 * width].unflatten(1, (1, 4, width))
+    blocks, offsets = torch.tensor([4, 0, 4, 2, 3]), torch.tensor([3, 0, 0, 1, 3])
+    for given in (side, odd):
+        assert torch.equal(triton._gather(given, blocks, offsets), given[blocks, 0, offsets])
+
+
 def test_what_is_no_number_in_one_prompt_stays_there() -> None:
     """Contexts lie side by side, and a tile's tail reads the next one's values: of the largest number, which stands for
     NaN in the cache, the projection makes infinities, and a weight of 0 must make nothing of them."""

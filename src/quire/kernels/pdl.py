@@ -3,8 +3,8 @@
 A kernel that takes part is launched with `options(True)` and has the constexpr PDL. Before `gdc_wait` it touches only
 what no kernel of a step writes (weights); after it, everything launched before has ended and is visible: every program
 of every such kernel waits, so what holds for its predecessor holds for all before. `gdc_launch_dependents` comes first:
-it lets the next kernel start once all programs of this one run. Kernels that take no part are launched as ever, after
-the end of what was before them.
+it lets the next kernel start once all programs of this one run. Kernels that take no part, like the first after a join
+of two streams, are launched as ever, after the end of what was before them.
 """
 
 import functools

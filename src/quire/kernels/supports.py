@@ -69,8 +69,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "routing": {"triton": TRITON, "ref": REFERENCE},
     "experts": {
-        "hopper": HOPPER,
-        "triton": TRITON,
+        "hopper": replace(HOPPER, features=frozenset({"join"})),
+        "triton": replace(TRITON, features=frozenset({"join"})),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"})),
         "cpu": PLAIN,
         "ref": REFERENCE,

@@ -12,12 +12,16 @@ from torch import Tensor, nn
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
 from quire.kernels.linear import ref
+from quire.kernels.streams import Fork, side_stream
 from quire.layers.context import Build
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.quantization import unquantized
 
+# Tokens of a step whose shared experts run beside the routed ones on a GPU. Fewer are a chain of kernels that start
+# while those before them end, which a fork would break; of more, every product fills the device.
+BESIDE = range(5, 1025)
 Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 
 
@@ -68,9 +72,9 @@ class Experts(nn.Module):
         parts = (part.detach().unflatten(0, (self.num_experts, -1)) for part in (self.gate_up, self.down))
         self.packed, self.gate_up, self.down = self.kernel.pack(*parts), None, None
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [T, hidden] -> the weighted sum over the experts of this rank, and `residual`, perhaps in its memory."""
-        y: Tensor = self.kernel.run(x, weights, ids, self.packed, self.expert_map, residual)
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor, *join: Callable[[], bool]) -> Tensor:
+        """x [T, hidden] -> residual, perhaps in its memory, + the weighted sum over the experts of this rank."""
+        y: Tensor = self.kernel.run(x, weights, ids, self.packed, self.expert_map, residual, *join)
         return y
 
 
@@ -89,19 +93,24 @@ class MoE(nn.Module):
         self.experts = Experts(hidden, moe.expert_size, moe.routing.num_experts, build)
         self.shared = GatedMLP(hidden, moe.shared_size, False, build) if moe.shared_size else None
         self.shared_gate = Linear(hidden, {"": 1}, False, build) if moe.shared_gate else None
+        can = build.device.type == "cuda" and "join" in build.kernels.features("experts")
+        self.forks = can and self.shared is not None
         self.choose: Callable[[Tensor], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory."""
         x = norm(hidden)
-        weights, ids = (self.choose or self.router)(x)
-        if self.on_routing is not None:
-            self.on_routing(weights, ids)
-        if self.shared is not None:
-            inner = self.shared.gate_up(x)
-            if self.shared_gate is not None:
-                inner = inner * self.shared_gate(x).sigmoid()  # the same as of the output, and narrower
-            hidden = self.shared.down.add(inner, hidden)
-        y: Tensor = self.experts(x, weights, ids, hidden)
+        forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
+        with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
+            weights, ids = (self.choose or self.router)(x)
+            if self.on_routing is not None:
+                self.on_routing(weights, ids)
+            if self.shared is not None:
+                with fork.beside:
+                    inner = self.shared.gate_up(x)
+                    if self.shared_gate is not None:
+                        inner = inner * self.shared_gate(x).sigmoid()  # the same as of the output, and narrower
+                    hidden = self.shared.down.add(inner, hidden)
+            y: Tensor = self.experts(x, weights, ids, hidden, *(fork.join,) if forks else ())
         return y

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +18,17 @@ from quire.config.resolve_moe import Hardware, resolve_moe
 from quire.contracts.errors import ConfigError
 from quire.kernels.experts import ref
 from quire.kernels.routing import uniform
-from quire.kernels.select import select_kernels
+from quire.kernels.select import choose_kernels, select_kernels
+from quire.layers import moe
 from quire.layers.context import Build
 from quire.layers.linear import pack_layers
-from quire.layers.moe import MoE
+from quire.layers.moe import BESIDE, MoE
 from quire.layers.norm import RMSNorm
 from quire.models.layout import layout
 from quire.models.registry import operations
 
 from ...expert_inputs import Case, make
+from ...fake_streams import fake_streams
 from ...simulated_ranks import SIMULATED, owned
 from ...tiny_models import EXPERTS, Tiny, hf_config
 
@@ -140,6 +143,79 @@ def test_what_is_routed_can_be_seen_and_replaced() -> None:
     assert not torch.equal(changed, plain)
     layer.choose, layer.on_routing = lambda x: (weights, ids), None
     assert torch.equal(layer(hidden.clone(), norm), changed)
+
+
+def logged(layer: MoE, log: list[str]) -> None:
+    """Write down what the layer launches; its experts join where a kernel with that feature does."""
+    kernel, add = layer.experts.kernel, layer.shared.down.add if layer.shared else None
+
+    def run(*given: Any) -> Tensor:
+        log.append("products")
+        for join in given[6:]:
+            join()
+        log.append("sum")
+        y: Tensor = kernel.run(*given[:6])
+        return y
+
+    layer.experts.kernel = SimpleNamespace(run=run)
+    layer.on_routing = lambda *_: log.append("router")
+    if layer.shared is not None:
+        layer.shared.down.add = lambda *given: log.append("shared") or add(*given)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("family", "tokens", "forks"), [
+    ("deepseek_v2", 5, True), ("qwen2_moe", 1024, True), ("deepseek_v2", 4, False), ("deepseek_v2", 1025, False),
+])  # fmt: skip
+def test_shared_experts_run_beside_the_routed_ones(family: str, tokens: int, forks: bool,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """They wait for the norm alone, and only the last kernel of the others waits for them."""
+    args, theirs = block(family)
+    build = build_for(args)
+    layer, norm = filled(args, theirs, build), norm_for(args, build)
+    hidden = torch.randn(tokens, args.hidden_size)
+    expected = layer(hidden.clone(), norm)
+    side, log = fake_streams(monkeypatch)
+    monkeypatch.setattr(moe, "side_stream", lambda device: side)
+    logged(layer, log)
+    layer.forks = True
+    assert torch.equal(layer(hidden.clone(), lambda x: log.append("norm") or norm(x)), expected)
+    if forks:
+        assert log == ["norm", "side waits for main", "router", "in side", "shared", "out of side", "products",
+                       "main waits for side", "sum"]  # fmt: skip
+    else:
+        assert log == ["norm", "router", "shared", "products", "sum"]
+    wide = torch.randn(16, 2 * args.hidden_size)[:, ::2]  # the experts' kernel would copy it before the join
+    log.clear()
+    torch.testing.assert_close(layer(wide, norm), layer(wide.contiguous(), norm))
+    assert log[:4] == ["router", "shared", "products", "sum"]
+
+
+def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, theirs = block("deepseek_v2")
+    build = build_for(args)
+    layer, norm = filled(args, theirs, build), norm_for(args, build)
+    side, log = fake_streams(monkeypatch)
+    monkeypatch.setattr(moe, "side_stream", lambda device: side)
+    layer.forks, layer.experts.kernel = True, SimpleNamespace()
+    with pytest.raises(AttributeError):
+        layer(torch.randn(BESIDE[0], args.hidden_size), norm)
+    assert log == ["side waits for main", "in side", "out of side", "main waits for side"]
+
+
+@pytest.mark.parametrize(("family", "device", "kernel", "forks"), [
+    ("deepseek_v2", "cuda", "triton", True), ("qwen3_moe", "cuda", "triton", False),
+    ("deepseek_v2", "cuda", "grouped", False), ("deepseek_v2", "cpu", "triton", False),
+    ("deepseek_v2", "cpu", "cpu", False),
+])  # fmt: skip
+def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with shared experts, on a GPU, whose kernel can join late."""
+    args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
+    on = "cpu" if kernel == "cpu" else "cuda"
+    choices = choose_kernels(on, "bfloat16", ops=operations(args), head_dim=args.head_dim,
+                             forced={"experts": kernel}, probe=lambda need: "")  # fmt: skip
+    kernels = replace(select_kernels("cpu", "bfloat16", ops=operations(args), head_dim=args.head_dim), choices=choices)
+    monkeypatch.setattr(Build, "parameter", lambda *_, **__: torch.nn.Parameter(torch.empty(0)))
+    assert MoE(args, Build(torch.bfloat16, torch.device(device), kernels)).forks == forks
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -8,4 +8,5 @@ run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all 
     ids number all experts, and expert_map gives each its place in `packed`; without a map they are places themselves. A
     place of -1 is not of this rank: what it would add is left out, so that the ranks' results sum to the whole.
     `residual` is added; the result may take its memory. An id twice in one row counts twice.
+    With the feature "join": last, `Fork.join` of what makes the residual, contiguous, beside; called before it is read.
 """

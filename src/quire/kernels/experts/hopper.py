@@ -9,6 +9,8 @@ units to the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,12 +34,13 @@ pack = triton.pack
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None) -> Tensor:
+        residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
     """See `quire.kernels.experts`: in the residual's memory."""
     experts, hidden, inner = packed[1].shape
     whole = hidden % DEEP == 0 and inner % 8 == 0  # what the copies can do
     mean = ids.numel() / (experts if expert_map is None else len(expert_map))
-    return triton.run(x, weights, ids, packed, expert_map, residual, products if whole and mean >= LEAST else None)
+    return triton.run(x, weights, ids, packed, expert_map, residual, join,
+                      products if whole and mean >= LEAST else None)
 
 
 def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,

@@ -65,20 +65,21 @@ def pack(gate_up: Tensor, down: Tensor) -> Packed:
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
-        residual: Tensor | None = None, products: Products | None = None) -> Tensor:
+        residual: Tensor | None = None, join: Callable[[], bool] | None = None,
+        products: Products | None = None) -> Tensor:
     """See `quire.kernels.experts`: in the residual's memory. `products`: in place of those here, for many tokens."""
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     given = x, weights, ids, packed, expert_map, None if residual is None else y, y
     if len(x) > MOST_FEW:
-        many(*given, multiply=products)
+        many(*given, join=join, multiply=products)
     elif len(x):
-        few(*given)
+        few(*given, join=join)
     return y
 
 
 def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-        y: Tensor) -> None:
+        y: Tensor, join: Callable[[], bool] | None = None) -> None:
     """`run` into y, each pair by itself."""
     (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed[1].shape, pdl.in_use()
     deep, across = min(1024, bucket(hidden)), bucket(k)
@@ -87,13 +88,15 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
         x, packed[0], ids, expert_map, h, x.stride(0), k, inner, hidden, 1, deep, in_pdl,
         num_warps=max(1, deep // 256), **pdl.options(in_pdl))
     deep = min(bucket(max(8, inner)), max(64, 2048 // across))
+    in_pdl = not (join and join()) and in_pdl
     _few_down_kernel[(tokens, -(-hidden // 2))](
         h, packed[1], ids, expert_map, weights, residual, y, k, across, hidden, inner, 2, deep, in_pdl, num_warps=8,
         **pdl.options(in_pdl))
 
 
 def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
-         y: Tensor, cut: tuple[Tiles, Tiles] | None = None, multiply: Products | None = None) -> None:
+         y: Tensor, cut: tuple[Tiles, Tiles] | None = None, join: Callable[[], bool] | None = None,
+         multiply: Products | None = None) -> None:
     """`run` into y, sorted by expert."""
     (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
     order, starts = _sort(ids, expert_map, experts)
@@ -101,6 +104,7 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     cut = cut or tiles(pairs, experts if expert_map is None else len(expert_map), x.element_size())
     (multiply or products)(x, packed, h, parts, order, starts, weights, cut)
     block = min(1024, bucket(hidden))
+    in_pdl = not (join and join()) and in_pdl
     _sum_kernel[(tokens, -(-hidden // block))](
         parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
 

@@ -70,8 +70,15 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
 
 def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """What is made of a piece's latents [n, H (P + V)], and its rotated keys [n, R]."""
-    latents, ropes = (side[blocks, 0, offsets] for side in (cache.latent, cache.rope))
+    latents, ropes = (_gather(side, blocks, offsets) for side in (cache.latent, cache.rope))
     return F.linear(latents, kv_up.flatten(0, 1)), ropes
+
+
+def _gather(side: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+    """Tokens of the cache: rows of a table where pages are whole rows, for PyTorch reads two indices much slower."""
+    (count, _, size, width), (step, rest) = side.shape, divmod(side.stride(0), side.shape[3])
+    table = side.as_strided(((count - 1) * step + size, width), (width, 1))
+    return side[blocks, 0, offsets] if rest else F.embedding(torch.add(offsets, blocks, alpha=step), table)
 
 
 @jit

@@ -1,0 +1,141 @@
+"""Layers with experts on a GPU: with shared experts on a second stream, the result is one stream's, bit for bit."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quire.bench
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.kernels import pdl, triton_runtime
+from quire.kernels.select import select_kernels
+from quire.layers import moe
+from quire.layers.context import Build
+from quire.layers.linear import pack_layers
+from quire.layers.moe import MoE
+from quire.layers.norm import RMSNorm
+from quire.models.registry import operations
+from quire.worker.graphs import Graphs
+
+from ..tiny_models import Tiny, hf_config
+
+if triton_runtime.missing() or triton_runtime.INTERPRETED:
+    pytest.skip(triton_runtime.missing() or "kernels are interpreted", allow_module_level=True)
+
+LAYERS = 8
+LITE = Path(quire.bench.__file__).with_name("models") / "deepseek-v2-lite" / "config.json"
+Layers = list[tuple[MoE, RMSNorm]]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["alone", "dependent"])
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without and with programmatic dependent launch."""
+    monkeypatch.setattr(pdl, "ENABLED", request.param)
+    with torch.inference_mode():
+        yield
+
+
+def arguments(name: str) -> ModelArgs:
+    """DeepSeek-V2-Lite with a quarter of its experts, or a tiny model whose shared expert has a gate."""
+    if name == "qwen2_moe":
+        return parse_checkpoint_config(hf_config(Tiny(family=name)).to_dict())
+    return parse_checkpoint_config(json.loads(LITE.read_text()) | {"n_routed_experts": 16})
+
+
+def build(args: ModelArgs, device: torch.device) -> Layers:
+    """Random layers in a row, each with its norm."""
+    torch.manual_seed(0)
+    kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.head_dim)
+    built = Build(torch.bfloat16, device, kernels)
+    layers = [(MoE(args, built), RMSNorm(args.hidden_size, args.norm_eps, built)) for _ in range(LAYERS)]
+    for layer, norm in layers:
+        for parameter in layer.parameters():
+            parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        norm.weight.uniform_(0.5, 1.5)
+        pack_layers(torch.nn.Sequential(layer))
+        assert layer.forks
+    return layers
+
+
+def chain(layers: Layers, given: Tensor, forks: bool) -> Tensor:
+    """All layers, with or without a second stream; `given` stays."""
+    hidden = given.clone()
+    for layer, norm in layers:
+        layer.forks = forks
+        hidden = layer(hidden, norm)
+    return hidden
+
+
+def slow(layers: Layers, stream: str) -> None:
+    """One stream comes late everywhere: at the start of what is launched there, or before the fork."""
+
+    def late(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wait(*given: Any) -> Tensor:
+            torch.cuda._sleep(300_000)
+            return work(*given)
+
+        return wait
+
+    for place, (layer, norm) in enumerate(layers):
+        if stream == "side":
+            layer.shared.gate_up.forward = late(layer.shared.gate_up.forward)
+        elif stream == "main":
+            layer.experts.forward = late(layer.experts.forward)
+        elif stream == "both":
+            layers[place] = layer, late(norm)
+
+
+@pytest.mark.parametrize("late", ["", "side", "main", "both"])
+@pytest.mark.parametrize("tokens", [8, 64, 256])
+@pytest.mark.parametrize("name", ["deepseek_v2", "qwen2_moe"])
+def test_two_streams_are_as_one(device: torch.device, name: str, tokens: int, late: str) -> None:
+    """Many layers in a row, launched one by one and captured; replays follow their input."""
+    args = arguments(name)
+    layers, graphs, kept = build(args, device), Graphs(), {}
+    given = torch.randn(tokens, args.hidden_size, device=device).bfloat16()
+    slow(layers, late)
+
+    def work() -> None:
+        kept["found"] = chain(layers, given, True)
+
+    graphs.capture(("layers", tokens, 0), work)
+    captured = kept["found"]
+    for _ in range(3):
+        given.normal_()
+        expected = chain(layers, given, False)
+        assert not expected.isnan().any() and not torch.equal(expected, given)
+        assert torch.equal(chain(layers, given, True), expected)
+        captured.fill_(torch.nan)
+        graphs.run(("layers", tokens, 0), work)
+        assert torch.equal(captured, expected)
+
+
+def test_steps_of_many_sizes_share_the_memory(device: torch.device) -> None:
+    """Memory that one step leaves is taken by the next while it runs; nothing waits in between."""
+    args = arguments("deepseek_v2")
+    layers, graphs, sizes, kept = build(args, device), Graphs(), (1024, 256, 64, 8, 5, 4), {}
+    given = {size: torch.randn(size, args.hidden_size, device=device).bfloat16() for size in sizes}
+    expected = {size: chain(layers, given[size], False) for size in sizes}
+    for size in sizes:
+        graphs.capture(("layers", size, 0), lambda size=size: kept.update({size: chain(layers, given[size], True)}))
+    captured, found = dict(kept), []
+    for turn in range(20):
+        size = sizes[turn * 5 % len(sizes)]
+        found.append((size, chain(layers, given[size], True)))
+        graphs.run(("layers", size, 0), lambda: None)
+        found.append((size, captured[size].clone()))
+    assert all(torch.equal(one, expected[size]) for size, one in found)
+
+
+def test_only_some_steps_fork(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((layer, norm), *_), taken = build(arguments("qwen2_moe"), device), []
+    side = moe.side_stream
+    monkeypatch.setattr(moe, "side_stream", lambda device: taken.append(device) or side(device))
+    for tokens in (1, 4, 5, 1024, 1025):
+        layer(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm)
+    assert taken == [device] * 2
+    assert side(device).priority < torch.cuda.Stream().priority
