@@ -41,7 +41,7 @@ class _Call(triton.Call):
         tile = 128 if size % 128 == 0 else 64
         block, head, _token, table, scale, cap = self.numbers()
         prefill_kernel[(min(multiprocessors(), len(plan.tiles) * kv_heads),)](
-            out, _describe(q, q.shape, [ROWS // group, group, dim]), *(_rows(side, tile) for side in (kv.k, kv.v)),
+            out, describe(q, [ROWS // group, group, dim]), *(_rows(side, tile) for side in (kv.k, kv.v)),
             self.meta.block_tables, plan.tiles, self.sinks, out.stride(0), block // dim, head // dim, table, scale, cap,
             HEADS=kv_heads, GROUP=group, SIZE=size, TILE=tile, D=dim, STAGES=STAGES, WINDOW=self.window or 0,
             CAPPED=self.soft_cap is not None, WORDS=TILE_WORDS, num_warps=4, maxnreg=168,
@@ -53,11 +53,11 @@ def _rows(side: Tensor, tile: int) -> object:
     blocks, heads, size, dim = side.shape
     last = (blocks - 1) * side.stride(0) + (heads - 1) * side.stride(1) + size * dim
     assert side.stride()[2:] == (dim, 1) and side.stride(0) % dim == 0 and side.stride(1) % dim == 0
-    return _describe(side, (last // dim, dim), [tile, dim])
+    return describe(side, [tile, dim], (last // dim, dim))
 
 
-def _describe(base: Tensor, shape: tuple[int, ...], box: list[int]) -> object:
-    """Tiles of a tensor for the copy engine; all but its first dimension, or all of rows, is contiguous."""
-    strides = base.stride() if base.ndim == len(shape) else (shape[-1], 1)
+def describe(base: Tensor, box: list[int], rows: tuple[int, int] | None = None) -> object:
+    """Tiles of a tensor, or of its memory as `rows`, for the copy engine."""
+    shape, strides = (base.shape, base.stride()) if rows is None else (rows, (rows[1], 1))
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # and float16: only the width matters
     return descriptors.TensorDescriptor(base, list(shape), list(strides), box, layout)

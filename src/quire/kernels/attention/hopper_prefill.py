@@ -98,7 +98,17 @@ def softmax(
 
 
 @gluon_jit
-def _advance(
+def begin_scores(queries, keys, stage, TILE: gl.constexpr, SCORES: gl.constexpr):
+    """Of a tile: `queries` and `keys` are one part of each, or two whose products add up."""
+    scores = warpgroup_mma(queries[0], keys[0].index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
+                           use_acc=False, is_async=True)  # fmt: skip
+    if len(queries) > 1:
+        scores = warpgroup_mma(queries[1], keys[1].index(stage).permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon_jit
+def advance(
     queries, weights, sums, top, weight, keys, values, bars, count, positions, start, scale, cap,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, SUMS: gl.constexpr,
@@ -107,19 +117,38 @@ def _advance(
     k_ready, v_ready, k_free, v_free, _q_ready, _q_free = bars
     stage, before = count % STAGES, (count - 1) % STAGES
     mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
-    scores = warpgroup_mma(queries, keys.index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
-                           use_acc=False, is_async=True)  # fmt: skip
+    scores = begin_scores(queries, keys, stage, TILE, SCORES)
     mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
     sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_free.index(stage))
     exact, top, weight, decay = softmax(scores, top, weight, positions, start, scale, cap, MASKED, WINDOW, CAPPED,
-                                         TILE, SCORES)  # fmt: skip
+                                        TILE, SCORES)  # fmt: skip
     sums = warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(v_free.index(before))
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-    weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    weights = gl.convert_layout(exact.to(values.dtype), gl.DotOperandLayout(0, SUMS, 2))
     return weights, sums, top, weight, count + 1
+
+
+@gluon_jit
+def make_bars(STAGES: gl.constexpr):
+    """For keys and values of every stage that they are there, and that both groups are done with them; for queries."""
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], bar)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=2)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=2)
+    return k_ready, v_ready, k_free, v_free, q_ready, q_free
 
 
 @gluon_jit
@@ -132,7 +161,7 @@ def _attend(
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    mine = queries.reshape([128, D]).slice(HALF * 64, 64)
+    mine = (queries.reshape([128, D]).slice(HALF * 64, 64),)
     lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
     count = 0
@@ -144,8 +173,8 @@ def _attend(
             positions = position + (HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) // GROUP
             mbarrier.wait(q_ready, turn & 1)
             mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
-            scores = warpgroup_mma(mine, keys.index(count % STAGES).permute((1, 0)),
-                                   gl.zeros([64, TILE], gl.float32, SCORES), use_acc=False)  # fmt: skip
+            scores = begin_scores(mine, (keys,), count % STAGES, TILE, SCORES)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_free.index(count % STAGES))
             count += 1
             top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
@@ -155,19 +184,19 @@ def _attend(
                                                   CAPPED, TILE, SCORES)  # fmt: skip
             weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
             for back in range(last - whole_end):
-                weights, sums, top, weight, count = _advance(
-                    mine, weights, sums, top, weight, keys, values, bars, count, positions, (last - 1 - back) * TILE,
+                weights, sums, top, weight, count = advance(
+                    mine, weights, sums, top, weight, (keys,), values, bars, count, positions, (last - 1 - back) * TILE,
                     scale, cap, True, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
                 )  # fmt: skip
             for _back in range(whole_end - whole):
-                weights, sums, top, weight, count = _advance(
-                    mine, weights, sums, top, weight, keys, values, bars, count, positions, 0,
+                weights, sums, top, weight, count = advance(
+                    mine, weights, sums, top, weight, (keys,), values, bars, count, positions, 0,
                     scale, cap, False, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
                 )  # fmt: skip
             if WINDOW > 0:
                 for back in range(whole - first):
-                    weights, sums, top, weight, count = _advance(
-                        mine, weights, sums, top, weight, keys, values, bars, count, positions,
+                    weights, sums, top, weight, count = advance(
+                        mine, weights, sums, top, weight, (keys,), values, bars, count, positions,
                         (whole - 1 - back) * TILE, scale, cap, True, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
                     )  # fmt: skip
             mbarrier.arrive(q_free)
@@ -201,21 +230,7 @@ def prefill_kernel(
     queries = gl.allocate_shared_memory(k_rows.dtype, [128 // GROUP, GROUP, D], q_rows.layout)
     keys = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], k_rows.layout)
     values = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], v_rows.layout)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], bar)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)  # both groups
-        mbarrier.init(v_free.index(i), count=2)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=2)
-    bars = (k_ready, v_ready, k_free, v_free, q_ready, q_free)
+    bars = make_bars(STAGES)
     num_work, programs = gl.load(tiles + 5) * HEADS, gl.num_programs(0)
     gl.warp_specialize(
         [

@@ -14,11 +14,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quire.kernels.attention.hopper import describe
 from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.experts import triton
 from quire.kernels.experts.triton import Packed, Tiles
 from quire.kernels.linear.gemv import bucket
-from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper, jit, tl
+from quire.kernels.triton_runtime import gl, gluon_jit, hopper, jit, tl
 
 if hopper is not None:
     async_copy, mbarrier, tma = hopper.async_copy, hopper.mbarrier, hopper.tma
@@ -51,24 +52,18 @@ def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor,
     tiles = torch.empty(most * WORDS, dtype=torch.int32, device=x.device)
     _tiles_kernel[(-(-most // 32),)](starts, tiles, most, experts, bucket(experts), ROWS, 32, WORDS, num_warps=4)
     _product(x, packed[0], order, tiles, None, h, weights.shape[1], most)
-    _product(_describe(h, ROWS), packed[1], order, tiles, weights, parts, 0, most)
+    _product(describe(h, [ROWS, DEEP]), packed[1], order, tiles, weights, parts, 0, most)
 
 
 def _product(x: object, weight: Tensor, order: Tensor, tiles: Tensor, scales: Tensor | None, y: Tensor, k: int,
              most: int) -> None:
     gated, (width, depth) = scales is None, (y.shape[1], weight.shape[2])
-    cols = -(-width // (WIDTH << (not gated)))
+    cols, weight = -(-width // (WIDTH << (not gated))), weight.view(-1, depth)
     _grouped_kernel[(min(multiprocessors(), most * cols),)](
-        x, _describe(weight.view(-1, depth), WIDTH), order, tiles, scales, y,
+        x, describe(weight, [WIDTH, DEEP]), order, tiles, scales, y,
         x.stride(0) if isinstance(x, Tensor) else 0, TOP_K=k, N=width, K=depth, GATED=gated, COLS=cols, BAND=BAND,
         ROWS=ROWS, WIDTH=WIDTH, DEEP=DEEP, STAGES=STAGES, WORDS=WORDS, num_warps=4, maxnreg=168,
     )  # fmt: skip
-
-
-def _describe(rows: Tensor, count: int) -> object:
-    """A matrix in tiles [count, DEEP] for the copy engine, zeros behind its ends."""
-    layout = gl.NVMMASharedLayout.get_default_for([count, DEEP], gl.bfloat16)  # and float16: only the width matters
-    return descriptors.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, DEEP], layout)
 
 
 @jit(do_not_specialize=["most"])

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
-from quire.kernels.attention.hopper_prefill import nth_work, softmax
+from quire.kernels.attention.hopper import describe
+from quire.kernels.attention.hopper_prefill import advance, begin_scores, make_bars, nth_work, softmax
 from quire.kernels.attention.triton_plan import TILE_WORDS, multiprocessors
 from quire.kernels.attention.triton_tiles import LOG2E
 from quire.kernels.latent import LatentView, triton
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, workspace
-from quire.kernels.triton_runtime import descriptors, gl, gluon_jit, hopper
+from quire.kernels.triton_runtime import gl, gluon_jit, hopper
 
 if hopper is not None:
     mbarrier, tma = hopper.mbarrier, hopper.tma
@@ -39,17 +40,12 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     for tiles, *tokens in cut_prompts(meta, cache.block_size, ROWS, triton.most(kv_up)):
         made, ropes = workspace(kv_up, cache, *tokens)
         _expanded_kernel[(min(multiprocessors(), len(tiles) * heads),)](
-            _describe(queries, ROWS, PLAIN), _describe(queries, ROWS, TURNED), _describe(made, STEP, PLAIN),
-            _describe(ropes, STEP, TURNED), out, lse, tiles, out.stride(0), scale * LOG2E, HEADS=heads, P=PLAIN,
+            describe(queries, [ROWS, PLAIN]), describe(queries, [ROWS, TURNED]), describe(made, [STEP, PLAIN]),
+            describe(ropes, [STEP, TURNED]), out, lse, tiles, out.stride(0), scale * LOG2E, HEADS=heads, P=PLAIN,
             R=TURNED, V=VALUE, STAGES=STAGES, WORDS=TILE_WORDS, num_warps=4, maxnreg=168,
         )  # fmt: skip
         del made, ropes  # or two pieces would be there at once
     return out
-
-
-def _describe(rows: Tensor, count: int, width: int) -> object:
-    layout = gl.NVMMASharedLayout.get_default_for([count, width], gl.bfloat16)
-    return descriptors.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, width], layout)
 
 
 @gluon_jit
@@ -96,38 +92,6 @@ def _read(
 
 
 @gluon_jit
-def _scores(plain, turned, keys, short, stage, SCORES: gl.constexpr):
-    """Begins the scores of a tile."""
-    TILE: gl.constexpr = keys.shape[1]
-    scores = warpgroup_mma(plain, keys.index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
-                           use_acc=False, is_async=True)  # fmt: skip
-    return warpgroup_mma(turned, short.index(stage).permute((1, 0)), scores, is_async=True)
-
-
-@gluon_jit
-def _advance(
-    plain, turned, weights, sums, top, weight, keys, short, values, bars, count, positions, start, scale,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
-):  # fmt: skip
-    """Scores and weights of tile `count` of the ring, beside the sums of the tile before it."""
-    k_ready, v_ready, k_free, v_free, _q_ready, _q_free = bars
-    stage, before = count % STAGES, (count - 1) % STAGES
-    mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
-    scores = _scores(plain, turned, keys, short, stage, SCORES)
-    mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
-    sums = warpgroup_mma(weights, values.index(before), sums, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    mbarrier.arrive(k_free.index(stage))
-    exact, top, weight, decay = softmax(scores, top, weight, positions, start, scale, 0.0, MASKED, 0, False,
-                                         keys.shape[1], SCORES)  # fmt: skip
-    sums = warpgroup_mma_wait(0, deps=(sums,))
-    mbarrier.arrive(v_free.index(before))
-    sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-    weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
-    return weights, sums, top, weight, count + 1
-
-
-@gluon_jit
 def _places(lse, out, rows, dims, head, stride_out, HEADS: gl.constexpr, V: gl.constexpr):
     """Where the states of rows are."""
     rows = rows.to(gl.int64)
@@ -144,7 +108,7 @@ def _attend(
     TILE: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
-    plain, turned = plain.slice(HALF * 64, 64), turned.slice(HALF * 64, 64)
+    queries, parts = (plain.slice(HALF * 64, 64), turned.slice(HALF * 64, 64)), (keys, short)
     lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, V, gl.SliceLayout(0, SUMS))
     count = 0
@@ -165,7 +129,7 @@ def _attend(
                 sums = gl.load(to_out, mask=(lane < rows)[:, None], other=0.0).to(gl.float32)
             mbarrier.wait(q_ready, turn & 1)
             mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
-            scores = _scores(plain, turned, keys, short, count % STAGES, SCORES)
+            scores = begin_scores(queries, parts, count % STAGES, TILE, SCORES)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_free.index(count % STAGES))
             count += 1
@@ -174,14 +138,14 @@ def _attend(
             sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
             weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
             for back in range(last - whole):
-                weights, sums, top, weight, count = _advance(
-                    plain, turned, weights, sums, top, weight, keys, short, values, bars, count, positions,
-                    (last - 1 - back) * TILE, scale, True, STAGES, SCORES, SUMS,
+                weights, sums, top, weight, count = advance(
+                    queries, weights, sums, top, weight, parts, values, bars, count, positions,
+                    (last - 1 - back) * TILE, scale, 0.0, True, 0, False, TILE, STAGES, SCORES, SUMS,
                 )  # fmt: skip
             for _back in range(whole):
-                weights, sums, top, weight, count = _advance(
-                    plain, turned, weights, sums, top, weight, keys, short, values, bars, count, positions, 0, scale,
-                    False, STAGES, SCORES, SUMS,
+                weights, sums, top, weight, count = advance(
+                    queries, weights, sums, top, weight, parts, values, bars, count, positions, 0, scale, 0.0, False, 0,
+                    False, TILE, STAGES, SCORES, SUMS,
                 )  # fmt: skip
             mbarrier.arrive(q_free)
             before = (count - 1) % STAGES
@@ -209,21 +173,7 @@ def _expanded_kernel(
     keys = gl.allocate_shared_memory(made.dtype, [STAGES] + made.block_shape, made.layout)
     short = gl.allocate_shared_memory(made.dtype, [STAGES] + ropes.block_shape, ropes.layout)
     values = gl.allocate_shared_memory(made.dtype, [STAGES] + made.block_shape, made.layout)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], bar)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)  # both groups
-        mbarrier.init(v_free.index(i), count=2)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=2)
-    bars = (k_ready, v_ready, k_free, v_free, q_ready, q_free)
+    bars = make_bars(STAGES)
     num_work, programs = gl.load(tiles + 6) * HEADS, gl.num_programs(0)
     gl.warp_specialize(
         [
