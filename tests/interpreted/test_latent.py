@@ -174,7 +174,7 @@ def test_tokens_of_pages_that_are_whole_rows_or_not(width: int) -> None:
     odd = arena.flatten()[: 5 * 287].view(5, 287)[:, 11 : 11 + 4 * width].unflatten(1, (1, 4, width))
     blocks, offsets = torch.tensor([4, 0, 4, 2, 3]), torch.tensor([3, 0, 0, 1, 3])
     for given in (side, odd):
-        assert torch.equal(triton._gather(given, blocks, offsets), given[blocks, 0, offsets])
+        assert torch.equal(triton_expanded._gather(given, blocks, offsets), given[blocks, 0, offsets])
 
 
 def test_what_is_no_number_in_one_prompt_stays_there() -> None:
