@@ -18,7 +18,7 @@ from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels import triton_runtime
 from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs
 from quire.kernels.attention.inputs import Case
-from quire.kernels.latent import LatentView, ref, triton
+from quire.kernels.latent import LatentView, ref, triton, triton_expanded
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
