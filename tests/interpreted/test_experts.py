@@ -7,6 +7,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from quire.config.experts import Routing
 from quire.kernels import triton_runtime
-from quire.kernels.experts import ref, triton
+from quire.kernels.experts import hopper, ref, triton
 from quire.kernels.experts.triton import Tiles
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import triton as routing
@@ -161,6 +162,30 @@ def test_sorted_pairs(tokens: int, k: int, experts: int, spread: str, mapped: bo
     assert torch.equal(order[: starts[-1]], place.argsort(stable=True)[(place < 0).sum() :].int())
 
 
+@pytest.mark.parametrize("elsewhere", [0, 1, 300])
+@pytest.mark.parametrize("counts", [
+    (1,), (0,), (0, 0, 1), (128,), (129, 0, 127), (0, 5, 0, 0, 256, 257, 1, 0), (1,) * 40, (3, 700, 0) * 20,
+    (*range(0, 600, 3), 0), (5000, *(0,) * 255),
+], ids=lambda counts: f"{sum(counts)}-to-{len(counts)}")  # fmt: skip
+def test_tiles_of_hopper(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...], elsewhere: int) -> None:
+    """(expert, first pair, pairs left, number of tiles) in the order of experts, and room for all, for both products;
+    some pairs have no expert here."""
+    starts = torch.tensor((0, *counts)).cumsum(0).int()
+    found: list[tuple[Tensor, int]] = []
+    monkeypatch.setattr(hopper, "_product", lambda *given: found.append((given[3], given[7])))
+    monkeypatch.setattr(hopper, "_describe", lambda rows, count: rows)
+    pairs, some = sum(counts) + elsewhere, torch.empty(len(counts), 8, 8)
+    order = torch.empty(pairs, dtype=torch.int32)
+    hopper.products(some[0], (some, some), some[0], some[0], order, starts, torch.empty(1, 1), ())  # type: ignore[arg-type]
+    expected = [(e, first, end - first) for e, (start, end) in enumerate(pairwise(starts.tolist()))
+                for first in range(start, end, hopper.ROWS)]  # fmt: skip
+    for tiles, most in found:
+        records = tiles.view(most, hopper.WORDS).tolist()
+        assert records == [[*record, len(expected)] for record in expected] + [[0, 0, 0, len(expected)]] * (
+            most - len(expected))  # fmt: skip
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("function", [triton.few, triton.many], ids=["few", "many"])
 def test_a_token_depends_on_nothing_but_itself(function: Callable[..., None]) -> None:
     x, weights, ids, gate_up, down = make(Case(6, 4, 2, 32, 16), torch.float32)
@@ -196,4 +221,5 @@ def test_compiles_for_hopper() -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {"_route_kernel", "_few_up_kernel", "_few_down_kernel", "_sort_kernel",
-                                        "_count_kernel", "_order_kernel", "_product_kernel", "_sum_kernel"}  # fmt: skip
+                                        "_count_kernel", "_order_kernel", "_product_kernel", "_sum_kernel",
+                                        "_tiles_kernel", "hopper._grouped_kernel"}  # fmt: skip
