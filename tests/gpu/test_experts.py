@@ -122,7 +122,8 @@ def test_products_of_hopper(
     places = torch.full((experts,), -1, dtype=torch.int32, device=device)
     places[own] = torch.arange(len(own), dtype=torch.int32, device=device)
     part = (gate_up[own], down[own])
-    close(triton.run(x, weights, ids, part, places, None, None, hopper.products), ref.run(x, weights, ids, part, places))
+    found = triton.run(x, weights, ids, part, places, None, None, hopper.products)
+    close(found, ref.run(x, weights, ids, part, places))
 
 
 @pytest.mark.parametrize("spread", ["one", "few"])

@@ -6,7 +6,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,6 @@ from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks, inputs,
 if not triton_runtime.INTERPRETED and __name__ != "__main__":
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from triton import compiler
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import _runtime
 from triton.runtime import interpreter
 
 from quire.kernels.attention import hopper, triton, triton_plan
@@ -263,56 +260,8 @@ def test_compiles_for_hopper(full: bool) -> None:
     environment, command = os.environ | {"TRITON_INTERPRET": "0"}, [sys.executable, __file__, *(["full"] * full)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel", "hopper"} <= {line[0] for line in lines}
-    assert all(int(shared) <= int(room) for _, shared, room in lines), lines
-
-
-class Compiling:
-    """Stands for a kernel: what it is launched with is compiled for sm_90, and nothing runs."""
-
-    def __init__(self, kernel: Any, report: Callable[[str, Any, Any], None]) -> None:
-        self.kernel, self.report = kernel, report
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.launch
-
-    def launch(self, *args: Any, **kwargs: Any) -> None:
-        """The specialization of a launch on a GPU: tensors and divisible integers are multiples of 16."""
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
-        names = self.kernel.arg_names
-        bound = dict(zip(names, args, strict=False)) | kwargs
-        constant = {p.name for p in self.kernel.params if p.is_constexpr}
-        fixed = {n: v for n, v in bound.items() if n in constant or v is None}
-        whole = {p.name for p in self.kernel.params if not p.do_not_specialize and type(bound[p.name]) is int}
-        constants = fixed | {n: 1 for n in whole if bound[n] == 1}
-        signature = {n: "constexpr" if n in constants else type_of(bound[n]) for n in names}
-        even = [["tt.divisibility", 16]]
-        attributes = {
-            (i,): even for i, n in enumerate(names)
-            if n not in constants and (isinstance(bound[n], Tensor) or (n in whole and bound[n] % 16 == 0))
-        }  # fmt: skip
-        in_gluon = self.kernel.is_gluon()
-        source = (_runtime.GluonASTSource if in_gluon else compiler.ASTSource)(
-            self.kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes
-        )
-        made = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        self.report("hopper" if in_gluon else self.kernel.__name__, made, (bound, options))
-
-
-def type_of(value: Any) -> str:
-    types = {
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-        torch.float32: "fp32",
-        torch.int32: "i32",
-        torch.int64: "i64",
-    }
-    if isinstance(value, Tensor):
-        return "*" + types[value.dtype]
-    if isinstance(value, int | float):
-        return "i32" if isinstance(value, int) else "fp32"
-    return f"tensordesc<{types[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+    assert set(done.stdout.split()) == {"decode_kernel", "prefill_kernel", "prefix_kernel", "_plan_kernel",
+                                        "hopper.prefill_kernel"}  # fmt: skip
 
 
 def launch_production(block_size: int, heads: tuple[int, int], dim: int, **options: Any) -> None:
@@ -330,18 +279,14 @@ def launch_production(block_size: int, heads: tuple[int, int], dim: int, **optio
             module.paged_attention(queries, kv, replace(meta, plans={}), 0.1, **options)
 
 
-def compile_production(report: Callable[[str, Any, Any], None], full: bool, shared: list[int]) -> None:
-    """Compile what the models this is made for launch, on a large and on a small GPU; `full`: and each variant once.
-    The last of `shared` is the memory of a program."""
-    for name in ("decode_kernel", "prefill_kernel", "prefix_kernel"):
-        setattr(triton, name, Compiling(getattr(triton, name), report))
-    hopper.prefill_kernel = Compiling(hopper.prefill_kernel, report)  # type: ignore[assignment]
-    triton_plan._plan_kernel = Compiling(triton_plan._plan_kernel, report)  # type: ignore[assignment]
-    for module in (triton_plan, triton, hopper):
-        module.multiprocessors = lambda: 132
-    triton.shared_memory = lambda: shared[-1]
+def compile_production(full: bool) -> None:
+    """Compile what the models this is made for launch, on a large and on a small GPU; `full`: and each variant once."""
+    from compiling import AbsentGpu
+
+    gpu = AbsentGpu()
+    gpu.describe_to(triton_plan, triton, hopper)
     launch_production(128, (32, 8), 128)
-    shared.append(99 << 10)
+    gpu.room = 99 << 10
     launch_production(64, (16, 8), 128)
     if not full:
         return
@@ -353,9 +298,4 @@ def compile_production(report: Callable[[str, Any, Any], None], full: bool, shar
 
 
 if __name__ == "__main__":
-    room = [227 << 10]
-
-    def report(name: str, made: Any, _launch: Any) -> None:
-        print(name, made.metadata.shared, 227 << 10 if name == "hopper" else room[-1])
-
-    compile_production(report, "full" in sys.argv, room)
+    compile_production("full" in sys.argv)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -48,15 +47,10 @@ def compile_production() -> None:
 
 def main() -> None:
     """Print the name of every kernel that is compiled."""
-    import triton
+    from compiling import AbsentGpu
 
-    sys.path.append(str(Path(__file__).parent))
-    from compile_sampling import Driver
-
-    driver = Driver()
-    triton.runtime.driver.set_active(driver)
-    triton.knobs.compilation.listener = lambda src, **_: print(src.fn.__name__)
-    for driver.capability in (90, 80):
+    gpu = AbsentGpu(room=163 << 10)  # of sm_80
+    for gpu.capability in (90, 80):
         compile_production()
 
 

@@ -7,6 +7,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from quire.config.experts import Routing
 from quire.kernels import triton_runtime
-from quire.kernels.experts import ref, triton
+from quire.kernels.experts import hopper, ref, triton
 from quire.kernels.experts.triton import Tiles
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import triton as routing
@@ -198,17 +199,28 @@ def test_the_residual_may_come_late(tokens: int, waits: bool, monkeypatch: pytes
     assert first == [(name, True) for name in names]
 
 
-def test_more_pairs_than_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is by expert and stable, over two blocks, whatever is dropped."""
-    monkeypatch.setattr(triton, "_product", lambda x, weight, y, order, starts, *_: kept.append((order, starts)))
-    kept: list[tuple[Tensor, Tensor]] = []
-    ids = torch.randint(-1, 5, (2060, 2), dtype=torch.int32)
-    x = torch.zeros(2060, 8)
-    triton.many(x, torch.ones(2060, 2), ids, (torch.zeros(5, 16, 8), torch.zeros(5, 8, 8)), None, None, x.clone())
-    order, starts = kept[0]
-    expected = torch.cat([(ids.flatten() == expert).nonzero()[:, 0] for expert in range(5)]).int()
-    assert starts.tolist() == [int(((ids >= 0) & (ids < expert)).sum()) for expert in range(6)]
-    assert torch.equal(order[: starts[-1]], expected)
+@pytest.mark.parametrize("elsewhere", [0, 1, 300])
+@pytest.mark.parametrize("counts", [
+    (1,), (0,), (0, 0, 1), (128,), (129, 0, 127), (0, 5, 0, 0, 256, 257, 1, 0), (1,) * 40, (3, 700, 0) * 20,
+    (*range(0, 600, 3), 0), (5000, *(0,) * 255),
+], ids=lambda counts: f"{sum(counts)}-to-{len(counts)}")  # fmt: skip
+def test_tiles_of_hopper(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...], elsewhere: int) -> None:
+    """(expert, first pair, pairs left, number of tiles) in the order of experts, and room for all, for both products;
+    some pairs have no expert here."""
+    starts = torch.tensor((0, *counts)).cumsum(0).int()
+    found: list[tuple[Tensor, int]] = []
+    monkeypatch.setattr(hopper, "_product", lambda *given: found.append((given[3], given[7])))
+    monkeypatch.setattr(hopper, "describe", lambda rows, box: rows)
+    pairs, some = sum(counts) + elsewhere, torch.empty(len(counts), 8, 8)
+    order = torch.empty(pairs, dtype=torch.int32)
+    hopper.products(some[0], (some, some), some[0], some[0], order, starts, torch.empty(1, 1), ())  # type: ignore[arg-type]
+    expected = [(e, first, end - first) for e, (start, end) in enumerate(pairwise(starts.tolist()))
+                for first in range(start, end, hopper.ROWS)]  # fmt: skip
+    for tiles, most in found:
+        records = tiles.view(most, hopper.WORDS).tolist()
+        assert records == [[*record, len(expected)] for record in expected] + [[0, 0, 0, len(expected)]] * (
+            most - len(expected))  # fmt: skip
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("function", [triton.few, triton.many], ids=["few", "many"])
@@ -246,4 +258,5 @@ def test_compiles_for_hopper() -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {"_route_kernel", "_few_up_kernel", "_few_down_kernel", "_sort_kernel",
-                                        "_count_kernel", "_order_kernel", "_product_kernel", "_sum_kernel"}  # fmt: skip
+                                        "_count_kernel", "_order_kernel", "_product_kernel", "_sum_kernel",
+                                        "_tiles_kernel", "hopper._grouped_kernel"}  # fmt: skip

@@ -1,0 +1,113 @@
+"""Compiles what is launched for a GPU that is not there, in a process of its own whose kernels are not interpreted.
+
+Triton gets a driver that stands for the GPU's: it specializes and compiles what is launched as it does on a GPU, each
+specialization once, and the launch itself does nothing. Tensors need no storage (device "meta").
+"""
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+@dataclass(frozen=True)
+class Made:
+    """A kernel that was compiled, "hopper." before its name if it is in Gluon. `constants` by name, with arguments that
+    are None or 1; `signature`: types by name; `options`: num_stages and whatever else a launch has."""
+
+    name: str
+    constants: dict[str, Any]
+    signature: dict[str, str]
+    options: dict[str, Any]
+    shared: int
+    files: dict[str, str]
+
+    @property
+    def ptx(self) -> str:
+        """Its text in PTX."""
+        return self.file("ptx").read_text()
+
+    @property
+    def stack(self) -> int:
+        """Bytes of a thread's stack: 0 where no register was spilled."""
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", self.file("cubin")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        (found,) = [word for word in done.stdout.split() if word.startswith("STACK:")]
+        return int(found.removeprefix("STACK:"))
+
+    def file(self, kind: str) -> Path:
+        """Where Triton keeps what it made of the kernel."""
+        return next(Path(path) for name, path in self.files.items() if name.endswith("." + kind))
+
+
+class AbsentGpu:
+    """What Triton asks of a driver. Prints the name of whatever it compiles and calls `check` with it.
+
+    `capability` (90: Hopper) and `room`, bytes of shared memory of a program, can be changed at any time: whatever is
+    launched then is seen anew. Programs must fit into the room; those in Gluon, which are for Hopper alone, into
+    Hopper's, and none of their registers may be spilled.
+    """
+
+    HOPPER = 227 << 10
+
+    def __init__(self, check: Callable[[Made], None] = lambda made: None, room: int = HOPPER) -> None:
+        self.check, self.room, self.capability = check, room, 90
+        triton.runtime.driver.set_active(self)
+        triton.knobs.compilation.listener = self.listen
+
+    def listen(self, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+        """Called by Triton with everything that is compiled, or found in its cache."""
+        names, in_gluon = src.fn.arg_names, src.fn.is_gluon()
+        constants = {names[path[0]]: value for path, value in src.constants.items()}
+        made = Made("hopper." * in_gluon + src.fn.__name__, constants, src.signature, metadata, metadata["shared"],
+                    metadata_group)  # fmt: skip
+        print(made.name)
+        assert made.shared <= (self.HOPPER if in_gluon else self.room), made
+        assert not in_gluon or made.stack == 0, (made.stack, made)
+        self.check(made)
+
+    def describe_to(self, *modules: ModuleType) -> None:
+        """Let modules find this GPU where they ask PyTorch for the sizes of one."""
+        for module in modules:
+            for name, answer in (("multiprocessors", lambda: 132), ("shared_memory", lambda: self.room)):
+                if hasattr(module, name):
+                    setattr(module, name, answer)
+
+    class utils:
+        """No limits but that of `room`."""
+
+        @staticmethod
+        def load_binary(name, kernel, shared, device):
+            """No spilled registers."""
+            return object(), object(), 0, 0, 1024
+
+        @staticmethod
+        def get_device_properties(device):
+            """As much shared memory as any GPU has."""
+            return {"max_shared_mem": AbsentGpu.HOPPER}
+
+    class launcher_cls:
+        """Launches nothing."""
+
+        def __init__(self, source, metadata):
+            self.launch = None
+
+        def __call__(self, *args):
+            return None
+
+    def get_current_device(self):
+        """Devices do not share compiled kernels."""
+        return self.capability, self.room
+
+    def get_current_stream(self, device):
+        """The only one."""
+        return 0
+
+    def get_current_target(self):
+        """The GPU to compile for."""
+        return GPUTarget("cuda", self.capability, 32)
