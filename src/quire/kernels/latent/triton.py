@@ -22,7 +22,8 @@ from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_ker
 from quire.kernels.triton_runtime import jit, tl
 
 # Of `absorbed`, by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in flight,
-# and programs that run on a multiprocessor at the same time.
+# and programs that run on a multiprocessor at the same time. ALONE: of 16 lanes for few rows, which wait for the memory.
+ALONE = (64, 4, 2, 2)
 CUTS = {16: (32, 4, 3, 2), 32: (64, 8, 2, 1), 64: (64, 8, 2, 1)}
 # Of `expanded`, the first that fits: rows of a tile, keys of an iteration, warps, iterations in flight.
 MANY = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 16, 4, 1))
@@ -128,7 +129,7 @@ def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, t
     width = q.element_size() * (_power(q.shape[2]) + _power(cache.rope.shape[3]))
 
     def fit(lanes: int) -> tuple[int, ...]:
-        keys, warps, stages, programs = CUTS[min(64, lanes)]
+        keys, warps, stages, programs = ALONE if lanes == 16 and len(q) <= 8 else CUTS[min(64, lanes)]
         room = shared_memory() // width - lanes
         keys = max(16, min(keys * 2 // q.element_size(), 1 << max(room, 1).bit_length() - 1))
         return lanes, keys, warps, max(1, min(stages, room // keys + (lanes < 64))), programs
