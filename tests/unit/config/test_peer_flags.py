@@ -185,7 +185,7 @@ REFUSED = [
     ("serve TheBloke/Llama-2-7B-AWQ -q awq", "-q awq: quantized weights"),
     ("serve deepseek-ai/DeepSeek-V3 -tp 8 --enable-expert-parallel --trust-remote-code",
      "-tp 8: several devices are not implemented yet: leave the flag out, or start several servers; "
-     "--enable-expert-parallel: mixture-of-experts"),
+     "--enable-expert-parallel: experts are not spread"),
     ("serve Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3",
      "--tool-call-parser hermes: parsing of tool calls is not implemented yet; --reasoning-parser qwen3"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
