@@ -22,7 +22,7 @@ from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_ker
 from quire.kernels.triton_runtime import jit, tl
 
 # Of `absorbed`, by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in flight,
-# and programs that run on a multiprocessor at the same time. ALONE: of 16 lanes for few rows, which wait for the memory.
+# and programs that run on a multiprocessor at the same time. ALONE: of 16 lanes for few rows.
 ALONE = (64, 4, 2, 2)
 CUTS = {16: (32, 4, 3, 2), 32: (64, 8, 2, 1), 64: (64, 8, 2, 1)}
 # Of `expanded`, the first that fits: rows of a tile, keys of an iteration, warps, iterations in flight.
