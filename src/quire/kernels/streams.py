@@ -1,7 +1,8 @@
 """A second stream of a CUDA device, for short work beside long work that does not depend on it.
 
 What is allocated beside, PyTorch gives away again on that stream alone, after the next fork, which waits for all that
-used it. What was allocated before a fork and is read beside, its caller keeps to the join.
+used it: nothing that was allocated beside may be used later. What was allocated before a fork and is read beside, its
+caller keeps to the join.
 """
 
 import functools

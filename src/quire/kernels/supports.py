@@ -62,7 +62,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_SCORES),
     },
     "latent": {
-        "hopper": HOPPER,
+        "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"})),
         "triton": TRITON,
         "cpu": replace(PLAIN, needs=("flash attention",)),
         "ref": REFERENCE,

@@ -20,8 +20,8 @@ from quire.layers.norm import RMSNorm
 from quire.quantization import unquantized
 
 # Tokens of a step whose shared experts run beside the routed ones on a GPU. Fewer are a chain of kernels that start
-# while those before them end, which a fork would break; of more, every product fills the device.
-BESIDE = range(5, 1025)
+# while those before them end, which a fork would break; with more, each product fills the device.
+BESIDE = range(5, 257)
 Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 
 

@@ -16,7 +16,7 @@ LOWEST = None if tl is None else tl.constexpr(-1e30)
 @jit
 def finite(values, MOST: tl.constexpr = 3.38e38):
     """Values for the cache: a weight of 0 must make nothing of them, for tiles are multiplied whole and their last rows
-    may be another's. The largest number stands for what is none; a hidden state that is NaN shows in its key."""
+    may be another's. The largest number, or MOST, stands for what is none; a hidden state's NaN shows in its key."""
     most: tl.constexpr = 65504.0 if values.dtype == tl.float16 else MOST
     wide = values.to(tl.float32)
     return tl.where(tl.abs(wide) <= most, wide, most).to(values.dtype)

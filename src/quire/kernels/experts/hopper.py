@@ -28,7 +28,7 @@ if hopper is not None:
 ROWS, WIDTH, DEEP = 128, 128, 64  # pairs of a tile, outputs of each of its two blocks, inputs of an iteration
 STAGES = 4  # iterations that the ring holds: 48 KiB each
 BAND = 32  # tiles of pairs that run side by side through the same columns; 8 are up to 15% slower (H200, docs/log.md)
-LEAST = 32  # pairs of an expert in the mean: below, tiles of fewer pairs read the weights as fast
+MOST_SMALL = 24  # pairs of an expert in the mean, up to which tiles of fewer pairs read the weights as fast
 WORDS = 4  # of a tile's record: expert, first of its pairs in the order, how many are left from there, number of tiles
 
 pack = triton.pack
@@ -38,10 +38,10 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
     """See `quire.kernels.experts`: in the residual's memory."""
     experts, hidden, inner = packed[1].shape
-    whole = hidden % DEEP == 0 and inner % 8 == 0  # what the copies can do
+    whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # what the copies can do
     mean = ids.numel() / (experts if expert_map is None else len(expert_map))
     return triton.run(x, weights, ids, packed, expert_map, residual, join,
-                      products if whole and mean >= LEAST else None)
+                      products if whole and mean > MOST_SMALL else None)
 
 
 def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,

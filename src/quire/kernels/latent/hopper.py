@@ -2,7 +2,8 @@
 
 Its warps have different jobs, as in `attention/hopper_prefill`: one has the copy engine read tiles of what was made of
 the latents, two groups of four take 64 rows each and work on the softmax of one tile while the matrix units make the
-scores of the next and the sums of the last.
+scores of the next and the sums of the last. A tile is read whole, behind a context's end the next one's: `prepare`
+keeps all of it finite in bfloat16.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
     """See `quire.kernels.latent`."""
     heads, width, _ = kv_up.shape
     sizes = width - out.shape[2], cache.rope.shape[3], out.shape[2]
-    if q.dtype != torch.bfloat16 or sizes != (PLAIN, TURNED, VALUE) or q.stride(1) != q.shape[2]:
+    if q.dtype != torch.bfloat16 or sizes != (PLAIN, TURNED, VALUE) or q.stride(1) != q.shape[2] or q.stride(0) % 8:
         return triton.expanded(q, kv_up, cache, meta, scale, out)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
     queries = q.as_strided((len(q), heads * q.shape[2]), (q.stride(0), 1))

@@ -72,7 +72,7 @@ def _prepare_kernel(
         given = tl.load(kv + token * stride_kv + dims, mask=dims < L, other=0.0).to(tl.float32)
         normed = given * tl.rsqrt(tl.sum(given * given, 0) / L + eps) * scale
         to_latent = latent + block * latent_block + offset * L + dims
-        normed = finite(normed.to(latent.dtype.element_ty), 1e18)  # finite too where a projection has expanded it
+        normed = finite(normed.to(latent.dtype.element_ty), 1e18)  # so that what is made of it is finite, too
         tl.store(to_latent, normed, mask=dims < L)
         _turn(kv + token * stride_kv + L + col, rope + block * rope_block + offset * (2 * HALF) + col, cos + angle,
               sin + angle, inside, inside, HALF)  # fmt: skip

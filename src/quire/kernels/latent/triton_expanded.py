@@ -19,7 +19,7 @@ from quire.kernels.attention.triton_tiles import LOWEST, accumulate, finite, loa
 from quire.kernels.latent import LatentView
 from quire.kernels.triton_runtime import jit, tl
 
-STEP = 128  # tokens: contexts are cut at multiples of it, and in a workspace all begin at one
+STEP = 128  # tokens: contexts are cut at multiples of it, and as many that nobody sees end a workspace
 
 
 Piece = tuple[Tensor, Tensor, Tensor]  # tiles, and block and offset in the cache of each token in the workspace
@@ -47,13 +47,14 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
             cuts[-1][0].extend([row, min(rows, last - row), past + row - first, place, start, end - start, 0, 0]
                                for row in range(first, last, rows)
                                if past + min(row + rows, last) - first > start)  # fmt: skip
-            tokens = np.arange(start, start - (start - end) // STEP * STEP).clip(max=end - 1)  # the last one fills up
-            cuts[-1][1].append(np.stack((np.full(len(tokens), sequence, np.int32), tokens)))
-            place, start = place + len(tokens), end
+            cuts[-1][1].append(np.stack((np.full(end - start, sequence, np.int32), np.arange(start, end))))
+            place, start = place + end - start, end
     lists = []
     for tiles, spans in cuts:
         tiles.sort(key=lambda tile: tile[4] - min(tile[4] + tile[5], tile[2] + tile[1]))
-        lists += [np.array(tiles, np.int32), np.concatenate(spans, 1).astype(np.int32)]
+        tokens = np.concatenate(spans, 1)
+        tokens = np.pad(tokens, ((0, 0), (0, STEP + tokens.shape[1] % 2)), "edge")  # whole 16 bytes
+        lists += [np.array(tiles, np.int32), tokens.astype(np.int32)]
         lists[-2][:, 6] = len(tiles)
     packed, device = torch.from_numpy(np.concatenate([words.ravel() for words in lists])), meta.block_tables.device
     packed = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
@@ -113,7 +114,7 @@ def expanded_kernel(
             short = load_tile(ropes, place, at, stop, R, R, False, 1 << 30, TILE, R, RP)
             values = load_tile(made + P, place, at, stop, WIDE, WIDE, False, 1 << 30, TILE, V, VP)
             if masked:
-                values = finite(values)  # later tokens of the sequence: a weight of 0 must make nothing of them
+                values = finite(values)  # the last may be another sequence's: a weight of 0 must make nothing of them
             scores = tl.dot(plain, tl.trans(keys), input_precision=EXACT)
             scores = tl.dot(turned, tl.trans(short), scores, input_precision=EXACT)
             scores, rest = rescore(scores, first + lane, at, scale, 0.0, masked == 1, 0, False, TILE)
