@@ -120,7 +120,6 @@ class ModelArgs:
     moe: MoEArgs | None = None
     latent: LatentArgs | None = None
     extra_layers: int = 0
-    eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
@@ -192,7 +191,6 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         moe=read_moe(keys, model_type, layers, source),
         latent=latent,
         extra_layers=extra,
-        eos_token_ids=_eos(keys, source),
         notes=(*_auto_map_note(keys), *_extra_note(layers, extra), *rope_notes, *dtype_notes,
                *_unknown_note(keys, family)),
     )
@@ -299,16 +297,6 @@ def _dtype(keys: Mapping[str, Any], source: str) -> tuple[str, tuple[str, ...]]:
     if name not in DTYPES:
         raise UnsupportedModel(f"{source}: dtype={value!r} is not implemented (one of {', '.join(DTYPES)}).")
     return name, ()
-
-
-def _eos(keys: Mapping[str, Any], source: str) -> tuple[int, ...]:
-    value = keys.get("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
-        raise ModelError(f"{source}: eos_token_id={value!r} must be a token id or a list of token ids.")
-    return tuple(ids)
 
 
 def _auto_map_note(keys: Mapping[str, Any]) -> tuple[str, ...]:

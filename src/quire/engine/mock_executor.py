@@ -130,10 +130,6 @@ class MockExecutor:
         self._released.remove(result.step)
         return result
 
-    def control(self, message: str) -> object:
-        """No message is known."""
-        raise ValueError(f"the mock executor knows no control message {message!r}")
-
     def facts(self) -> ExecutorFacts:
         """Its sizes."""
         return self._facts
