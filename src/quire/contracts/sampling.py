@@ -14,14 +14,6 @@ from quire.contracts.text_table import read_rows
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as users of the field expect
 COLDEST = 0.01  # temperatures between greedy and this are raised to it: logits / t would overflow
 MAX_N = 16_384
-FLAGS = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "skip_reading_prefix_cache",
-)
 MAX_LOGPROB_IDS = 128
 BIAS_LIMIT = 100.0
 REPETITION_RANGE = (0.01, 100)  # logits are multiplied or divided by it, in float32
@@ -210,8 +202,8 @@ def _check_text(p: SamplingParams) -> None:
         raise InvalidParameter(
             "stop strings are matched on text: set detokenize=True, or use stop_token_ids.", param="stop"
         )
-    for name in FLAGS:
-        if not isinstance(getattr(p, name), bool):
+    for name, kind in type(p).__annotations__.items():
+        if kind is bool and not isinstance(getattr(p, name), bool):
             _refuse(name, getattr(p, name), "True or False")
     if p.output_kind not in tuple(OutputKind):
         _refuse("output_kind", p.output_kind, "one of OutputKind.CUMULATIVE, DELTA and FINAL_ONLY")
