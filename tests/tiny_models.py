@@ -229,8 +229,5 @@ class Recorder:
         self.num_computed += result.num_computed
         return result
 
-    def control(self, message: str) -> object:
-        return self._inner.control(message)
-
     def shutdown(self) -> None:
         self._inner.shutdown()

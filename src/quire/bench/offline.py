@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire import __version__
-from quire.bench.workload import Workload, fastest_run, load_workloads, printable, resolve_target
+from quire.bench.workload import Workload, fastest_run, printable, resolve_target
 from quire.contracts.errors import ConfigError
 from quire.contracts.output import StepOutputs
 from quire.contracts.sampling import OutputKind, SamplingParams
@@ -16,14 +16,6 @@ from quire.contracts.step import I32
 from quire.engine.core import EngineCore
 
 LATENCY_WORKLOAD = "latency_b1"
-
-
-def choose_workloads(names: Sequence[str], scale: float, max_len: int | None) -> list[Workload]:
-    """The workloads of that name (all without names); raises `ConfigError` for an unknown one."""
-    try:
-        return list(load_workloads(names, scale, max_len))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 class OfflineBench:

@@ -1,7 +1,7 @@
 """Token-id workloads and the JSON row that comes of one, the same for every engine that is compared.
 
-Standard library only: the peer's environment imports this file too. Prompts are random ids from a fixed seed, outputs
-have fixed lengths (greedy, end-of-text ignored), so that two engines do the same work.
+Nothing but the standard library and our errors: the peer's environment imports this file too. Prompts are random ids
+from a fixed seed, outputs have fixed lengths (greedy, end-of-text ignored), so that two engines do the same work.
 """
 
 import json
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from quire.contracts.errors import ConfigError
 
 HERE = Path(__file__).parent
 DEFAULT_MODEL = "qwen3-0.6b"
@@ -59,11 +61,11 @@ def load_workloads(
     scale     factor on the number of requests (at least one stays), for a small machine
     max_len   bound on every prompt, prefix and output length, in tokens
 
-    Raises ValueError for a name that is not in the file.
+    Raises `ConfigError` for a name that is not in the file.
     """
     table = json.loads((HERE / "workloads.json").read_text())
     if unknown := set(names or ()) - set(table):
-        raise ValueError(f"unknown workload {sorted(unknown)[0]!r}: the workloads are {', '.join(table)}.")
+        raise ConfigError(f"unknown workload {sorted(unknown)[0]!r}: the workloads are {', '.join(table)}.")
     for name, spec in table.items():
         if not names or name in names:
             yield _draw(name, spec, scale, max_len)
@@ -114,9 +116,9 @@ def model_names() -> list[str]:
 
 
 def model_folder(name: str) -> Path:
-    """Folder of a model configuration by name, as in `model_names`; raises ValueError for any other name."""
+    """Folder of a model configuration by name, as in `model_names`; raises `ConfigError` for any other name."""
     if name not in model_names():
-        raise ValueError(f"unknown benchmark model {name!r}: the models are {', '.join(model_names())}.")
+        raise ConfigError(f"unknown benchmark model {name!r}: the models are {', '.join(model_names())}.")
     return HERE / "models" / name
 
 

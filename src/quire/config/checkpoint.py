@@ -6,7 +6,7 @@ Knows nothing of tensors, devices or flags. No torch.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,6 @@ class ModelArgs:
     moe: MoEArgs | None = None
     latent: LatentArgs | None = None
     extra_layers: int = 0
-    eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
@@ -192,9 +191,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         moe=read_moe(keys, model_type, layers, source),
         latent=latent,
         extra_layers=extra,
-        eos_token_ids=_eos(keys, source),
-        notes=(*_auto_map_note(keys), *_extra_note(layers, extra), *rope_notes, *dtype_notes,
-               *_unknown_note(keys, family)),
+        notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes),
     )
 
 
@@ -301,29 +298,11 @@ def _dtype(keys: Mapping[str, Any], source: str) -> tuple[str, tuple[str, ...]]:
     return name, ()
 
 
-def _eos(keys: Mapping[str, Any], source: str) -> tuple[int, ...]:
-    value = keys.get("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
-        raise ModelError(f"{source}: eos_token_id={value!r} must be a token id or a list of token ids.")
-    return tuple(ids)
-
-
-def _auto_map_note(keys: Mapping[str, Any]) -> tuple[str, ...]:
-    if not keys.get("auto_map"):
-        return ()
-    return (f"auto_map is ignored: {keys.get('model_type')} is built in, the repository's own code is never run",)
-
-
-def _extra_note(layers: int, extra: int) -> tuple[str, ...]:
-    if not extra:
-        return ()
-    return (f"layers of the checkpoint from {layers} on predict further tokens and are not read: speculative decoding "
-            "with them is not implemented yet",)
-
-
-def _unknown_note(keys: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    unknown = sorted(set(keys) - KNOWN_KEYS - family.keys - set(MATH_KEYS))
-    return (f"config.json has keys that are not known and were ignored: {', '.join(unknown)}",) if unknown else ()
+def _notes(keys: Mapping[str, Any], family: Family, layers: int, extra: int) -> Iterator[str]:
+    if keys.get("auto_map"):
+        yield f"auto_map is ignored: {keys.get('model_type')} is built in, the repository's own code is never run"
+    if extra:
+        yield (f"layers of the checkpoint from {layers} on predict further tokens and are not read: speculative "
+               "decoding with them is not implemented yet")
+    if unknown := sorted(set(keys) - KNOWN_KEYS - family.keys - set(MATH_KEYS)):
+        yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"

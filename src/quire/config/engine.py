@@ -1,5 +1,6 @@
 """The configuration of an engine: small frozen dataclasses, one per component. Flags are derived from them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -121,12 +122,7 @@ class EngineConfig:
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":
         """Build from flat names as users type them: `from_flat(model="m", max_model_len=4096)`."""
-        config, known = cls(), flat_names()
-        parts: dict[str, dict[str, Any]] = {}
-        for name, value in values.items():
-            if name not in known:
-                raise ConfigError(unknown_option(name, tuple(known)))
-            parts.setdefault(known[name], {})[name] = value
+        config, parts = cls(), by_part(values, flat_names())
         config = replace(config, **{part: replace(getattr(config, part), **kw) for part, kw in parts.items()})
         check_config(config)
         return config
@@ -138,13 +134,18 @@ def flat_names() -> dict[str, str]:
     return {f.name: part.name for part in fields(default) for f in fields(getattr(default, part.name))}
 
 
-def unknown_option(name: str, known: tuple[str, ...]) -> str:
-    """The message for a misspelt option, with the nearest known name."""
-    import difflib
+def by_part(values: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Options by the component that holds them; raises `ConfigError` for a misspelt one, with the nearest name."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name not in known:
+            import difflib
 
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else " `quire --help` lists what there is."
-    return f"Quire has no option {name!r}.{hint}"
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "`quire --help` lists what there is."
+            raise ConfigError(f"Quire has no option {name!r}. {hint}")
+        parts.setdefault(known[name], {})[name] = value
+    return parts
 
 
 def check_config(config: EngineConfig) -> None:

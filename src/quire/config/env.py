@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from quire.config.text_table import read_rows
+from quire.contracts.text_table import read_rows
 
 CACHE_DIR = "QUIRE_CACHE_DIR"
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"

@@ -19,8 +19,8 @@ from quire.config.engine import EngineConfig
 from quire.config.env import environment_warnings
 from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
 from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather
-from quire.config.text_table import read_rows
 from quire.config.texts import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
+from quire.contracts.text_table import read_rows
 
 LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]

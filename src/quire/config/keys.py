@@ -33,7 +33,7 @@ def count(keys: Mapping[str, Any], key: str, default: int | None, source: str) -
     return None if value is False else value
 
 
-def positive(keys: Mapping[str, Any], key: str, default: float, source: str) -> float:
+def positive(keys: Mapping[str, Any], key: str, default: float | None, source: str) -> float:
     """A number above zero."""
     return float(checked(keys, key, source, lambda value: type(value) in (int, float) and 0 < value <= MAX_NUMBER,
                          "a positive number", default))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.config.text_table import read_rows
 from quire.contracts.errors import ConfigError
+from quire.contracts.text_table import read_rows
 
 MEANINGS = ("works", "alias", "no-op", "refused")  # what a flag of theirs does here; the table says more
 NARGS = {"switch": 0, "value": None, "list": "+"}  # what follows a flag; a switch has --no-flag, too

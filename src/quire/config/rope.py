@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config.keys import MAX_NUMBER
+from quire.config.keys import positive
 from quire.contracts.errors import ModelError, UnsupportedModel
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -102,10 +102,7 @@ def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, so
 
 
 def _number(values: Mapping[str, Any], key: str, source: str) -> float:
-    value = values.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
-        raise ModelError(f"{source}: {key}={value!r} in the rope settings must be a positive number.")
-    return float(value)
+    return positive(values, key, None, f"{source}: rope settings")
 
 
 def _notes(raw: Mapping[str, Any], kind: str, max_positions: int) -> tuple[str, ...]:

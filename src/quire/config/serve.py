@@ -2,11 +2,11 @@
 
 import ipaddress
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.config.bundled import NAME
-from quire.config.engine import EngineConfig, check_types, flat_names, option, unknown_option
+from quire.config.engine import EngineConfig, by_part, check_types, flat_names, option
 from quire.contracts.errors import ConfigError
 
 WAITING_PER_SLOT = 8  # with the slots themselves: nine times what can run is taken, ten times is not
@@ -79,14 +79,9 @@ class ServerConfig:
     @classmethod
     def from_flat(cls, **values: Any) -> "ServerConfig":
         """Build from flat names as users type them, the engine's included; raises `ConfigError`."""
-        parts: dict[str, dict[str, Any]] = {"engine": {}, "http": {}, "serve": {}}
-        known = server_names()
-        for name, value in values.items():
-            if name not in known:
-                raise ConfigError(unknown_option(name, tuple(known)))
-            parts[known[name]][name] = value
-        config = cls(engine=EngineConfig.from_flat(**parts["engine"]), http=replace(cls.http, **parts["http"]),
-                     serve=replace(cls.serve, **parts["serve"]))
+        parts = by_part(values, server_names())
+        config = cls(engine=EngineConfig.from_flat(**parts.get("engine", {})),
+                     http=HttpConfig(**parts.get("http", {})), serve=ServeConfig(**parts.get("serve", {})))
         check_server(config)
         return config
 

@@ -40,9 +40,6 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest uncollected step."""
 
-    def control(self, message: str) -> object:
-        """Run a control message between steps."""
-
     def facts(self) -> ExecutorFacts:
         """What this executor can do."""
 

@@ -111,8 +111,3 @@ class Request:
         assert state in TRANSITIONS[self.state], f"{self.new.request_id}: {self.state} -> {state}"
         self.state = state
         self.blocked_on = blocked_on
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Scheduling order under the priority policy: smaller goes first."""
-        return (self.new.priority, self.arrival)

@@ -1,53 +1,25 @@
 """What a caller may ask of sampling (`SamplingParams`) and what of it reaches the device (`SamplerSpec`)."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.text_table import read_rows
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as users of the field expect
 COLDEST = 0.01  # temperatures between greedy and this are raised to it: logits / t would overflow
 MAX_N = 16_384
-FLAGS = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "skip_reading_prefix_cache",
-)
 MAX_LOGPROB_IDS = 128
 BIAS_LIMIT = 100.0
 REPETITION_RANGE = (0.01, 100)  # logits are multiplied or divided by it, in float32
 LENGTH_PENALTY_LIMIT = 10  # the exponent of a length: no context makes a number beyond every float of it
-ABSENT = {  # fields that callers of other engines know and this one has not -> what to do instead
-    "best_of": "ask for n and choose by cumulative_logprob",
-    "early_stopping": "a beam search never stops early",
-    "extra_args": "there are no custom samplers to read it",
-    "flat_logprobs": "logprobs come as one dictionary per token",
-    "guided_choice": "output cannot be constrained to a schema, regex or grammar",
-    "guided_decoding": "output cannot be constrained to a schema, regex or grammar",
-    "guided_grammar": "output cannot be constrained to a schema, regex or grammar",
-    "guided_json": "output cannot be constrained to a schema, regex or grammar",
-    "guided_regex": "output cannot be constrained to a schema, regex or grammar",
-    "length_penalty": "it belongs to BeamSearchParams",
-    "logits_processors": "logit_bias, allowed_token_ids and bad_words change logits",
-    "prompt_logprob_start": "prompt_logprobs scores every row of the prompt",
-    "prompt_logprob_token_ids": "prompt_logprobs scores the k likeliest tokens",
-    "repetition_detection": "repetition_penalty and frequency_penalty work against loops",
-    "response_format": "output cannot be constrained to a schema, regex or grammar",
-    "routed_experts_prompt_start": "expert routing is not returned",
-    "skip_clone": "parameters are never changed by the engine",
-    "structured_outputs": "output cannot be constrained to a schema, regex or grammar",
-    "thinking_token_budget": "max_tokens limits thinking and answer together",
-    "trace_decode_token_ids": "tokens cannot be forced",
-    "truncate_prompt_tokens": "cut the prompt's token ids before passing them",
-    "use_beam_search": "call LLM.beam_search with BeamSearchParams",
-}
+# Fields that callers of other engines know and this one has not -> what to do instead.
+ABSENT = {name: why for names, why in read_rows(Path(__file__).with_name("absent.txt")) for name in names.split()}
 
 
 class OutputKind(IntEnum):
@@ -148,7 +120,6 @@ class SamplingParams(
     def check(self) -> None:
         """Raise `InvalidParameter` for the first value out of its range (fields can be assigned after creation)."""
         _check_numbers(self)
-        _check_lengths(self)
         _check_text(self)
         _check_ids(self)
 
@@ -175,43 +146,48 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+Ranges = Mapping[str, tuple[Callable[[object], bool], float, float, str]]  # field -> its kind, bounds, both in words
+RANGES: Ranges = {
+    "presence_penalty": (_is_number, -2.0, 2.0, "a number in [-2, 2]"),
+    "frequency_penalty": (_is_number, -2.0, 2.0, "a number in [-2, 2]"),
+    "repetition_penalty": (_is_number, *REPETITION_RANGE, "a number in [{}, {}]".format(*REPETITION_RANGE)),
+    "temperature": (_is_number, 0.0, 2.0, "a number in [0, 2]"),
+    "top_p": (_is_number, math.ulp(0.0), 1.0, "a number in (0, 1]"),
+    "top_k": (_is_int, -1, math.inf, "an integer >= -1 (0 and -1 mean off)"),
+    "min_p": (_is_number, 0.0, 1.0, "a number in [0, 1]"),
+    "n": (_is_int, 1, MAX_N, f"an integer in [1, {MAX_N}]"),
+    "min_tokens": (_is_int, 0, math.inf, "an integer >= 0"),
+}
+OPTIONAL: Ranges = {  # may be None
+    "seed": (_is_int, -1, 2**64 - 1, "an integer in [0, 2^64), or -1 or None for a random one"),
+    "max_tokens": (_is_int, 0, math.inf, "an integer >= 0, or None for the rest of the context"),
+    "stream_interval": (_is_int, 1, math.inf, "an integer >= 1"),
+    "logprobs": (_is_int, -1, math.inf, "an integer >= -1 (-1 means the whole vocabulary)"),
+    "prompt_logprobs": (_is_int, -1, math.inf, "an integer >= -1 (-1 means the whole vocabulary)"),
+}
+BEAM_RANGES: Ranges = {
+    "beam_width": (_is_int, 1, math.inf, "an integer >= 1"),
+    "max_tokens": (_is_int, 1, math.inf, "an integer >= 1"),
+    "temperature": (_is_number, 0.0, 0.0, "0: a beam search follows the likeliest tokens, it draws none"),
+    "length_penalty": (_is_number, -LENGTH_PENALTY_LIMIT, LENGTH_PENALTY_LIMIT,
+                       f"a number in [-{LENGTH_PENALTY_LIMIT}, {LENGTH_PENALTY_LIMIT}]"),
+}  # fmt: skip
+
+
+def _check_ranges(record: msgspec.Struct, ranges: Ranges, optional: bool = False) -> None:
+    for name, (fits, least, most, words) in ranges.items():
+        value = getattr(record, name)
+        if not (optional and value is None) and not (fits(value) and least <= value <= most):
+            _refuse(name, value, words)
+
+
 def _check_numbers(p: SamplingParams) -> None:
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(p, name)
-        if not _is_number(value) or not -2.0 <= value <= 2.0:
-            _refuse(name, value, "a number in [-2, 2]")
-    least, most = REPETITION_RANGE
-    if not _is_number(p.repetition_penalty) or not least <= p.repetition_penalty <= most:
-        _refuse("repetition_penalty", p.repetition_penalty, f"a number in [{least}, {most}]")
-    if not _is_number(p.temperature) or not 0.0 <= p.temperature <= 2.0:
-        _refuse("temperature", p.temperature, "a number in [0, 2]")
-    if not _is_number(p.top_p) or not 0.0 < p.top_p <= 1.0:
-        _refuse("top_p", p.top_p, "a number in (0, 1]")
-    if not _is_int(p.top_k) or p.top_k < -1:
-        _refuse("top_k", p.top_k, "an integer >= -1 (0 and -1 mean off)")
-    if not _is_number(p.min_p) or not 0.0 <= p.min_p <= 1.0:
-        _refuse("min_p", p.min_p, "a number in [0, 1]")
-    if p.seed is not None and (not _is_int(p.seed) or not -1 <= p.seed < 2**64):
-        _refuse("seed", p.seed, "an integer in [0, 2^64), or -1 or None for a random one")
-    if not _is_int(p.n) or not 1 <= p.n <= MAX_N:
-        _refuse("n", p.n, f"an integer in [1, {MAX_N}]")
+    _check_ranges(p, RANGES)
+    _check_ranges(p, OPTIONAL, optional=True)
     if p.n > 1 and p.greedy:
         _refuse("n", p.n, "1 when temperature is 0, because every completion would be the same")
-
-
-def _check_lengths(p: SamplingParams) -> None:
-    if p.max_tokens is not None and (not _is_int(p.max_tokens) or p.max_tokens < 0):
-        _refuse("max_tokens", p.max_tokens, "an integer >= 0, or None for the rest of the context")
-    if not _is_int(p.min_tokens) or p.min_tokens < 0:
-        _refuse("min_tokens", p.min_tokens, "an integer >= 0")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         _refuse("min_tokens", p.min_tokens, f"at most max_tokens ({p.max_tokens})")
-    if p.stream_interval is not None and (not _is_int(p.stream_interval) or p.stream_interval < 1):
-        _refuse("stream_interval", p.stream_interval, "an integer >= 1")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(p, name)
-        if value is not None and (not _is_int(value) or value < -1):
-            _refuse(name, value, "an integer >= -1 (-1 means the whole vocabulary)")
 
 
 def _check_text(p: SamplingParams) -> None:
@@ -226,8 +202,8 @@ def _check_text(p: SamplingParams) -> None:
         raise InvalidParameter(
             "stop strings are matched on text: set detokenize=True, or use stop_token_ids.", param="stop"
         )
-    for name in FLAGS:
-        if not isinstance(getattr(p, name), bool):
+    for name, kind in type(p).__annotations__.items():
+        if kind is bool and not isinstance(getattr(p, name), bool):
             _refuse(name, getattr(p, name), "True or False")
     if p.output_kind not in tuple(OutputKind):
         _refuse("output_kind", p.output_kind, "one of OutputKind.CUMULATIVE, DELTA and FINAL_ONLY")
@@ -264,15 +240,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=NamedFields, kw_only=True, forb
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_int(self.beam_width) or self.beam_width < 1:
-            _refuse("beam_width", self.beam_width, "an integer >= 1")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            _refuse("max_tokens", self.max_tokens, "an integer >= 1")
-        if self.temperature != 0.0:
-            _refuse("temperature", self.temperature, "0: a beam search follows the likeliest tokens, it draws none")
-        limit = LENGTH_PENALTY_LIMIT
-        if not _is_number(self.length_penalty) or not -limit <= self.length_penalty <= limit:
-            _refuse("length_penalty", self.length_penalty, f"a number in [-{limit}, {limit}]")
+        _check_ranges(self, BEAM_RANGES)
 
 
 class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,25 +1,17 @@
 """What becomes of a step's result: tokens are confirmed, requests end, blocks are indexed, outputs are written."""
 
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
-from quire.contracts.output import NO_TOKENS, Finish, StepOutputs, StepStats
+from quire.contracts.output import Finish, StepOutputs, StepStats
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, Request, RequestState
-from quire.contracts.step import I32, RowLogprobs, StepPlan, StepResult
+from quire.contracts.step import I32, RowLogprobs, StepResult
 from quire.engine.scheduler import InFlight, Scheduler
 
 FINISHED = RequestState.FINISHED
-NO_STEP = InFlight(
-    plan=StepPlan(
-        step=-1, slots=NO_TOKENS, num_tokens=NO_TOKENS, num_rows=NO_TOKENS, outputs=NO_TOKENS.astype(np.uint8)
-    ),
-    sampling=NO_TOKENS,
-    requests=[],
-    handles=NO_TOKENS,
-    version=-1,
-)
 
 
 class Finisher:
@@ -187,24 +179,22 @@ class Finisher:
         reports = {r.new.handle: r.prefix for r in live if r.prefix is not None}
         return {r.new.handle: r.num_cached for r in live}, reports
 
-    def state(self, step: InFlight = NO_STEP, finish_s: float = 0.0) -> StepStats:
+    def state(self, step: InFlight | None = None, finish_s: float = 0.0) -> StepStats:
         """How things stand now and, after a step, what it did."""
         s, pool = self._scheduler, self._scheduler.allocator.pool
+        did: dict[str, Any] = {} if step is None else {
+            "step": step.plan.step, "num_tokens": int(step.plan.num_tokens.sum()),
+            "num_prefill_tokens": step.num_prefill_tokens, "num_scheduled": len(step.plan.slots),
+            "num_prefills": step.num_prefills, "schedule_s": step.schedule_s, "execute_s": step.execute_s}
         return StepStats(
-            step=step.plan.step,
             num_running=len(s.table),
             num_waiting=len(s.queue) + s.num_blocked,
             num_blocked=s.num_blocked,
-            num_tokens=int(step.plan.num_tokens.sum()),
-            num_prefill_tokens=step.num_prefill_tokens,
-            num_scheduled=len(step.plan.slots),
-            num_prefills=step.num_prefills,
             num_preempted=s.num_preempted,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
             prefix_queries=s.prefix_queries,
             prefix_hits=s.prefix_hits,
-            schedule_s=step.schedule_s,
-            execute_s=step.execute_s,
             finish_s=finish_s,
+            **did,
         )

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, Admission, RowLogprobs
 MASK = 2**64 - 1
 FIRST = 0x9E3779B97F4A7C15
 HALVING = math.log(2)
+SIZES = {"num_slots": 8, "num_blocks": 64, "block_size": 4, "vocab_size": 1000, "max_model_len": 128, "depth": 1}
 
 
 def chain(previous: int, token: int) -> int:
@@ -66,6 +68,7 @@ class _Slot:
 class MockExecutor:
     """Runs plans on a model of the KV memory.
 
+    sizes     those of `ExecutorFacts`, where they are not to be `SIZES`
     verify    check every position a row may attend to (O(length) per step)
     answers   give every request its own tokens, those of `mock_tokens`; without it and without `verify` any tokens
               come, at no cost per request, for timing the engine
@@ -74,35 +77,16 @@ class MockExecutor:
     computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
 
-    def __init__(
-        self,
-        *,
-        num_slots: int = 8,
-        num_blocks: int = 64,
-        block_size: int = 4,
-        vocab_size: int = 1000,
-        max_model_len: int = 128,
-        depth: int = 1,
-        verify: bool = True,
-        answers: bool = False,
-        step_seconds: float = 0.0,
-    ) -> None:
-        self._facts = ExecutorFacts(
-            depth=depth,
-            decode_lag=depth,
-            num_slots=num_slots,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-        )
+    def __init__(self, *, verify: bool = True, answers: bool = False, step_seconds: float = 0.0, **sizes: int) -> None:
+        given: dict[str, Any] = SIZES | sizes
+        self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}
         self.computed: dict[str, int] = {}
         self.num_steps = 0
         self.closed = False
         self._verify, self._answers = verify, verify or answers
         self._step_seconds = step_seconds
-        self._memory = np.zeros((num_blocks + 1, block_size) if verify else (0, 0), np.uint64)
+        self._memory = np.zeros((given["num_blocks"] + 1, given["block_size"]) if verify else (0, 0), np.uint64)
         self._slots: dict[int, _Slot] = {}
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which it is there
         self._done = 0.0  # when the last step submitted is done
@@ -129,10 +113,6 @@ class MockExecutor:
             time.sleep(max(0.0, done - time.monotonic()))
         self._released.remove(result.step)
         return result
-
-    def control(self, message: str) -> object:
-        """No message is known."""
-        raise ValueError(f"the mock executor knows no control message {message!r}")
 
     def facts(self) -> ExecutorFacts:
         """Its sizes."""

@@ -4,14 +4,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from quire.contracts.output import (
-    CompletionOutput,
-    Finish,
-    Logprob,
-    LogprobsByToken,
-    RequestMetrics,
-    RequestOutput,
-)
+from quire.contracts.output import CompletionOutput, Finish, Logprob, LogprobsByToken, RequestMetrics, RequestOutput
 from quire.contracts.request import FinishReason
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import RowLogprobs

@@ -7,18 +7,10 @@ from quire.assemble import Engine
 from quire.contracts.errors import InvalidParameter
 from quire.entry.front import FrontEnd
 from quire.entry.prompts import Prompt
-from quire.text.chat import ChatTemplate, encode_chat, no_template
+from quire.text.chat import ARGUMENTS, SWITCHES, ChatTemplate, encode_chat, no_template
 from quire.text.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, Any]]
-ARGUMENTS = (  # of rendering, which are no variables of a template
-    "messages",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "adapt_tool_calls",
-)
 
 
 def front_end(engine: Engine) -> FrontEnd:
@@ -60,7 +52,7 @@ def _checked_variables(given: Any) -> dict[str, Any]:
     variables: Any = {} if given is None else given
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
         raise InvalidParameter("chat_template_kwargs must be a dict of names.", param="chat_template_kwargs")
-    for name in ARGUMENTS:
+    for name in (*ARGUMENTS, *SWITCHES):
         if name in variables:
             raise InvalidParameter(f"chat_template_kwargs may not hold {name}: it is no variable of the template.",
                                    param="chat_template_kwargs")

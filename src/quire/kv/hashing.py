@@ -78,11 +78,6 @@ class KeyChain:
         self._keys: list[bytes] = []
 
     @property
-    def num_full_blocks(self) -> int:
-        """Blocks whose tokens are all known."""
-        return len(self.tokens) // self.block_size
-
-    @property
     def num_hashed(self) -> int:
         """Keys computed so far."""
         return len(self._keys)

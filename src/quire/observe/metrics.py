@@ -18,10 +18,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from quire.config.text_table import read_rows
 from quire.contracts.output import StepStats
 from quire.contracts.request import FinishReason
 from quire.contracts.sampling import SamplingParams
+from quire.contracts.text_table import read_rows
 from quire.observe.process import read_usage
 from quire.observe.series import OTHER, Histogram, Tally, one_two_five
 

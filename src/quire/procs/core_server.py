@@ -12,19 +12,7 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import QuireError
 from quire.engine.core import EngineCore
 from quire.procs.failures import failed, rejected
-from quire.procs.messages import (
-    Abort,
-    Add,
-    Control,
-    CoreStart,
-    FromCore,
-    Loading,
-    Outputs,
-    Ready,
-    Reply,
-    Stop,
-    ToCore,
-)
+from quire.procs.messages import Abort, Add, Control, CoreStart, FromCore, Loading, Outputs, Ready, Reply, Stop, ToCore
 from quire.procs.wire import decode_to_core, encode
 
 LOG = logging.getLogger("quire")

@@ -48,10 +48,6 @@ class LaunchingExecutor:
                 self._fault = fault
         raise EngineDead(f"the step failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
-    def control(self, message: str) -> object:
-        """No message is known yet."""
-        raise ValueError(f"unknown control message {message!r}")
-
     def facts(self) -> ExecutorFacts:
         """Sizes and resolved plans."""
         return self._facts

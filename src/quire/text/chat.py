@@ -19,6 +19,9 @@ from quire.text.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 EXTRA_TEMPLATES = "additional_chat_templates"
+# Names of arguments of rendering, which are no variables of a template.
+ARGUMENTS = ("messages", "tools", "chat_template", "adapt_tool_calls")
+SWITCHES = ("add_generation_prompt", "continue_final_message")
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names in use for one field, in order of precedence
 CONTINUE_MARK = "QUIRE-CONTINUES-HERE "  # the space shows whether the template trims the message

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.config.bundled import NAME, bundled_model
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, LoadConfig
 from quire.contracts.errors import ModelNotFound
 
 # What a model needs; never pickles, other frameworks' weights or second copies of the same weights.
@@ -24,36 +24,14 @@ def resolve_folders(config: EngineConfig, *, only: Sequence[str] = ALLOWED) -> t
     Without a model it is the bundled one. Raises ModelNotFound.
     """
     model, tokenizer = config.model.model, config.model.tokenizer
-    folder = _configured(config, model, only) if model else bundled_model()
-    return folder, _configured(config, tokenizer, only) if tokenizer else folder
+    folder = resolve_model_folder(model, config, only=only) if model else bundled_model()
+    return folder, resolve_model_folder(tokenizer, config, only=only) if tokenizer else folder
 
 
-def _configured(config: EngineConfig, model: str, only: Sequence[str]) -> Path:
-    load = config.load
-    return resolve_model_folder(
-        model,
-        only=only,
-        revision=config.model.revision,
-        offline=load.offline,
-        download_dir=load.download_dir,
-        token=load.hf_token,
-    )
-
-
-def resolve_model_folder(
-    model: str,
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    download_dir: str | Path | None = None,
-    token: str | None = None,
-    only: Sequence[str] = ALLOWED,
-) -> Path:
+def resolve_model_folder(model: str, config: EngineConfig, *, only: Sequence[str] = ALLOWED) -> Path:
     """The folder of `model`, downloading it when it is a hub id.
 
-    only       patterns of the files that are needed
-    revision   branch, tag or commit of the hub repository, for every file
-    offline    use only what was downloaded before; no network call is made
+    only   patterns of the files that are needed
     Raises ModelNotFound in one line for a path or id that leads nowhere, a gated repository or a failed download.
     """
     path = Path(model).expanduser()
@@ -65,27 +43,16 @@ def resolve_model_folder(
         raise ModelNotFound(f"{model} is a file: give the folder that holds config.json and the .safetensors files.")
     if not _HUB_ID.fullmatch(model) or model.count("/") != 1:
         raise ModelNotFound(f"{model!r} does not exist: give a folder, or a model id of the hub like Qwen/Qwen3-0.6B.")
-    return _download(model, revision, offline, download_dir, token, only=only)
+    return _download(model, config.load, config.model.revision, only)
 
 
-def _download(
-    model: str, revision: str | None, offline: bool, download_dir: str | Path | None, token: str | None, *,
-    only: Sequence[str],
-) -> Path:  # fmt: skip
+def _download(model: str, load: LoadConfig, revision: str | None, only: Sequence[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                cache_dir=download_dir,
-                token=token,
-                local_files_only=offline,
-                allow_patterns=list(only),
-                ignore_patterns=list(IGNORED),
-            )
-        )
+        return Path(snapshot_download(
+            model, revision=revision, cache_dir=load.download_dir, token=load.hf_token, local_files_only=load.offline,
+            allow_patterns=list(only), ignore_patterns=list(IGNORED)))
     except errors.GatedRepoError:
         reason = f"is gated: accept its terms at https://huggingface.co/{model} and log in with `hf auth login`."
     except errors.RepositoryNotFoundError:
@@ -93,7 +60,7 @@ def _download(
     except errors.RevisionNotFoundError:
         reason = f"has no revision {revision!r}: name a branch, tag or commit of https://huggingface.co/{model}."
     except errors.LocalEntryNotFoundError:
-        if offline:
+        if load.offline:
             reason = "is not a folder and was not downloaded before: run it once without --offline, or give a folder."
         else:
             reason = "is not a folder, and the hub cannot be reached: check the network, or give a folder."

@@ -14,11 +14,10 @@ from torch import Tensor
 from quire.contracts.sampling import COLDEST, SamplerSpec
 from quire.contracts.step import I32, RowLogprobs
 from quire.kernels.sampling import triton as kernels
-from quire.kernels.sampling.logprobs import WHOLE_VOCABULARY
 from quire.kernels.sampling.triton_edits import EDITS_HEADER
-from quire.kernels.sampling.triton_logprobs import row_logprobs
 from quire.kernels.sampling.triton_rows import ROW_WORDS
 from quire.worker.sampling_table import Needs, needs_of
+from quire.worker.scoring import score_samples
 
 _NO_LIMIT = 2**31 - 1
 Change = tuple[int, I32]  # a device address, and the words that belong there
@@ -101,36 +100,8 @@ class GpuSampler:
             kernels.pick(logits, self._rows, *out, noise=mode == Mode.PLAIN)
 
     def logprobs(self, logits: Tensor, slots: I32) -> Callable[[], dict[int, RowLogprobs]] | None:
-        """Log-probabilities of the sampled tokens, slot -> its rows in order, for the slots that asked for any.
-
-        The first rows of the raw logits are those of slots [r]; after `sample`. Launches the work and the copies; what
-        is returned may be called once the device has come past them. None: nobody asked.
-        """
-        groups: dict[tuple[int, ...] | int | None, list[int]] = {}
-        for row, slot in enumerate(slots.tolist() if self._scored else ()):
-            spec = self._scored.get(slot)
-            if spec is not None:
-                whole = WHOLE_VOCABULARY if spec.num_logprobs == WHOLE_VOCABULARY else None
-                groups.setdefault(spec.logprob_ids or whole, []).append(row)
-        if not groups:
-            return None
-        parts: list[tuple[list[tuple[int, int]], tuple[Tensor, Tensor, Tensor]]] = []
-        for kind, rows in groups.items():
-            index = _on(logits.device, np.array(rows, np.int64))
-            owners, alternatives = self._widths(slots[rows].tolist(), kind)
-            extra = _on(logits.device, np.array(kind, np.int64)) if isinstance(kind, tuple) else None
-            scored = row_logprobs(logits, index, self.tokens[index], alternatives, extra)
-            parts.append((owners, (_to_host(scored[0]), _to_host(scored[1]), _to_host(scored[2]))))
-        return lambda: _collected(parts)
-
-    def _widths(self, slots: Sequence[int], kind: tuple[int, ...] | int | None) -> tuple[list[tuple[int, int]], int]:
-        """(slot, columns) of each row, and how many alternatives rows of this kind have to be given."""
-        if isinstance(kind, tuple):
-            return [(slot, 1 + len(kind)) for slot in slots], 0
-        if kind == WHOLE_VOCABULARY:
-            return [(slot, 1 + self._vocab_size) for slot in slots], self._vocab_size
-        widths = [min(self._scored[slot].num_logprobs or 0, self._vocab_size) for slot in slots]
-        return [(slot, 1 + width) for slot, width in zip(slots, widths, strict=True)], max(widths)
+        """As `score_samples`, of the tokens that `sample` drew for the rows of slots [r]."""
+        return score_samples(logits, slots.tolist(), self._scored, self.tokens)
 
 
 def encode_row(spec: SamplerSpec, edits_address: int) -> I32:
@@ -164,27 +135,3 @@ def encode_edits(spec: SamplerSpec, vocab_size: int) -> I32:
     biases = np.array(list(bias.values()), np.float32).view(np.int32)
     tokens = np.array([min(token, _NO_LIMIT) for word in words for token in word], np.int32)
     return np.concatenate((header, allowed, stops, np.array(list(bias), np.int32), biases, starts, tokens))
-
-
-def _on(device: torch.device, array: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-    """A copy on the device, without waiting for it."""
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """Values as they will be on the host once the device has come past this."""
-    out = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return out.copy_(values, non_blocking=True)
-
-
-def _collected(
-    parts: list[tuple[list[tuple[int, int]], tuple[Tensor, Tensor, Tensor]]],
-) -> dict[int, RowLogprobs]:
-    found: dict[int, list[tuple[I32, ...]]] = {}
-    for owners, (ids, values, ranks) in parts:
-        for row, (slot, columns) in enumerate(owners):
-            line = slice(row, row + 1)
-            one = (ids[line, :columns].numpy(), values[line, :columns].numpy(), ranks[line].numpy())
-            found.setdefault(slot, []).append(one)
-    return {slot: RowLogprobs(*map(np.concatenate, zip(*rows, strict=True))) for slot, rows in found.items()}

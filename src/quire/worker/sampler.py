@@ -12,9 +12,8 @@ from torch import Tensor
 from quire.contracts.step import RowLogprobs
 from quire.kernels.sampling.draw import draw_filtered, draw_greedy, draw_plain
 from quire.kernels.sampling.edits import edit_row, penalize
-from quire.kernels.sampling.logprobs import WHOLE_VOCABULARY, row_logprobs
 from quire.worker.sampling_table import Needs, SamplingTable
-from quire.worker.scoring import joined
+from quire.worker.scoring import score_samples
 
 _BUDGET = 1 << 24  # logits copied at a time: 64 MiB
 _REWRITES = Needs.EDITS | Needs.PENALTIES
@@ -71,29 +70,10 @@ class Sampler:
     def logprobs(self, logits: Tensor, row_slots: Tensor, tokens: Tensor) -> dict[int, RowLogprobs]:
         """Slot -> the log-probabilities of its sampled rows, in row order, for the slots that asked for any.
 
-        logits [R, V] are the raw ones;  row_slots, tokens [R] int64. Rows that ask for a number of alternatives are
-        scored together, so their widths differ only in what is cut off.
+        logits [R, V] are the raw ones;  row_slots, tokens [R] int64. Waits for the device.
         """
-        groups: dict[tuple[int, ...] | int | None, list[int]] = {}
-        slots = row_slots.tolist()
-        for row, slot in enumerate(slots):
-            spec = self.table.specs.get(slot)
-            if spec is None or (spec.num_logprobs is None and not spec.logprob_ids):
-                continue
-            whole = WHOLE_VOCABULARY if spec.num_logprobs == WHOLE_VOCABULARY else None
-            groups.setdefault(spec.logprob_ids or whole, []).append(row)
-        found: dict[int, list[RowLogprobs]] = {}
-        for kind, rows in groups.items():
-            part = torch.tensor(rows, device=logits.device)
-            ids = kind if isinstance(kind, tuple) else ()
-            widths = [self.table.specs[slots[row]].num_logprobs or 0 for row in rows]
-            k = WHOLE_VOCABULARY if kind == WHOLE_VOCABULARY else max(widths)
-            scored = row_logprobs(logits[part], tokens[part], k, ids)
-            for i, row in enumerate(rows):
-                columns = scored.ids.shape[1] if kind is not None else 1 + widths[i]
-                one = (scored.ids[i : i + 1, :columns], scored.logprobs[i : i + 1, :columns], scored.ranks[i : i + 1])
-                found.setdefault(slots[row], []).append(RowLogprobs(*one))
-        return {slot: joined(rows) for slot, rows in found.items()}
+        found = score_samples(logits, row_slots.tolist(), self.table.specs, tokens)
+        return found() if found else {}
 
     def _rewrite(self, logits: Tensor, slots: Tensor, positions: Tensor, history: Tensor) -> None:
         """Apply the rows' edits, then their penalties, in place."""

@@ -110,16 +110,9 @@ class SamplingTable:
 
 
 def _numbers(spec: SamplerSpec) -> list[float]:
-    row = [0.0] * _COLUMNS
-    row[_TEMPERATURE] = max(spec.temperature, COLDEST)
-    row[_TOP_K] = max(spec.top_k, 0)
-    row[_TOP_P] = spec.top_p
-    row[_MIN_P] = spec.min_p
-    row[_REPETITION] = spec.repetition_penalty
-    row[_FREQUENCY] = spec.frequency_penalty
-    row[_PRESENCE] = spec.presence_penalty
-    row[_NUM_PROMPT] = spec.num_prompt
-    return row
+    """In the order of the columns."""
+    return [max(spec.temperature, COLDEST), max(spec.top_k, 0), spec.top_p, spec.min_p, spec.repetition_penalty,
+            spec.frequency_penalty, spec.presence_penalty, spec.num_prompt]
 
 
 def needs_of(spec: SamplerSpec) -> Needs:

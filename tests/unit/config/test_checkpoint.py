@@ -42,7 +42,7 @@ def test_reads_every_field() -> None:
     args = parse_checkpoint_config(QWEN3)
     assert (args.num_heads, args.num_kv_heads, args.head_dim, args.num_layers) == (4, 2, 32, 4)
     assert args.rope.theta == 5000.0 and args.rope.kind == "default"
-    assert args.dtype == "bfloat16" and args.eos_token_ids == (3, 5) and args.tie_word_embeddings
+    assert args.dtype == "bfloat16" and args.tie_word_embeddings
     assert args.qk_norm and not args.attention_bias and args.notes == ()
 
 
@@ -196,7 +196,6 @@ def test_inactive_keys_pass(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"type": "linear"}}, "factor=None"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5"),
         ({"rope_scaling": LLAMA3 | {"type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor=1.0"),
-        ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
     ],
     ids=str,

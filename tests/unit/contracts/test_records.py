@@ -29,11 +29,6 @@ def test_a_request_starts_waiting_with_its_prompt() -> None:
     assert request.stop_ids == {2, 3} and request.slot == -1 and request.num_cached == -1
 
 
-def test_the_key_orders_by_priority_then_arrival() -> None:
-    keys = [Request(new(priority=p), arrival=a).key for p, a in ((1, 0), (0, 5), (0, 2), (-1, 9))]
-    assert sorted(keys) == [(-1, 9), (0, 2), (0, 5), (1, 0)]
-
-
 def test_a_new_request_has_every_default_and_cannot_change() -> None:
     request = new()
     assert (request.stop_ids, request.min_tokens, request.priority, request.parent, request.deadline,

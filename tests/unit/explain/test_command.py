@@ -74,7 +74,7 @@ def test_names_are_folded_over_experts() -> None:
 def test_of_a_model_on_the_hub_no_weights_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 
-    def download(*where: object, only: tuple[str, ...]) -> Path:
+    def download(model: str, load: object, revision: str | None, only: tuple[str, ...]) -> Path:
         asked.append(only)
         return Path(TINY)
 

@@ -5,7 +5,8 @@ import torch
 
 from quire.kernels.sampling import logprobs
 from quire.kernels.sampling.inputs import model_like
-from quire.kernels.sampling.logprobs import row_logprobs
+from quire.kernels.sampling.logprobs import row_logprobs, score_rows
+from quire.kernels.sampling.order import top_by_id, top_packed
 
 LOGITS = model_like(5, 50, seed=9)
 CHOSEN = torch.tensor([0, 49, 7, 7, 30])
@@ -35,7 +36,7 @@ def test_zero_alternatives_whole_vocabulary_and_more_than_it():
 
 
 def test_extra_ids_are_exactly_the_alternatives():
-    scored = row_logprobs(LOGITS, CHOSEN, 3, (40, 2, 50))
+    scored = row_logprobs(LOGITS, CHOSEN, 3, torch.tensor([40, 2, 50]))
     assert scored.ids[:, 1:].tolist() == [[40, 2, 50]] * 5
     np.testing.assert_allclose(scored.logprobs[:, 1:3], TRUTH[:, [40, 2]], atol=1e-5)
     assert (scored.logprobs[:, 3] == -np.inf).all()
@@ -60,3 +61,18 @@ def test_no_rows():
     scored = row_logprobs(LOGITS[:0], CHOSEN[:0], 5)
     assert scored.ids.shape == (0, 6)
     assert scored.ranks.shape == (0,)
+
+
+def test_the_order_on_a_gpu_is_the_order_on_a_cpu():
+    values = torch.cat((LOGITS, LOGITS.round(), torch.zeros_like(LOGITS), -LOGITS.abs().mul(0)))
+    for k in (1, 7, 50):
+        expected = top_by_id(values, k)
+        assert [part.tolist() for part in top_packed(values, k)] == [part.tolist() for part in expected]
+
+
+def test_chosen_rows_are_scored_as_if_they_were_alone():
+    rows = torch.tensor([3, 1])
+    found = score_rows(LOGITS, CHOSEN[rows], 4, None, rows)
+    alone = row_logprobs(LOGITS[rows], CHOSEN[rows], 4)
+    for part, expected in zip(found, (alone.ids, alone.logprobs, alone.ranks), strict=True):
+        assert part.tolist() == expected.tolist()

@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import errors
 
 from quire.config.bundled import bundled_model
+from quire.config.engine import EngineConfig
 from quire.contracts.errors import ModelNotFound
 from quire.weights import folder
 
@@ -21,38 +22,39 @@ class FakeResponse:
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert folder.resolve_model_folder(str(tmp_path)) == tmp_path
+    assert folder.resolve_model_folder(str(tmp_path), EngineConfig()) == tmp_path
 
 
 def test_the_bundled_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert folder.resolve_model_folder("quire-tiny") == bundled_model()
+    assert folder.resolve_model_folder("quire-tiny", EngineConfig()) == bundled_model()
     (tmp_path / "quire-tiny").mkdir()
-    assert folder.resolve_model_folder("quire-tiny") == Path("quire-tiny")
+    assert folder.resolve_model_folder("quire-tiny", EngineConfig()) == Path("quire-tiny")
 
 
 @pytest.mark.parametrize("typed", ["./nowhere", "/no/such/folder", "a/b/c", "~/nothing-here", "plain", "bad name/x"])
 def test_paths_that_lead_nowhere(typed: str) -> None:
     with pytest.raises(ModelNotFound) as error:
-        folder.resolve_model_folder(typed)
+        folder.resolve_model_folder(typed, EngineConfig())
     assert typed in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelNotFound, match="give the folder"):
-        folder.resolve_model_folder(str(tmp_path / "model.safetensors"))
+        folder.resolve_model_folder(str(tmp_path / "model.safetensors"), EngineConfig())
 
 
 def test_offline_makes_no_call_and_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="without --offline"):
-        folder.resolve_model_folder("nobody/nothing", offline=True, download_dir=tmp_path)
+        folder.resolve_model_folder("nobody/nothing", EngineConfig.from_flat(offline=True, download_dir=str(tmp_path)))
 
 
 def test_revision_reaches_the_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **kw: calls.append((model, kw)) or tmp_path)
-    found = folder.resolve_model_folder("a/b", revision="abc", token="t", download_dir=tmp_path)
+    found = folder.resolve_model_folder(
+        "a/b", EngineConfig.from_flat(hf_token="t", download_dir=str(tmp_path), revision="abc"))
     assert found == tmp_path
     ((model, asked),) = calls
     assert model == "a/b" and asked["revision"] == "abc" and asked["token"] == "t" and not asked["local_files_only"]
@@ -76,5 +78,5 @@ def test_hub_errors_become_one_line(monkeypatch: pytest.MonkeyPatch, make, said:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ModelNotFound) as error:
-        folder.resolve_model_folder("a/b", revision="abc")
+        folder.resolve_model_folder("a/b", EngineConfig.from_flat(revision="abc"))
     assert said in str(error.value) and "'a/b'" in str(error.value) and "\n" not in str(error.value)

@@ -231,8 +231,8 @@ def test_logprobs_of_each_slot_by_its_own_request():
     tokens = logits.argmin(dim=-1)
     found = Sampler(table).logprobs(logits, slots, tokens)
     assert sorted(found) == [0, 2, 3, 4]
-    for slot, rows, k, ids in ((0, [0, 5], 2, ()), (2, [2], 0, ()), (3, [3], -1, ()), (4, [4], 0, (9, 250))):
-        expected = row_logprobs(logits[rows], tokens[rows], k, ids)
+    for slot, rows, k, ids in ((0, [0, 5], 2, None), (2, [2], 0, None), (3, [3], -1, None), (4, [4], 0, (9, 250))):
+        expected = row_logprobs(logits[rows], tokens[rows], k, ids and torch.tensor(ids))
         assert found[slot].ids.tolist() == expected.ids.tolist()
         assert found[slot].ranks.tolist() == expected.ranks.tolist() == [VOCAB] * len(rows)
         np.testing.assert_allclose(found[slot].logprobs, expected.logprobs)

@@ -72,13 +72,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _make_bench(args: argparse.Namespace) -> "tuple[OfflineBench, list[Workload]]":
     """The engine and the workloads that the flags ask for."""
-    from quire.bench.offline import LATENCY_WORKLOAD, OfflineBench, choose_workloads
+    from quire.bench.offline import LATENCY_WORKLOAD, OfflineBench
+    from quire.bench.workload import load_workloads
 
     scale = 1.0 if args.scale is None else args.scale
     if scale <= 0:
         raise ConfigError(f"--scale {scale}: must be above 0.")
     only = args.only or {"latency": LATENCY_WORKLOAD, "profile": "decode_b64"}.get(args.kind)
-    works = choose_workloads(only.split(",") if only else (), scale, args.max_len)
+    works = list(load_workloads(only.split(",") if only else (), scale, args.max_len))
     engine_config(args)
     bench = OfflineBench(given_options(args))
     raise_on_interrupt()

@@ -26,8 +26,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.config.serve import ServerConfig, is_loopback
-from quire.config.text_table import read_rows
 from quire.contracts.errors import QuireError
+from quire.contracts.text_table import read_rows
 from quire.entry.http.auth import ApiKeys, Guard, OwnNames, json_only
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine

@@ -8,7 +8,7 @@ do (wait, end, fail). That saves a change of tasks per event. Knows nothing of t
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Self
 
 from quire.contracts.errors import QueueTimeout, QuireError, RequestFailed
 from quire.contracts.output import RequestOutput
@@ -17,17 +17,6 @@ from quire.entry.front import INTERNAL
 
 LOG = logging.getLogger("quire")
 Batch = list[tuple[int, RequestOutput]]  # (prompt index, what is new)
-
-
-class Sink(Protocol):
-    """Takes outputs without waiting."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can now."""
-
-    def take(self, batch: Batch) -> None:
-        """Everything that came at once. What it raises, the reader gets."""
 
 
 class RequestStream:
@@ -44,7 +33,7 @@ class RequestStream:
         self._changed: dict[int, None] = {}  # prompt indices, in order
         self._error: QuireError | None = None
         self._fault: Exception | None = None  # of the sink
-        self._sink: Sink | None = None
+        self._sink: tuple[Callable[[], bool], Callable[[Batch], None]] | None = None  # ready, take
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
 
@@ -79,10 +68,10 @@ class RequestStream:
             self.close()
             raise
 
-    def pour_into(self, sink: Sink) -> None:
-        """From now on, outputs that come while the reader waits go into the sink when it is ready; the last ones of a
-        request never do."""
-        self._sink = sink
+    def pour_into(self, ready: Callable[[], bool], take: Callable[[Batch], None]) -> None:
+        """From now on `take` gets outputs that come while the reader waits, all of a step at once and without waiting,
+        when it is `ready`; the last ones of a request it never gets. What it raises, the reader gets."""
+        self._sink = ready, take
 
     def mark(self, index: int) -> None:
         """There is something new of a prompt; `tell` hands it on."""
@@ -98,9 +87,9 @@ class RequestStream:
         waiter, sink = self._waiter, self._sink
         if waiter is None or waiter.done():
             return  # the reader is at work, and looks again before it waits
-        if sink is not None and self.num_open and self._error is None and sink.ready:
+        if sink is not None and self.num_open and self._error is None and sink[0]():
             try:
-                return sink.take(self._batch())
+                return sink[1](self._batch())
             except Exception as fault:  # of this request alone, and its reader's to tell
                 self._fault = fault
         waiter.set_result(None)

@@ -57,3 +57,9 @@ def top_by_id(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         whole, whole_ids = sorted_by_id(values[straddled])
         top[straddled], ids[straddled] = whole[:, :k], whole_ids[:, :k]
     return top, ids
+
+
+def top_packed(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`top_by_id` in operations whose sizes do not depend on the values, for devices that must not be waited for."""
+    ids = torch.topk(_packed(values), k, dim=-1, largest=False, sorted=True).values & 0xFFFFFFFF
+    return values.gather(1, ids), ids

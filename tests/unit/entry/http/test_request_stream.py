@@ -67,7 +67,7 @@ def test_what_comes_while_the_reader_waits_goes_into_the_sink() -> None:
     async def work() -> None:
         stream, _ = make_stream(prompts=2)
         basin = Basin()
-        stream.pour_into(basin)
+        stream.pour_into(lambda: basin.ready, basin.take)
         come(stream, 10)  # the reader is not there yet
         stream.tell()
         reader = asyncio.create_task(read(stream))
@@ -97,7 +97,7 @@ def test_while_the_reader_is_at_work_everything_waits_for_it() -> None:
     async def work() -> None:
         stream, _ = make_stream()
         basin, taken, held = Basin(), list[list[int]](), asyncio.Event()
-        stream.pour_into(basin)
+        stream.pour_into(lambda: basin.ready, basin.take)
 
         async def slow() -> None:
             async for batch in stream:
@@ -128,7 +128,7 @@ def test_a_fault_of_the_sink_is_the_reader_s() -> None:
         stream, closed = make_stream()
         basin = Basin()
         basin.fault = ZeroDivisionError("planted")
-        stream.pour_into(basin)
+        stream.pour_into(lambda: basin.ready, basin.take)
         reader = asyncio.create_task(read(stream))
         await settle()
         come(stream, 1)
@@ -146,7 +146,7 @@ def test_after_the_end_of_the_engine_nothing_goes_into_the_sink() -> None:
     async def work() -> None:
         stream, _ = make_stream()
         basin = Basin()
-        stream.pour_into(basin)
+        stream.pour_into(lambda: basin.ready, basin.take)
         reader = asyncio.create_task(read(stream))
         await settle()
         stream.fail(EngineDead("gone"))

@@ -15,8 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 from msgspec import inspect
 
-from quire.config.text_table import read_rows
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.text_table import read_rows
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange

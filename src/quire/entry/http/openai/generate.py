@@ -165,7 +165,12 @@ async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
 
 
 async def _events(events: EventStream, stream: RequestStream, progress: "Progress", watch: Watch) -> None:
-    stream.pour_into(_Pushed(events, progress))
+    def push(batch: Batch) -> None:
+        """Send outputs in the moment in which they come."""
+        if data := progress.events(batch):
+            events.push(data)
+
+    stream.pour_into(lambda: events.ready, push)
     try:
         async for batch in stream:
             if data := progress.events(batch):
@@ -174,21 +179,6 @@ async def _events(events: EventStream, stream: RequestStream, progress: "Progres
         await events.end(progress.last() + DONE)
     finally:
         events.stop_comments()
-
-
-class _Pushed:
-    """Outputs as events that are sent in the moment in which they come."""
-
-    def __init__(self, events: EventStream, progress: "Progress") -> None:
-        self._events, self._progress = events, progress
-
-    @property
-    def ready(self) -> bool:
-        return self._events.ready
-
-    def take(self, batch: Batch) -> None:
-        if data := self._progress.events(batch):
-            self._events.push(data)
 
 
 class Progress:

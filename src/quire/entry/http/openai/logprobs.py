@@ -150,22 +150,15 @@ def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
     return LegacyLogprobs(**{name: column + parts[name] for name, column in msgspec.structs.asdict(first).items()})
 
 
-def chat_logprobs(
-    names: TokenNames, tokens: Sequence[int], entries: Sequence[LogprobsByToken], num_top: int | None
-) -> ChatLogprobs:
+def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[LogprobsByToken],
+                  num_top: int | None) -> ChatLogprobs:
     """One object per token with the `num_top` likeliest ones; None: all that there are (ids that were asked for)."""
     content = []
     for token, entry in zip(tokens, entries, strict=True):
         others = list(entry.items()) if num_top is None else sorted(entry.items(), key=_rank)[:num_top]
-        content.append(
-            ChatLogprob(
-                token=names.text(token),
-                logprob=number(entry[token]),
-                bytes=names.bytes_of(token),
-                top_logprobs=[
-                    TokenLogprob(token=names.text(i), logprob=number(e), bytes=names.bytes_of(i)) for i, e in others],
-            )
-        )
+        own, *top = (TokenLogprob(token=names.text(i), logprob=number(e), bytes=names.bytes_of(i))
+                     for i, e in [(token, entry[token]), *others])
+        content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
     return ChatLogprobs(content=content)
 
 

@@ -15,14 +15,12 @@ from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import ChatRequest, CompletionRequest, Message, SamplingFields, TokenizeRequest
 from quire.entry.prompts import Prompt
-from quire.text.chat import TEXT_PARTS, ChatTemplate
+from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.load import TextSide
 from quire.text.tokenizer import Tokenizer
 
 LONG = 8_192  # bytes of a request from which its texts take long enough (1 to 5 ms) to leave the event loop
 HUGE = 2**20  # bytes from which encoding takes hundreds of megabytes for a while (7.5 M: 0.7 to 2 GB)
-RESERVED = ("messages", "tools", "documents", "chat_template", "adapt_tool_calls")  # not for chat_template_kwargs
-OWN_FIELDS = ("add_generation_prompt", "continue_final_message")
 T = TypeVar("T")
 
 
@@ -148,9 +146,9 @@ def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest 
     Templates of reasoning models read `reasoning_effort`; with others it changes nothing, and the client is told.
     """
     variables = dict(request.chat_template_kwargs or {})
-    for name in (*RESERVED, *OWN_FIELDS):
+    for name in (*ARGUMENTS, "documents", *SWITCHES):
         if name in variables:
-            hint = "send it as a field of its own" if name in OWN_FIELDS else "leave it out"
+            hint = "send it as a field of its own" if name in SWITCHES else "leave it out"
             raise InvalidParameter(f"chat_template_kwargs may not hold {name}: {hint}.", param="chat_template_kwargs")
     if request.documents is not None:
         variables["documents"] = request.documents

@@ -63,7 +63,7 @@ class Pipe:
             raise item
         return item
 
-    def pour_into(self, sink: Any) -> None:
+    def pour_into(self, *sink: Any) -> None:
         """Everything goes to who waits."""
 
     def close(self) -> None:
