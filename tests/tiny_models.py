@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quire.contracts.protocols import Executor, ExecutorFacts
-from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.step import I32, StepPlan, StepResult
 
 MARGIN = 1e-3  # between the two largest logits of every greedy step: far above float32 noise
 VOCAB = 96
@@ -221,7 +221,7 @@ class Recorder:
         self.plans.append(plan)
         self._inner.submit(plan)
 
-    def release(self, step: int, late: dict[int, bytes]) -> None:
+    def release(self, step: int, late: I32) -> None:
         self._inner.release(step, late)
 
     def collect(self) -> StepResult:

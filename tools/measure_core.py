@@ -21,7 +21,7 @@ from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.output import StepOutputs
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.entry.cli.table import format_table
@@ -116,10 +116,10 @@ class _TimedExecutor(MockExecutor):
         start = perf_counter_ns()
         self.plans.append(plan)
         super().submit(plan)
-        super().release(plan.step, {})
+        super().release(plan.step, NO_MASKS)
         self.spent += perf_counter_ns() - start
 
-    def release(self, step: int, late: dict[int, bytes]) -> None:
+    def release(self, step: int, late: I32) -> None:
         pass  # done in submit, where the clock runs
 
     def collect(self) -> StepResult:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from quire.contracts.errors import QuireError
     from quire.contracts.output import CompletionOutput, RequestOutput
     from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
+    from quire.contracts.structured import StructuredOutputsParams
     from quire.entry.async_llm import AsyncLLM
     from quire.entry.llm import LLM
 
@@ -24,6 +25,7 @@ __all__ = [
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "errors",
 ]
@@ -38,6 +40,7 @@ _HOMES = {
     "QuireError": "quire.contracts.errors",
     "RequestOutput": "quire.contracts.output",
     "SamplingParams": "quire.contracts.sampling",
+    "StructuredOutputsParams": "quire.contracts.structured",
 }
 
 

@@ -4,7 +4,7 @@
 
 The file says where the servers are and what the right answers are: `url` and `keyed_url` with `key`; `texts`, by
 prompt: 24 greedy tokens; `chats`, by question: greedy answers to their end; `numbers` of one prompt: log-probabilities
-of prompt and answer; `drawn`: two seeded texts. Prints one line per scenario; the first wrong answer ends it with a
+of prompt and answer; `embeddings`, by prompt; `drawn`: two seeded texts. Prints one line per scenario; the first wrong answer ends it with a
 traceback.
 """
 
@@ -35,6 +35,7 @@ class Facts:
         self.chats: dict[str, str] = facts["chats"]
         self.numbers: dict[str, Any] = facts["numbers"]
         self.drawn: dict[str, Any] = facts["drawn"]
+        self.embeddings: dict[str, list[float]] = facts["embeddings"]
         self.prompt, self.question = next(iter(self.texts)), next(iter(self.chats))
 
     def client(self, **options: Any) -> openai.OpenAI:
@@ -67,6 +68,20 @@ def models(facts: Facts) -> None:
     assert (model.id, model.object) == (MODEL, "model") == (client.models.retrieve(MODEL).id, "model")
     error = refusal(openai.NotFoundError, lambda: client.models.retrieve("gpt-5"))
     assert (error.status_code, error.code, error.param) == (404, "model_not_found", "model")
+
+
+def vectors(facts: Facts) -> None:
+    """The client asks for base64 by itself, and hands out numbers."""
+    client, texts, right = facts.client(), list(facts.embeddings), list(facts.embeddings.values())
+    for options in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model=MODEL, input=texts, **options)
+        assert all(close(one.embedding, found) for one, found in zip(answer.data, right, strict=True))
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens > len(texts)
+    (short,) = client.embeddings.create(model=MODEL, input=texts[0], dimensions=16).data
+    length = math.sqrt(sum(number**2 for number in right[0][:16]))
+    assert close(short.embedding, [number / length for number in right[0][:16]])
+    error = refusal(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input="a", dimensions=4096))
+    assert (error.code, error.param) == ("invalid_value", "dimensions")
 
 
 def whole_answers(facts: Facts) -> None:
@@ -277,7 +292,7 @@ def leaving_early(facts: Facts) -> None:
     assert metric(facts, "request_aborts_total") == aborted + 1
 
 
-SCENARIOS = (models, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors, ids_and_raw_answers,
+SCENARIOS = (models, vectors, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors, ids_and_raw_answers,
              extensions, many_at_once, leaving_early)
 
 

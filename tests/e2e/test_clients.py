@@ -42,6 +42,7 @@ def right_answers(llm: LLM, base: SamplingParams) -> dict[str, Any]:
             "answer": [row[token].logprob for token, row in zip(answer.token_ids, answer.logprobs, strict=True)],
             "echo": [row[token].logprob for token, row in zip(scored.prompt_token_ids[1:], before[1:], strict=True)],
         },
+        "embeddings": {one.prompt: one.outputs.embedding for one in llm.embed(list(PROMPTS), use_tqdm=False)},
         "drawn": DRAWN | {"texts": [completion.text for completion in drawn.outputs]},
     }
 

@@ -14,7 +14,7 @@ import torch
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan, StepResult
+from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan, StepResult
 from quire.kernels import triton_runtime
 from quire.kernels.attention import KVView
 from quire.kernels.select import select_kernels
@@ -198,6 +198,47 @@ def test_the_same_tokens_as_on_a_cpu(
                 assert rows.ids.tolist() == other[slot].ids.tolist()
                 np.testing.assert_allclose(rows.logprobs, other[slot].logprobs, atol=1e-4)
     assert torch.equal(worker.tables.computed[:SLOTS], oracle.tables.computed)
+
+
+def pooled(slot: int, num_tokens: int, blocks: tuple[int, ...], pool: str) -> Admission:
+    return msgspec.structs.replace(admission(slot, num_tokens, blocks), pool=pool)
+
+
+# A prompt in three chunks, one in two and whole ones, beside an answer; then a slot is given to another in the middle.
+POOLED = (
+    plan(1, (2, 0), (30, 5), (POOL, SAMPLE), admitted=(pooled(2, 40, (1, 2, 3), "mean"), admission(0, 5, (4,)))),
+    plan(2, (0, 2, 1), (1, 3, 20), (SAMPLE, POOL, POOL), admitted=(pooled(1, 24, (5, 6), "cls"),)),
+    plan(3, (0, 2, 1, 3), (1, 7, 4, 1), (SAMPLE, POOL, POOL, POOL), admitted=(pooled(3, 1, (7,), "last"),)),
+    plan(4, (0, 1, 2), (1, 9, 30), (SAMPLE, POOL, POOL), released=i32(1, 2, 3),
+         admitted=(pooled(1, 9, (5,), "last"), pooled(2, 40, (1, 2, 3), "mean"))),
+    plan(5, (2,), (9,), (POOL,), released=i32(1, 2), admitted=(pooled(2, 9, (1,), "mean"),)),
+    plan(6, (0,), (1,), (SAMPLE,), released=i32(2)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(), (2, 4)])
+def test_the_same_vectors_as_on_a_cpu(cuda_worker: Callable[..., CudaWorker], sizes: tuple[int, ...]) -> None:
+    oracle, seen = cpu_worker(), dict[int, np.ndarray]()
+    worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
+    for expected, found in zip(map(oracle.run, POOLED), run_ahead(worker, POOLED), strict=True):
+        assert found.tokens.tolist() == expected.tokens.tolist() and found.failed == expected.failed == {}
+        assert found.pooled.keys() == expected.pooled.keys()
+        for slot, vector in found.pooled.items():
+            np.testing.assert_allclose(vector, expected.pooled[slot], rtol=1e-4, atol=1e-5)
+        seen |= {10 * found.step + slot: vector for slot, vector in found.pooled.items()}
+    assert sorted(seen) == [31, 32, 33, 41, 52]
+    assert not worker._pooler._prompts
+
+
+def test_a_vector_that_is_not_a_number_fails_alone(cuda_worker: Callable[..., CudaWorker]) -> None:
+    worker = cuda_worker()
+    worker.submit(plan(1, (0, 1), (5, 6), (POOL, POOL), admitted=(pooled(0, 9, (1,), "mean"), pooled(1, 9, (2,), "mean"))))
+    worker.collect()
+    for view in worker._kv:
+        view.k[2] = float("nan")
+    worker.submit(plan(2, (0, 1), (4, 3), (POOL, POOL)))
+    found = worker.collect()
+    assert found.failed == {1: "nan_hidden"} and np.isfinite(found.pooled[0]).all()
 
 
 def test_what_runs_is_what_was_captured(cuda_worker: Callable[..., CudaWorker]) -> None:

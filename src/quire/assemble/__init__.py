@@ -13,6 +13,7 @@ from quire.assemble.parts import Loading, Parts
 from quire.assemble.plain import assemble_plain
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
+from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_dtype
 from quire.config.resolve_cuda import gpu_only_options
 from quire.contracts.errors import ConfigError
@@ -28,6 +29,7 @@ from quire.observe.progress import Progress
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import DevicePlan, resolve_device
 from quire.text.chat import ChatTemplate
+from quire.text.grammar import GrammarCompiler
 from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_folders
@@ -57,6 +59,7 @@ class Engine:
     chat_template: ChatTemplate | None
     eos_ids: tuple[int, ...]
     default_params: SamplingParams
+    pooling: PoolingPlan
     weight_bytes: int
     phases: dict[str, float]
     notes: tuple[str, ...] = ()
@@ -111,7 +114,9 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
         else:
             parts = assemble_plain(config, folder, args, dtype, cpu, on_loading=loading, end_phase=phases.end,
                                    free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
-    core = _build_core(parts, folder, dtype, device)
+    tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
+    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size)
+    core = _build_core(parts, folder, dtype, device, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()
     notes = (*_notes(args, dtype, parts.memory, config), *parts.notes, *unused)
@@ -132,13 +137,16 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
         chat_template=text.chat_template,
         eos_ids=text.eos_ids,
         default_params=text.default_params,
+        pooling=text.pooling,
         weight_bytes=parts.weight_bytes,
         phases=phases.seconds,
         notes=notes,
     )
 
 
-def _build_core(parts: Parts, folder: Path, dtype: DTypePlan, device: DevicePlan) -> EngineCore:
+def _build_core(
+    parts: Parts, folder: Path, dtype: DTypePlan, device: DevicePlan, compiler: GrammarCompiler
+) -> EngineCore:
     config, memory, scheduler, model = parts.config, parts.memory, parts.config.scheduler, parts.model
     machine = ", ".join(filter(None, (str(device), parts.hardware)))
     kernels = model.kernels.choices
@@ -172,6 +180,7 @@ def _build_core(parts: Parts, folder: Path, dtype: DTypePlan, device: DevicePlan
         KVAllocator(BlockPool(memory.num_blocks), memory.geometry, num_slots=scheduler.sequences()),
         root_key=root,
         prefix_caching=config.cache.enable_prefix_caching,
+        compiler=compiler,
     )
 
 

@@ -80,6 +80,8 @@ MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
         ("alibi use_mrope use_qk_norm qk_layernorm use_parallel_residual", (None, False)),
         ("num_experts num_local_experts n_routed_experts", (None, 0)),
         ("no_rope_layers", (None, [])),
+        ("is_causal", (None, True)),
+        ("use_bidirectional_attention", (None, False)),
         ("qkv_bias", (None, True)),
     ) for key in keys.split()
 }
@@ -149,7 +151,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     allow_quantized   read the sizes of a model whose weights cannot be run yet
     """
     keys = {key: value for key, value in raw.items()}
-    model_type, family = _find_family(keys, source)
+    model_type, family, headless = _find_family(keys, source)
     if not allow_quantized:
         _refuse_quantization(keys, source)
     _refuse_math(keys, family, source)
@@ -185,17 +187,19 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         output_bias=bias if family.output_bias is None else family.output_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=flag(keys, "use_qk_norm", source) if family.qk_norm is None else family.qk_norm,
-        tie_word_embeddings=flag(keys, "tie_word_embeddings", source),
+        tie_word_embeddings=flag(keys, "tie_word_embeddings", source) or headless,
         max_position_embeddings=max(max_positions, rope.extended_positions),
         dtype=dtype,
         moe=read_moe(keys, model_type, layers, source),
         latent=latent,
         extra_layers=extra,
-        notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes),
+        notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes,
+               *(["this model has no head: it embeds text, and what it generates means nothing."] if headless else ())),
     )
 
 
-def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family]:
+def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family, bool]:
+    """model_type, its family, and whether the model is one without a head: then the embedding stands for it."""
     ours = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     architectures = names(keys, "architectures", source)
     named = {family.architecture: name for name, family in FAMILIES.items()}
@@ -205,10 +209,11 @@ def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family]:
         shown = model_type or (architectures[0] if architectures else "nothing")
         raise UnsupportedModel(f"{source}: model_type {shown!r} is not implemented.{code} Implemented: {ours}.")
     family = FAMILIES[model_type]
-    if architectures and family.architecture not in architectures:
+    headless = family.architecture.replace("ForCausalLM", "Model") in architectures
+    if architectures and family.architecture not in architectures and not headless:
         raise UnsupportedModel(f"{source}: architecture {architectures[0]!r} of model_type {model_type!r} is not "
                                f"implemented. Implemented: {ours}.")
-    return model_type, family
+    return model_type, family, headless
 
 
 def _refuse_quantization(keys: Mapping[str, Any], source: str) -> None:

@@ -41,6 +41,10 @@ class ModelConfig:
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
     max_logprobs: int = option(20, "most alternatives a request may ask for; -1: the whole vocabulary")
     chat_template: str | None = option(None, "chat template: a file, or the template itself")
+    pooler_config: dict[str, Any] | None = option(
+        None, 'what an embedding is, as JSON: {"pooling_type": "MEAN", "normalize": true}; MEAN, LAST or CLS (default: '
+        "what the model's files say, else the last token's hidden state, normalized)",
+        flags=("--override-pooler-config",))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ class HttpConfig:
                                    flags=("--h11-max-incomplete-event-size",), least=1)
     max_headers: int = option(100, "most headers of a request; more are answered 431",
                               flags=("--h11-max-header-count",), least=1)
+    trust_request_chat_template: bool = option(False, "let a request bring a chat template, which is rendered apart")
     access_log: bool = option(False, "log a line per HTTP request")
 
 
@@ -49,6 +50,11 @@ class ServeConfig:
     shutdown_timeout: float = option(30.0, "seconds that SIGTERM gives running requests", least=0)
     hang_timeout: float = option(60.0, "seconds after which a step counts as hung and /ready says so", above=0)
     stream_interval: int = option(1, "tokens per streamed event", least=1)
+    tool_call_parser: str | None = option(None, "form of tool calls; none: no tools (default: as the template shows)")
+    reasoning_parser: str | None = option(None, "form of reasoning; none: it is text (default: as the template shows)")
+    exclude_tools_when_tool_choice_none: bool = option(False, "do not show the model tools that it may not call")
+    default_chat_template_kwargs: dict[str, Any] | None = option(
+        None, "variables of the chat template that hold where a request gives no other")
     enable_force_include_usage: bool = option(False, "send usage with every stream, asked or not")
     enable_log_requests: bool = option(False, "log the id, sizes and end of every request")
     disable_log_stats: bool = option(False, "no line of statistics every 10 s")

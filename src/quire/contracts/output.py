@@ -7,28 +7,35 @@ import numpy as np
 
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason
-from quire.contracts.step import I32, RowLogprobs
+from quire.contracts.step import F32, I32, RowLogprobs
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of one request. `stop_id` is the token that stopped it; `error` a code when the reason is ERROR."""
+    """The end of one request. `stop_id` is the token that stopped it; `error` a code when the reason is ERROR.
+
+    message  more of the error, in words for the caller
+    vector   [hidden] float32, what was pooled for a request that asked for it
+    """
 
     handle: int
     reason: FinishReason
     stop_id: int | None = None
     error: str | None = None
+    message: str | None = None
+    vector: F32 | None = None
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one step did and how things stand after it, for metrics and logs.
 
     step             -1: these outputs come without a step (a request was aborted); only the state is told then
-    num_waiting      requests without a slot; num_blocked of them wait for another request's prompt, the rest for room
+    num_waiting      requests without a slot; num_blocked of them wait for another's prompt or their grammar, the rest
+                     for room
     num_tokens       computed in the step, num_prefill_tokens of them for prompts (or a resumed request's past)
     num_scheduled    requests in the step, num_prefills of them not yet past their prompt
     num_free_blocks  KV blocks that nobody holds; num_cached_blocks of them keep a content that can be hit
     num_preempted    since the start, and so are prefix_queries and prefix_hits (prompt tokens looked up and found)
-    schedule_s       seconds to plan the step; execute_s spent in the executor; finish_s to confirm the result
+    schedule_s       seconds to plan the step, masks included; execute_s spent in the executor; finish_s to confirm it
     """
 
     step: int = -1
@@ -82,7 +89,7 @@ LogprobsByToken = dict[int, Logprob]
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One completion of a prompt."""
+    """One completion of a prompt. When `finish_reason` is "error", `stop_reason` is a code and `error` may say more."""
 
     index: int
     text: str
@@ -91,6 +98,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[LogprobsByToken] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     def finished(self) -> bool:
         """Whether this completion has ended."""
@@ -117,6 +125,39 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
+
+
+class EmbeddingOutput(msgspec.Struct, kw_only=True):
+    """A vector; empty where the request failed by itself, with `error` "nan_hidden" or another code."""
+
+    embedding: list[float]
+    error: str | None = None
+
+
+class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
+    """The embedding of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int | None = None
+
+
+class ScoringOutput(msgspec.Struct, kw_only=True):
+    """How near two texts are, in [-1, 1]."""
+
+    score: float
+
+
+class ScoringRequestOutput(msgspec.Struct, kw_only=True):
+    """The score of one pair; the token ids of its first text, then of its second."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    finished: bool = True
 
 
 class BeamSearchSequence(msgspec.Struct, kw_only=True):

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import msgspec
 
-from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.step import I32, StepPlan, StepResult
 
 
 class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +34,12 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> None:
         """Queue one step; at most `facts().depth` may be uncollected."""
 
-    def release(self, step: int, late: dict[int, bytes]) -> None:
-        """Let the sampling of `step` go on; `late` holds grammar masks by slot (empty when there are none)."""
+    def release(self, step: int, late: I32) -> None:
+        """Let the sampling of `step` go on, before the next step is submitted.
+
+        late   [G, ceil(V / 32)] int32, one row for each slot of `StepPlan.grammar`: bit i % 32 of word i // 32 says
+               whether token i may come; empty when the step has no such slot
+        """
 
     def collect(self) -> StepResult:
         """Wait for the oldest uncollected step."""

@@ -25,6 +25,7 @@ class BlockReason(StrEnum):
     """What a BLOCKED request waits for."""
 
     PARENT = "parent"  # the first of n completions computes the prompt
+    GRAMMAR = "grammar"  # the form of its output is being compiled
 
 
 class FinishReason(StrEnum):
@@ -54,6 +55,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent       handle of the first of n completions, whose prompt this one shares
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
+    grammar      the form of the output, as `StructuredOutputsParams.spec` writes it
+    pool         "mean", "last" or "cls": it ends with a vector of hidden states (max_tokens is 0); "": with text
     """
 
     handle: int
@@ -68,6 +71,8 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     cache_salt: str = ""
     read_prefix_cache: bool = True
+    grammar: str | None = None
+    pool: str = ""
 
 
 class Request:

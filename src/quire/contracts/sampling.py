@@ -1,15 +1,15 @@
 """What a caller may ask of sampling (`SamplingParams`) and what of it reaches the device (`SamplerSpec`)."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
-from quire.contracts.text_table import read_rows
+from quire.contracts.named import NamedFields, check_names
+from quire.contracts.structured import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as users of the field expect
 COLDEST = 0.01  # temperatures between greedy and this are raised to it: logits / t would overflow
@@ -18,8 +18,6 @@ MAX_LOGPROB_IDS = 128
 BIAS_LIMIT = 100.0
 REPETITION_RANGE = (0.01, 100)  # logits are multiplied or divided by it, in float32
 LENGTH_PENALTY_LIMIT = 10  # the exponent of a length: no context makes a number beyond every float of it
-# Fields that callers of other engines know and this one has not -> what to do instead.
-ABSENT = {name: why for names, why in read_rows(Path(__file__).with_name("absent.txt")) for name in names.split()}
 
 
 class OutputKind(IntEnum):
@@ -28,35 +26,6 @@ class OutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
-
-
-class NamedFields(msgspec.StructMeta):
-    """The type of parameter records whose constructor refuses an unknown name by `InvalidParameter`, with a hint."""
-
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        """Make the record, or raise `InvalidParameter` for the first name that is not a field."""
-        check_names(cls, values)
-        return super().__call__(*args, **values)
-
-
-def check_names(kind: NamedFields, names: Iterable[str]) -> None:
-    """Raise `InvalidParameter` for the first name that is not a field of `kind`, saying what was meant or is absent."""
-    for name in names:
-        if name not in kind.__struct_fields__:
-            raise InvalidParameter(_unknown(kind, name), param=name)
-
-
-def _unknown(kind: NamedFields, name: str) -> str:
-    import difflib
-
-    if name in ABSENT:
-        return f"{kind.__name__}: {name} is not implemented: {ABSENT[name]}."
-    fields = kind.__struct_fields__
-    near = difflib.get_close_matches(name, (*fields, *ABSENT), n=1)
-    if near and near[0] not in fields:
-        return f"{kind.__name__} has no field {name!r}, and {near[0]} is not implemented: {ABSENT[near[0]]}."
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(fields)}."
-    return f"{kind.__name__} has no field {name!r}: {hint}"
 
 
 class SamplingParams(
@@ -72,6 +41,7 @@ class SamplingParams(
     stop / stop_token_ids strings (matched on the text) / ids (matched by the engine)
     max_tokens            None = to the end of the context; 0 = only score the prompt
     logprobs, prompt_logprobs   k alternatives per token; -1 = the whole vocabulary
+    structured_outputs    the form that the output must have; it ends when nothing can follow in that form
     """
 
     n: int = 1
@@ -101,6 +71,7 @@ class SamplingParams(
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     skip_reading_prefix_cache: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -205,6 +176,9 @@ def _check_text(p: SamplingParams) -> None:
     for name, kind in type(p).__annotations__.items():
         if kind is bool and not isinstance(getattr(p, name), bool):
             _refuse(name, getattr(p, name), "True or False")
+    form: Any = p.structured_outputs  # whatever the caller really gave
+    if not isinstance(form, StructuredOutputsParams | None):
+        _refuse("structured_outputs", form, "a StructuredOutputsParams, or None")
     if p.output_kind not in tuple(OutputKind):
         _refuse("output_kind", p.output_kind, "one of OutputKind.CUMULATIVE, DELTA and FINAL_ONLY")
 
@@ -251,6 +225,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     min_length     sequence length under which `stop_ids` cannot be sampled (num_prompt + min_tokens)
     logit_bias     (id, bias) pairs, clamped;  bad_words: token sequences whose last token is forbidden after the rest
     num_logprobs   None = none, -1 = the whole vocabulary; the same for num_prompt_logprobs
+    grammar        its rows wait for a mask of the tokens that may come (`StepPlan.grammar`)
     """
 
     seed: int
@@ -270,3 +245,4 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_logprobs: int | None = None
     logprob_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int | None = None
+    grammar: bool = False

@@ -16,10 +16,12 @@ I32 = np.ndarray[Any, np.dtype[np.int32]]
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 
+NO_MASKS: I32 = np.empty((0, 0), np.int32)  # what `Executor.release` gets for a step without a grammar
+
 # What a scheduled slot outputs: bits of StepPlan.outputs.
 SAMPLE = 1  # sample one token from the slot's last row
 PROMPT_LOGPROBS = 2  # score the next prompt token at each row
-POOL = 4  # hidden state instead of logits
+POOL = 4  # sum hidden states instead of computing logits
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +30,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     token_ids      [P] int32, prompt and, for a resumed request, what it had already generated
     block_ids      one [n] int32 array per KV group: the blocks it starts with (shared ones first)
     num_computed   tokens whose KV is already in those blocks, < P
+    pool           see `NewRequest`
     """
 
     slot: int
@@ -36,6 +39,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: tuple[I32, ...]
     num_computed: int
     sampler: SamplerSpec
+    pool: str = ""
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
@@ -55,6 +59,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     outputs      [S] uint8, bits SAMPLE | PROMPT_LOGPROBS | POOL
     appended     [K, 3] int32 rows (slot, group, block), in block-table order
     released     [R] int32 slots given back before this step
+    grammar      [G] int32 those of the sampling slots, in plan order, whose masks come with `Executor.release`
     """
 
     step: int
@@ -66,6 +71,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     appended: I32 = msgspec.field(default_factory=lambda: np.empty((0, 3), np.int32))
     released: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     shared: tuple[SharedPrefix, ...] = ()
+    grammar: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):
@@ -92,7 +98,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     slots            [N] int32, the plan's slots with SAMPLE, in plan order
     tokens           [N, 1+k] int32 sampled tokens;  num_accepted [N] int32 how many of them count (1 without drafts)
     logprobs         slot -> its sampled rows;  prompt_logprobs  slot -> the rows of this chunk
-    failed           slot -> code; those slots' tokens are meaningless ("nan_logits", "bad_token")
+    pooled           slot -> [hidden] float32, of prompts with POOL that ended in this step
+    failed           slot -> code; what came of those slots is meaningless ("nan_logits", "nan_hidden", "bad_token")
     num_computed     tokens the forward pass really computed, summed over slots
     """
 
@@ -102,6 +109,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted: I32
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
+    pooled: dict[int, F32] = msgspec.field(default_factory=dict)
     failed: dict[int, str] = msgspec.field(default_factory=dict)
     num_computed: int = 0
     timings: StepTimings = StepTimings()

@@ -5,9 +5,10 @@ from typing import Any
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
-from quire.contracts.sampling import NamedFields
+from quire.contracts.named import NamedFields
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_BYTES = 1 << 20  # of a form as JSON
 
 
 class StructuredOutputsParams(
@@ -41,3 +42,17 @@ class StructuredOutputsParams(
             what = "none" if not given else " and ".join(given)
             raise InvalidParameter(f"structured_outputs needs exactly one of {', '.join(KINDS)}, not {what}.",
                                    param="structured_outputs")
+
+    def spec(self) -> str:
+        """The form as JSON text, for the core; raises `InvalidParameter` when a field is not of its type, or too long.
+        """
+        try:
+            text = msgspec.json.encode(self)
+            msgspec.json.decode(text, type=StructuredOutputsParams)  # compares what was given with the types
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise InvalidParameter(f"structured_outputs: {error}.", param="structured_outputs") from None
+        if len(text) > MAX_BYTES or not self.after and self.after is not None:
+            what = "after is empty: leave it out" if len(text) <= MAX_BYTES else (
+                f"{len(text)} bytes as JSON, and at most {MAX_BYTES} are taken: send a smaller one")
+            raise InvalidParameter(f"structured_outputs: {what}.", param="structured_outputs")
+        return text.decode()

@@ -13,12 +13,15 @@ from quire.contracts.errors import EngineDead, InvalidParameter, PromptTooLong
 from quire.contracts.output import NO_TOKENS, Finish, StepOutputs
 from quire.contracts.protocols import Executor
 from quire.contracts.request import FinishReason, NewRequest, Request, RequestState
+from quire.contracts.step import I32, NO_MASKS
 from quire.engine.finish import Finisher
+from quire.engine.grammar import Grammars
 from quire.engine.queue import SLACK
 from quire.engine.scheduler import InFlight, Scheduler
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import Tags
 from quire.kv.misses import PrefixHistory
+from quire.text.grammar import GrammarCompiler
 
 
 class EngineCore:
@@ -36,13 +39,15 @@ class EngineCore:
         *,
         root_key: bytes,
         prefix_caching: bool = True,
+        compiler: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.executor = executor
         self.facts = executor.facts()
         history = PrefixHistory(allocator.pool, enabled=prefix_caching, clock=clock)
         self.scheduler = Scheduler(self.facts, config, allocator, root_key, history)
-        self._finisher = Finisher(self.scheduler, self.facts.vocab_size)
+        self._grammars = Grammars(compiler, clock)
+        self._finisher = Finisher(self.scheduler, self._grammars, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[InFlight] = deque()
         self._finished: list[Finish] = []  # ended between steps, to be reported with the next outputs
@@ -91,8 +96,11 @@ class EngineCore:
         parent = self._requests.get(new.parent) if new.parent is not None else None
         request = self.scheduler.add(new, self._tags(new), parent, places)
         try:
+            if new.grammar is not None:
+                self._grammars.start(new)
             self._finisher.watch(request)
         except Exception:
+            self._grammars.drop(new.handle)
             self.scheduler.remove(request)
             raise
         self._requests[new.handle] = request
@@ -123,20 +131,56 @@ class EngineCore:
 
     def _advance(self) -> StepOutputs:
         self._expire()
-        planned, started = None, perf_counter()
-        if len(self._in_flight) < self.facts.depth and self._requests:
+        self._take_grammars()
+        planned, outputs, started = None, None, perf_counter()
+        depth = min(self.facts.depth, 2) if self._grammars else self.facts.depth  # no mask without all tokens before it
+        if len(self._in_flight) < depth and self._requests:
             planned = self.scheduler.plan(self._step)
             self._report_broken()
         if planned is not None:
             self._step += 1
-            submitted = perf_counter()
-            self.executor.submit(planned.plan)
-            self.executor.release(planned.plan.step, {})
-            planned.schedule_s, planned.execute_s = submitted - started, perf_counter() - submitted
-            self._in_flight.append(planned)
-        if self._in_flight and (planned is None or len(self._in_flight) >= self.facts.depth):
-            return self._confirm()
-        return self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))
+            planned.schedule_s = perf_counter() - started
+            outputs = self._submit(planned)
+        elif not self._in_flight and not self._finished:
+            self._grammars.wait()
+        if outputs is None and self._in_flight and (planned is None or len(self._in_flight) >= depth):
+            outputs = self._confirm()
+        return outputs or self._report(
+            StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))  # fmt: skip
+
+    def _submit(self, planned: InFlight) -> StepOutputs | None:
+        """Submit a step and let it sample. Where it needs masks, the step before is confirmed first: its outputs."""
+        started, outputs, late = perf_counter(), None, NO_MASKS
+        self.executor.submit(planned.plan)
+        planned.execute_s = perf_counter() - started
+        if len(planned.plan.grammar):
+            outputs = self._confirm() if self._in_flight else None
+            started = perf_counter()
+            late = self._masks(planned.plan.grammar)
+            planned.schedule_s += perf_counter() - started
+        started = perf_counter()
+        self.executor.release(planned.plan.step, late)
+        planned.execute_s += perf_counter() - started
+        self._in_flight.append(planned)
+        return outputs
+
+    def _masks(self, slots: I32) -> I32:
+        """The masks of rows of these slots. A request that nothing can follow ends here; its token is dropped later."""
+        masks, ended = self._grammars.masks([self.scheduler.table.requests[slot] for slot in slots.tolist()])
+        for request, failure in ended:
+            del self._requests[request.new.handle]
+            reason = FinishReason.STOP if failure is None else FinishReason.ERROR
+            self._finished.append(self._finisher.end(request, reason, error=failure))
+        return masks
+
+    def _take_grammars(self) -> None:
+        """Requests whose grammar is compiled may run; those whose grammar cannot be end."""
+        for handle, failure in self._grammars.settled():
+            if failure is None:
+                self.scheduler.compiled(self._requests[handle])
+            else:
+                request = self._requests.pop(handle)
+                self._finished.append(self._finisher.end(request, FinishReason.ERROR, error=failure))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every indexed block; running requests keep theirs. True when none was running."""
@@ -146,6 +190,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Drop what is in flight and stop the executor."""
         self._in_flight.clear()
+        self._grammars.close()
         self.executor.shutdown()
 
     def check(self) -> None:
@@ -153,6 +198,7 @@ class EngineCore:
         self.scheduler.check()
         running = [r for r in self._requests.values() if r.state is RequestState.RUNNING]
         assert len(running) == len(self.scheduler.table)
+        assert len(self._grammars) == sum(r.new.grammar is not None for r in self._requests.values())
         if not self._requests:
             assert len(self.scheduler.queue) == 0 and self.scheduler.num_blocked == 0
             pool = self.scheduler.allocator.pool

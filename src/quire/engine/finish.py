@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from quire.contracts.errors import RequestFailed
 from quire.contracts.output import Finish, StepOutputs, StepStats
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, Request, RequestState
-from quire.contracts.step import I32, RowLogprobs, StepResult
+from quire.contracts.step import F32, I32, RowLogprobs, StepResult
+from quire.engine.grammar import Grammars
 from quire.engine.scheduler import InFlight, Scheduler
 
 FINISHED = RequestState.FINISHED
@@ -17,8 +19,8 @@ FINISHED = RequestState.FINISHED
 class Finisher:
     """Applies results to the scheduler's state. Tokens of requests that ended meanwhile are dropped."""
 
-    def __init__(self, scheduler: Scheduler, vocab_size: int) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, grammars: Grammars, vocab_size: int) -> None:
+        self._scheduler, self._grammars = scheduler, grammars
         self._vocab_size = vocab_size
         self._num_stopping = np.zeros(vocab_size, np.int32)  # live requests that each id may stop
 
@@ -32,14 +34,19 @@ class Finisher:
         reason: FinishReason,
         *,
         stop_id: int | None = None,
-        error: str | None = None,
+        error: str | RequestFailed | None = None,
+        vector: F32 | None = None,
         distrust: bool = False,
     ) -> Finish:
         """End a request in any state and free what it holds; `distrust`: nobody may reuse what it computed."""
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] -= 1
+        if request.new.grammar is not None:
+            self._grammars.drop(request.new.handle)
         if request.state is not FINISHED:  # else the scheduler has ended it already
             self._scheduler.remove(request, distrust=distrust)
-        return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=error)
+        code, message = (error.code, str(error)) if isinstance(error, RequestFailed) else (error, None)
+        return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=code, message=message,
+                      vector=vector)  # fmt: skip
 
     def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
         """Confirm one step. Returns the outputs and the requests that ended in it."""
@@ -54,9 +61,10 @@ class Finisher:
             if request.state is not FINISHED:
                 finished.append(self.end(request, FinishReason.ERROR, error=code, distrust=True))
                 ended.append(request)
-        for request in step.unsampled:
+        for slot, request in step.unsampled.items():
             if request.state is not FINISHED:
-                finished.append(self.end(request, FinishReason.LENGTH))
+                reason = FinishReason.STOP if request.new.pool else FinishReason.LENGTH
+                finished.append(self.end(request, reason, vector=result.pooled.get(slot)))
                 ended.append(request)
         logprobs = {r.new.handle: result.logprobs[s] for r, s in self._with_logprobs(step, live, result)}
         all_live = len(live) == len(step.requests)
@@ -80,7 +88,7 @@ class Finisher:
         if not result.failed and not bad.any():
             return failed
         owner = dict(zip(step.sampling.tolist(), step.requests, strict=True))
-        owner.update({slot: request for slot, request, _ in step.scored})
+        owner.update({slot: request for slot, request, _ in step.scored} | step.unsampled)
         for slot, code in result.failed.items():
             failed[owner[slot]] = code
         for i in np.flatnonzero(bad).tolist():
@@ -124,25 +132,29 @@ class Finisher:
         ended: list[Request] = []
         finished: list[Finish] = []
         suspects = (self._num_stopping[mine] > 0) | (table.known[slots] >= table.end[slots]) | ~held
+        if len(step.plan.grammar):
+            suspects |= np.isin(slots, step.plan.grammar)
         for j in np.flatnonzero(suspects).tolist():
             request, token = step.requests[live[j]], int(mine[j])
             if request.state is FINISHED:
                 continue
             finish = self._ending(request, token)
             if finish is not None:
-                reason, stop_id = finish
-                finished.append(self.end(request, reason, stop_id=stop_id))
+                finished.append(finish)
                 ended.append(request)
         return ended, finished
 
-    @staticmethod
-    def _ending(request: Request, token: int) -> tuple[FinishReason, int | None] | None:
+    def _ending(self, request: Request, token: int) -> Finish | None:
+        """The end of a request, if this token is its last."""
         num_outputs = len(request.tokens) - request.num_prompt
         if token in request.stop_ids and num_outputs > request.new.min_tokens:
-            return FinishReason.STOP, token
-        if len(request.tokens) >= request.end:
-            return FinishReason.LENGTH, None
-        return None
+            return self.end(request, FinishReason.STOP, stop_id=token)
+        try:
+            if request.new.grammar is not None and self._grammars.advance(request.new.handle, token):
+                return self.end(request, FinishReason.STOP)
+        except RequestFailed as failure:
+            return self.end(request, FinishReason.ERROR, error=failure)
+        return self.end(request, FinishReason.LENGTH) if len(request.tokens) >= request.end else None
 
     def _score_prompts(self, step: InFlight, result: StepResult) -> dict[int, RowLogprobs]:
         """New prompt rows by handle; rows past the prompt's end, or already delivered, are cut."""

@@ -15,13 +15,15 @@ from quire.engine.mock_executor import MockExecutor
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
+from quire.text.grammar import GrammarCompiler
+from quire.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 32
 MAX_BLOCKS = 65_536  # by default: two million tokens
 
 
-def build_mock_core(config: EngineConfig, folder: Path) -> EngineCore:
-    """A core for the vocabulary and context of the model in `folder`.
+def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path | None = None) -> EngineCore:
+    """A core for the vocabulary and context of the model in `folder`, whose tokenizer may lie in another.
 
     Raises `ConfigError` when max_model_len exceeds the model's context or the blocks asked for.
     """
@@ -43,6 +45,7 @@ def build_mock_core(config: EngineConfig, folder: Path) -> EngineCore:
         depth=config.device.async_depth or 1,
         verify=False,
         answers=True,
+        width=args.hidden_size,
         step_seconds=config.device.mock_step_ms / 1000,
     )
     component = KVComponent("mock", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
@@ -53,4 +56,5 @@ def build_mock_core(config: EngineConfig, folder: Path) -> EngineCore:
         KVAllocator(BlockPool(num_blocks), geometry, num_slots=scheduler.sequences()),
         root_key=namespace_digest(model="mock", revision="", dtype="float32", block_size=size, geometry=geometry),
         prefix_caching=config.cache.enable_prefix_caching,
+        compiler=GrammarCompiler(lambda: Tokenizer.load(tokenizer_folder or folder), args.vocab_size),
     )

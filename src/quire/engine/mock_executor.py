@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, Admission, RowLogprobs, StepPlan, StepResult
+from quire.contracts.step import (
+    F32,
+    I32,
+    NO_MASKS,
+    POOL,
+    PROMPT_LOGPROBS,
+    SAMPLE,
+    Admission,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+)
 
 MASK = 2**64 - 1
 FIRST = 0x9E3779B97F4A7C15
@@ -47,6 +58,19 @@ def mock_tokens(prompt: Sequence[int], seed: int, count: int, vocab_size: int) -
     return tokens
 
 
+def mock_hidden(digest: int, width: int) -> F32:
+    """The hidden state [width] of the mock at a position whose prefix has this digest."""
+    return np.cos(digest % 9973 * np.arange(1, width + 1, dtype=np.float32))
+
+
+def allowed_token(token: int, mask: I32 | None, vocab_size: int) -> int:
+    """What the mock takes for `token` under a mask (None: there is none); -1 when nothing may come."""
+    if mask is None:
+        return token
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little"))
+    return int(allowed[token % len(allowed)]) if len(allowed) else -1
+
+
 class _Slot:
     """What the mock device holds for one slot."""
 
@@ -54,7 +78,8 @@ class _Slot:
         self.request_id, self.sampler = admission.request_id, admission.sampler
         self.seed, self.num_prompt = admission.sampler.seed, admission.sampler.num_prompt
         self.tokens, self.blocks = admission.token_ids.tolist(), admission.block_ids[0].tolist()
-        self.computed = admission.num_computed
+        self.computed, self.pool = admission.num_computed, admission.pool
+        self.seen: list[int] = []  # positions whose hidden states are pooled
         self.digests: list[int] = []
         self.extend()
 
@@ -73,11 +98,13 @@ class MockExecutor:
     answers   give every request its own tokens, those of `mock_tokens`; without it and without `verify` any tokens
               come, at no cost per request, for timing the engine
     step_seconds   what a step takes, one after the other as on a device; `collect` waits for it
-    fail      request id -> number of outputs after which it fails with "nan_logits"
+    width     of hidden states
+    fail      request id -> number of outputs after which it fails with "nan_logits" (0: or "nan_hidden")
     computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
 
-    def __init__(self, *, verify: bool = True, answers: bool = False, step_seconds: float = 0.0, **sizes: int) -> None:
+    def __init__(self, *, verify: bool = True, answers: bool = False, step_seconds: float = 0.0, width: int = 8,
+                 **sizes: int) -> None:
         given: dict[str, Any] = SIZES | sizes
         self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}
@@ -85,26 +112,38 @@ class MockExecutor:
         self.num_steps = 0
         self.closed = False
         self._verify, self._answers = verify, verify or answers
-        self._step_seconds = step_seconds
+        self._step_seconds, self._width = step_seconds, width
         self._memory = np.zeros((given["num_blocks"] + 1, given["block_size"]) if verify else (0, 0), np.uint64)
         self._slots: dict[int, _Slot] = {}
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which it is there
         self._done = 0.0  # when the last step submitted is done
         self._released: set[int] = set()
+        self._waiting: StepPlan | None = None  # for its masks
 
     def submit(self, plan: StepPlan) -> None:
-        """Run the plan; its result waits for `collect`."""
+        """Run the plan, or have it wait for its masks; its result waits for `collect`."""
         assert len(self._results) < self._facts.depth, "more steps in flight than the depth"
         assert plan.step == self.num_steps, "plans out of order"
+        assert self._waiting is None, "submitted before the last step was released"
         self.num_steps += 1
         if self._step_seconds:
             self._done = max(self._done, time.monotonic()) + self._step_seconds
-        self._results.append((self._run(plan) if self._answers else self._run_fast(plan), self._done))
+        self._waiting = plan
+        if not len(plan.grammar):
+            self._sample(NO_MASKS)
 
-    def release(self, step: int, late: dict[int, bytes]) -> None:
+    def release(self, step: int, late: I32) -> None:
         """Let a step's sampling go on."""
-        assert not late, "the mock knows no grammar"
         self._released.add(step)
+        if self._waiting is not None:
+            assert step == self._waiting.step, "a step is released that does not wait"
+            self._sample(late)
+
+    def _sample(self, late: I32) -> None:
+        assert self._waiting is not None
+        plan, self._waiting = self._waiting, None
+        masks = dict(zip(plan.grammar.tolist(), late, strict=True))
+        self._results.append(((self._run if self._answers else self._run_fast)(plan, masks), self._done))
 
     def collect(self) -> StepResult:
         """The oldest result."""
@@ -122,7 +161,7 @@ class MockExecutor:
         """Nothing to free; remembered for tests."""
         self.closed = True
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         self._enter(plan)
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot is scheduled twice"
         for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
@@ -132,14 +171,23 @@ class MockExecutor:
         failed: dict[int, str] = {}
         named: dict[int, RowLogprobs] = {}
         scored: dict[int, RowLogprobs] = {}
+        pooled: dict[int, F32] = {}
         for i, slot in enumerate(plan.slots.tolist()):
             state, rows = self._slots[slot], int(plan.num_rows[i])
             self._attend(state)
             if plan.outputs[i] & PROMPT_LOGPROBS:
                 scored[slot] = self._score(state, rows)
+            if plan.outputs[i] & POOL:
+                state.seen += range(state.computed - int(plan.num_tokens[i]), state.computed)
+                if state.computed == state.num_prompt:
+                    pooled[slot] = self._pool(state)
+                    failed |= {slot: "nan_hidden"} if self.fail.get(state.request_id) == 0 else {}
             if plan.outputs[i] & SAMPLE:
                 assert rows >= 1 and state.computed == len(state.tokens), "sampling before the end of the sequence"
-                token = next_token(state.digests[-1], state.seed, self._facts.vocab_size)
+                token = allowed_token(next_token(state.digests[-1], state.seed, self._facts.vocab_size),
+                                      masks.get(slot), self._facts.vocab_size)  # fmt: skip
+                if token < 0:
+                    failed[slot], token = "no_token", 0
                 if self.fail.get(state.request_id, -1) == len(state.tokens) - state.num_prompt:
                     failed[slot] = "nan_logits"
                 if state.sampler.num_logprobs is not None:
@@ -156,12 +204,15 @@ class MockExecutor:
             logprobs=named,
             failed=failed,
             prompt_logprobs=scored,
+            pooled=pooled,
             num_computed=int(plan.num_tokens.sum()),
         )
 
-    def _run_fast(self, plan: StepPlan) -> StepResult:
+    def _run_fast(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         slots = plan.slots[(plan.outputs & SAMPLE) > 0]
         tokens = (slots * 31 + plan.step) % self._facts.vocab_size
+        for slot, mask in masks.items():
+            tokens[slots == slot] = allowed_token(int(tokens[slots == slot][0]), mask, self._facts.vocab_size)
         return StepResult(
             step=plan.step,
             slots=slots,
@@ -205,6 +256,12 @@ class MockExecutor:
         positions = range(first, min(state.computed, len(state.tokens) - 1))
         tokens = [state.tokens[p + 1] for p in positions]
         return self._alternatives(state, tokens, [-float(p) for p in positions], state.sampler.num_prompt_logprobs or 0)
+
+    def _pool(self, state: _Slot) -> F32:
+        """The vector of a prompt that has just ended."""
+        assert state.pool == "last" or len(state.seen) == state.num_prompt, "pooling over tokens that were not computed"
+        seen = {"mean": state.seen, "last": state.seen[-1:], "cls": state.seen[:1]}[state.pool]
+        return np.mean([mock_hidden(state.digests[position], self._width) for position in seen], 0, np.float32)
 
     def _alternatives(self, state: _Slot, tokens: list[int], values: list[float], count: int) -> RowLogprobs:
         """Rows of made-up alternatives: the token itself, then the ids after it, each HALVING less likely."""

@@ -8,7 +8,7 @@ import numpy as np
 from quire.config.engine import SchedulerConfig
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import BlockReason, NewRequest, Request, RequestState
-from quire.contracts.step import I32, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan
+from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan
 from quire.engine.budget import share_budget
 from quire.engine.queue import WaitingQueue
 from quire.engine.table import RunningTable
@@ -33,7 +33,7 @@ class InFlight:
     version: int  # of the table when planned
     admitted: list[Request] = field(default_factory=list)  # for the first time
     scored: list[tuple[int, Request, int]] = field(default_factory=list)  # slot, request, position of its first row
-    unsampled: list[Request] = field(default_factory=list)  # prompt done, nothing to sample (max_tokens=0)
+    unsampled: dict[int, Request] = field(default_factory=dict)  # by slot: prompt done, nothing to sample
     num_prefills: int = 0  # slots that are catching up
     num_prefill_tokens: int = 0
     schedule_s: float = 0.0  # seconds of planning
@@ -56,6 +56,7 @@ class Scheduler:
         self._root, self._history = root_key, history
         self._chains: dict[int, KeyChain] = {}
         self._children: dict[int, dict[int, Request]] = {}  # parent's handle -> those blocked on its prompt, by handle
+        self._compiling: set[int] = set()  # handles of those whose grammar is not there yet
         self._released: list[int] = []
         self._broken: list[Request] = []
         self._arrivals = 0
@@ -74,18 +75,20 @@ class Scheduler:
         request = Request(new, self._arrivals)
         self._arrivals += 1
         chain = KeyChain(self._root, self.allocator.block_size, request.tokens, tags)
+        if new.grammar is not None:
+            self._compiling.add(new.handle)
         if parent is not None and not self._prompt_planned(parent):
             request.to(RequestState.BLOCKED, BlockReason.PARENT)
             self._children.setdefault(parent.new.handle, {})[new.handle] = request
             self.num_blocked += 1
         else:
-            self.queue.push(request)
+            self._line_up(request)
         self._chains[new.handle] = chain
         return request
 
     def remove(self, request: Request, *, distrust: bool = False) -> None:
         """End a request in any state and free what it holds; `distrust` also withdraws the blocks it published."""
-        before = request.state
+        before, blocked_on = request.state, request.blocked_on
         if before is RequestState.RUNNING:
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)
             self._released.append(self.table.leave(request))
@@ -95,11 +98,29 @@ class Scheduler:
             if distrust:
                 self._withdraw(request)
         if before is RequestState.BLOCKED:
-            assert request.new.parent is not None
-            del self._children[request.new.parent][request.new.handle]
             self.num_blocked -= 1
+            if blocked_on is BlockReason.PARENT:
+                assert request.new.parent is not None
+                del self._children[request.new.parent][request.new.handle]
+        self._compiling.discard(request.new.handle)
         self._unblock_children(request)
         del self._chains[request.new.handle]
+
+    def compiled(self, request: Request) -> None:
+        """Its grammar is there: it may run as soon as nothing else blocks it."""
+        self._compiling.remove(request.new.handle)
+        if request.blocked_on is BlockReason.GRAMMAR:
+            self.num_blocked -= 1
+            request.to(RequestState.WAITING)
+            self.queue.push(request)
+
+    def _line_up(self, request: Request) -> None:
+        """Queue a WAITING request, or block it until its grammar is there."""
+        if request.new.handle in self._compiling:
+            request.to(RequestState.BLOCKED, BlockReason.GRAMMAR)
+            self.num_blocked += 1
+        else:
+            self.queue.push(request)
 
     def _withdraw(self, request: Request) -> None:
         """Make the blocks of a preempted request unfindable: it failed in a step that was still in flight."""
@@ -243,7 +264,7 @@ class Scheduler:
         limit = len(request.tokens) - 1
         if request.new.sampler.num_prompt_logprobs is not None:
             limit = min(limit, request.prompt_scored)
-        elif not request.new.read_prefix_cache and request.num_preemptions == 0:
+        elif not request.new.read_prefix_cache and (request.num_preemptions == 0 or request.new.pool):
             limit = 0
         return self.allocator.match(self._chains[request.new.handle], limit)
 
@@ -263,13 +284,9 @@ class Scheduler:
         blocks = self.allocator.admit(slot, match, len(request.tokens))
         self._publish_planned(request, min(len(request.tokens), match.num_tokens + room))
         admission = Admission(
-            slot=slot,
-            request_id=request.new.request_id,
-            token_ids=np.array(request.tokens, np.int32),
-            block_ids=(blocks,),
-            num_computed=match.num_tokens,
-            sampler=request.new.sampler,
-        )
+            slot=slot, request_id=new.request_id, token_ids=np.array(request.tokens, np.int32), block_ids=(blocks,),
+            num_computed=match.num_tokens, sampler=new.sampler, pool=new.pool,
+        )  # fmt: skip
         if request.num_cached < 0:
             request.num_cached = match.num_tokens
             self.prefix_queries += request.num_prompt
@@ -308,13 +325,15 @@ class Scheduler:
         outputs = np.where(samples, SAMPLE, 0).astype(np.uint8)
         num_rows = samples.astype(np.int32)
         scored: list[tuple[int, Request, int]] = []
-        unsampled: list[Request] = []
+        unsampled: dict[int, Request] = {}
         prefills = np.flatnonzero(catching_up)
         for i in prefills.tolist():
             request = table.requests[int(slots[i])]
             assert request is not None
             if after[i] == total[i] and not samples[i]:
-                unsampled.append(request)
+                unsampled[int(slots[i])] = request
+            if request.new.pool:
+                outputs[i] |= POOL
             if request.new.sampler.num_prompt_logprobs is not None and before[i] < request.num_prompt - 1:
                 outputs[i] |= PROMPT_LOGPROBS
                 num_rows[i] = num_tokens[i]
@@ -322,30 +341,17 @@ class Scheduler:
         sampling = slots[samples]
         table.in_flight[sampling] += 1
         plan = StepPlan(
-            step=step,
-            slots=slots,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            outputs=outputs,
-            admitted=tuple(admitted),
-            appended=appended,
-            released=np.array(self._released, np.int32),
-            shared=self._shared_prefixes(),
-        )
+            step=step, slots=slots, num_tokens=num_tokens, num_rows=num_rows, outputs=outputs, admitted=tuple(admitted),
+            appended=appended, released=np.array(self._released, np.int32), shared=self._shared_prefixes(),
+            grammar=sampling[table.masked[sampling]],
+        )  # fmt: skip
         requests, handles = self._who(sampling)
         newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None and r.num_preemptions == 0]
         return InFlight(
-            plan=plan,
-            sampling=sampling,
-            requests=requests,
-            handles=handles,
-            version=table.version,
-            admitted=newly,
-            scored=scored,
-            unsampled=unsampled,
-            num_prefills=len(prefills),
+            plan=plan, sampling=sampling, requests=requests, handles=handles, version=table.version, admitted=newly,
+            scored=scored, unsampled=unsampled, num_prefills=len(prefills),
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
-        )
+        )  # fmt: skip
 
     def _shared_prefixes(self) -> tuple[SharedPrefix, ...]:
         """Running requests whose contexts begin with the same blocks; remembered until requests come or go."""
@@ -375,7 +381,7 @@ class Scheduler:
         for child in self._children.pop(parent.new.handle, {}).values():
             self.num_blocked -= 1
             child.to(RequestState.WAITING)
-            self.queue.push(child)
+            self._line_up(child)
 
     # --- self-check ---------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ class RunningTable:
     in_flight  sampling steps planned and not collected; known + in_flight is the upper bound of the length
     goal       tokens known at admission: until they are computed the slot is catching up, then it decodes
     end        length at which the request is finished
+    masked     whether its rows wait for masks of a grammar
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -27,6 +28,7 @@ class RunningTable:
             np.zeros(num_slots, np.int32) for _ in range(6)
         )
         self._priority, self._arrival = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
+        self.masked = np.zeros(num_slots, bool)
         self._free = list(range(num_slots - 1, -1, -1))
         self._active: list[int] = []
         self._order: I32 | None = None
@@ -55,6 +57,7 @@ class RunningTable:
         self.in_flight[slot] = 0
         self.end[slot] = request.end
         self.handle[slot] = request.new.handle
+        self.masked[slot] = request.new.grammar is not None
         self._priority[slot] = request.new.priority if by_priority else 0
         self._arrival[slot] = request.arrival
         self.requests[slot] = request  # from here on it holds the slot; nothing below fails

@@ -9,9 +9,10 @@ from typing import Any, Self
 
 from quire.assemble import Engine, assemble
 from quire.config.flags import keyword_config
-from quire.contracts.output import RequestOutput
+from quire.contracts.output import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.completion import Generation
+from quire.entry.embedding import embed_params, embedding_output
 from quire.entry.engine_thread import EngineThread
 from quire.entry.local import Messages, render_chat, tokenizer_of
 from quire.entry.prompts import PromptLike, parse_prompt
@@ -38,17 +39,30 @@ class AsyncLLM:
         """The parts behind: configuration, plans, core."""
         return self._served.engine
 
-    async def generate(self, prompt: PromptLike, sampling_params: SamplingParams | None = None, *,
-                       request_id: str | None = None, priority: int = 0,
-                       timeout: float | None = None) -> AsyncIterator[RequestOutput]:
+    def generate(self, prompt: PromptLike, sampling_params: SamplingParams | None = None, *,
+                 request_id: str | None = None, priority: int = 0,
+                 timeout: float | None = None) -> AsyncIterator[RequestOutput]:
         """Complete one prompt: an output whenever there is something new, the last one with `finished`.
 
         Raises a `RequestError` when it cannot be served or fails by itself, `EngineDead` when the engine stops.
         """
+        return self._outputs(prompt, sampling_params, [], request_id=request_id, priority=priority, timeout=timeout)
+
+    async def embed(self, prompt: PromptLike, *, dimensions: int | None = None, request_id: str | None = None,
+                    priority: int = 0, timeout: float | None = None) -> EmbeddingRequestOutput:
+        """The embedding of one prompt; see `LLM.embed`. Raises as `generate` does."""
+        plan, started = self.engine.pooling, list[Generation]()
+        plan.check(dimensions)
+        async for _ in self._outputs(prompt, embed_params(), started, request_id=request_id, priority=priority,
+                                     timeout=timeout, pool=plan.method):
+            pass
+        return embedding_output(started[0], plan, dimensions)
+
+    async def _outputs(self, prompt: PromptLike, sampling_params: SamplingParams | None, started: list[Generation],
+                       **options: Any) -> AsyncIterator[RequestOutput]:
         default, served = self.engine.default_params, self._served
         params = default if sampling_params is None else sampling_params
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | Exception]()
-        started: list[Generation] = []
 
         def deliver(item: RequestOutput | Exception) -> None:
             try:
@@ -61,7 +75,7 @@ class AsyncLLM:
             ready = await loop.run_in_executor(None, served.front.tokenized, ready)
 
         def start() -> None:
-            served.start(ready, params, deliver, started, request_id=request_id, priority=priority, timeout=timeout)
+            served.start(ready, params, deliver, started, **options)
 
         served.send(start)
         try:

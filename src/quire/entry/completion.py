@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from quire.contracts.output import CompletionOutput, Finish, Logprob, LogprobsByToken, RequestMetrics, RequestOutput
 from quire.contracts.request import FinishReason
 from quire.contracts.sampling import OutputKind, SamplingParams
-from quire.contracts.step import RowLogprobs
+from quire.contracts.step import F32, RowLogprobs
 from quire.text.sequence import SequenceText
 from quire.text.tokenizer import Tokenizer
 
@@ -19,6 +19,7 @@ class Completion:
     streamed     outputs hold only what is new: `new_text`, and the tokens from `num_sent` on
     num_read     tokens that `text` has seen: the others wait until an output is made, unless stop strings need them
     first_token_time, last_token_time   when its first and its newest token came (monotonic)
+    vector       what it ended with instead of text
     """
 
     handle: int
@@ -31,11 +32,13 @@ class Completion:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     num_sent: int = 0
     num_read: int = 0
     new_text: str = ""
     first_token_time: float | None = None
     last_token_time: float | None = None
+    vector: F32 | None = None
 
     @property
     def mean_token_time(self) -> float | None:
@@ -61,10 +64,10 @@ class Completion:
         """The core ended it."""
         if self.finish_reason is not None:
             return
-        self.finish_reason = finish.reason.value
+        self.finish_reason, self.vector = finish.reason.value, finish.vector
         self._read(finished=True)
         if finish.reason is FinishReason.ERROR:
-            self.stop_reason = finish.error
+            self.stop_reason, self.error = finish.error, finish.message
         elif finish.stop_id is not None and finish.stop_id not in self.eos_ids:
             self.stop_reason = finish.stop_id
 
@@ -87,7 +90,7 @@ class Completion:
         return CompletionOutput(index=self.index, text=text, token_ids=self.token_ids[sent:],
                                 logprobs=None if logprobs is None else logprobs[sent:],
                                 cumulative_logprob=self.cumulative_logprob, finish_reason=self.finish_reason,
-                                stop_reason=self.stop_reason)
+                                stop_reason=self.stop_reason, error=self.error)
 
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
         """Bring the text up to the tokens; returns the stop string that was found, or None."""

@@ -64,7 +64,7 @@ def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
 def _build_mock(config: EngineConfig) -> tuple[EngineCore, Ready]:
     from quire.engine.mock_core import build_mock_core
 
-    core = build_mock_core(config, resolve_folders(config)[0])
+    core = build_mock_core(config, *resolve_folders(config))
     plans = {"model": f"mock, {config.device.mock_step_ms:g} ms per step"}
     notes = ("device=mock: no model is loaded, and the answers are made up.",)
     return core, _ready(core, dtype="none", device="mock", weight_bytes=0, kv_bytes=0, plans=plans, notes=notes)

@@ -124,6 +124,7 @@ class EngineThread:
                 continue
             if output.finished:
                 del self.inboxes[handle]
-            failure = next((c.stop_reason for c in output.outputs if c.finish_reason == "error"), None)
-            deliver(output if failure is None
-                    else RequestFailed(f"request {output.request_id} failed: {failure}.", code=str(failure)))
+            failed = next((c for c in output.outputs if c.finish_reason == "error"), None)
+            deliver(output if failed is None
+                    else RequestFailed(failed.error or f"request {output.request_id} failed: {failed.stop_reason}.",
+                                       code=str(failed.stop_reason)))  # fmt: skip

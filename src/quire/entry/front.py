@@ -94,10 +94,10 @@ class FrontEnd:
         return list({g.completions[0].handle: g for g, _ in self._by_handle.values()}.values())
 
     def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-              timeout: float | None = None) -> tuple[Generation, list[NewRequest]]:
+              timeout: float | None = None, pool: str = "") -> tuple[Generation, list[NewRequest]]:
         """Make the requests of one prompt; raises `RequestError` and keeps nothing when they cannot be served.
 
-        timeout   seconds after which the request fails
+        timeout   seconds after which the request fails;  pool  as in `NewRequest`
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
@@ -106,6 +106,7 @@ class FrontEnd:
         self._check_options(priority, timeout)
         token_ids = self.encode(prompt)
         self._check(params, token_ids)
+        grammar = params.structured_outputs.spec() if params.structured_outputs is not None else None
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
@@ -129,7 +130,9 @@ class FrontEnd:
             priority=priority,
             cache_salt=prompt.cache_salt,
             deadline=None if timeout is None else time.monotonic() + timeout,
-            read_prefix_cache=not params.skip_reading_prefix_cache,
+            read_prefix_cache=not params.skip_reading_prefix_cache and pool in ("", "last"),  # others: all rows
+            pool=pool,
+            grammar=grammar,
         )
         requests = [parent, *(_child(parent, i, f"{request_id}.{i}") for i in range(1, params.n))]
         self._next_handle += params.n
@@ -292,10 +295,11 @@ class FrontEnd:
             if k is not None and limits.max_logprobs >= 0 and (k > limits.max_logprobs or k < 0):
                 raise InvalidParameter(f"{name}={k} exceeds this engine's max_logprobs={limits.max_logprobs}: ask for "
                                        "fewer, or start the engine with a higher max_logprobs.", param=name)
-        if self.tokenizer is None and (params.stop_strings or params.bad_words):
-            name = "stop" if params.stop_strings else "bad_words"
-            raise InvalidParameter(
-                f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name)
+        for name, given in (("stop", params.stop_strings), ("bad_words", params.bad_words),
+                            ("structured_outputs", params.structured_outputs)):
+            if given and self.tokenizer is None:
+                raise InvalidParameter(
+                    f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name)
 
     def _spec(self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...]) -> SamplerSpec:
         greedy = params.greedy
@@ -322,6 +326,7 @@ class FrontEnd:
             num_logprobs=params.logprobs,
             logprob_ids=tuple(params.logprob_token_ids or ()),
             num_prompt_logprobs=params.prompt_logprobs,
+            grammar=params.structured_outputs is not None,
         )
 
 

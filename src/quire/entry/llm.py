@@ -9,10 +9,17 @@ from typing import Any, Self
 from quire.assemble import Engine, assemble
 from quire.config.flags import keyword_config
 from quire.contracts.errors import EngineClosed, EngineDead, InvalidParameter
-from quire.contracts.output import BeamSearchOutput, RequestOutput
+from quire.contracts.output import (
+    BeamSearchOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
+from quire.entry.embedding import embed_params, embedding_output, likeness, paired, vector_of
 from quire.entry.interrupt import uninterrupted
 from quire.entry.local import Messages, front_end, render_chat, tokenizer_of
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
@@ -70,6 +77,32 @@ class LLM:
                 done[first_handle] = output
                 progress.advance(1)
         return [done[g.completions[0].handle] for g in started]
+
+    def embed(self, prompts: PromptLike | Sequence[PromptLike], *, dimensions: int | None = None, use_tqdm: bool = True,
+              priority: Sequence[int] | None = None) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt, as `engine.pooling` says; in `outputs.embedding`, in the order of the prompts.
+
+        dimensions   keep so many numbers, the first ones, and give them length 1 again
+        Raises and fails as `generate` does; `outputs.error` says what went wrong with one alone.
+        """
+        plan = self.engine.pooling
+        plan.check(dimensions)
+        return [embedding_output(g, plan, dimensions) for g in self._pool(parse_prompts(prompts), use_tqdm, priority)]
+
+    def score(self, text_1: PromptLike | Sequence[PromptLike], text_2: PromptLike | Sequence[PromptLike], *,
+              use_tqdm: bool = True) -> list[ScoringRequestOutput]:
+        """The cosine between the embeddings of one prompt and each of several, or of two lists, pair by pair.
+
+        Raises `InvalidParameter` for a model that does not say how it embeds, `RequestFailed` for a prompt that fails.
+        """
+        plan = self.engine.pooling
+        plan.check_scores()
+        first, second = parse_prompts(text_1), parse_prompts(text_2)
+        pairs = [(one, len(first) + other) for one, other in paired(first, second)]
+        done = self._pool([*first, *second], use_tqdm)
+        vectors, ids = [vector_of(g, plan) for g in done], [g.prompt_token_ids for g in done]
+        return [ScoringRequestOutput(request_id=done[b].request_id, prompt_token_ids=ids[a] + ids[b],
+                                     outputs=ScoringOutput(score=likeness(vectors[a], vectors[b]))) for a, b in pairs]
 
     def chat(self, messages: Messages | Sequence[Messages], sampling_params: ParamsLike = None, *,
              use_tqdm: bool = True, chat_template: str | None = None, add_generation_prompt: bool = True,
@@ -148,18 +181,27 @@ class LLM:
                                    param="sampling_params")
         return list(given)
 
-    def _start(
-        self, prompt: Prompt, params: SamplingParams, priority: int, started: list[Generation], mail: Mail
-    ) -> None:
+    def _pool(self, prompts: list[Prompt], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[Generation]:
+        """Compute the vectors of all prompts."""
+        started: list[Generation] = []
+        params = [embed_params()] * len(prompts)
+        with (Progress("Embedding", len(prompts), enabled=use_tqdm, unit="prompt") as progress,
+              closing(self._run(prompts, params, priority, started, self.engine.pooling.method)) as outputs):
+            for _ in outputs:
+                progress.advance(1)
+        return started
+
+    def _start(self, prompt: Prompt, params: SamplingParams, started: list[Generation], mail: Mail,
+               **options: Any) -> None:
         """Queue one prompt with all of its completions; when one is refused, whoever owns `started` ends the others."""
-        generation, requests = self._front.start(prompt, params, priority=priority)
+        generation, requests = self._front.start(prompt, params, **options)
         self._mail[generation.completions[0].handle] = mail
         started.append(generation)
         for request in requests:
             self.engine.core.add(request, places=0)  # the bound of the queue is for callers who know nothing of another
 
     def _run(self, prompts: list[Prompt], params: list[SamplingParams], priority: Sequence[int] | None,
-             started: list[Generation]) -> Generator[tuple[RequestOutput, int], None, None]:
+             started: list[Generation], pool: str = "") -> Generator[tuple[RequestOutput, int], None, None]:
         """Queue all prompts, or none, and step until they have ended; a caller who stops listening aborts them.
 
         Fills `started`; yields outputs with the handle of their prompt's first completion. What an interrupted run has
@@ -176,7 +218,7 @@ class LLM:
                 self._abort_orphans()
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                 with uninterrupted():  # nothing is queued that nobody would abort
-                    self._start(prompt, p, priority[i] if priority else 0, started, ready)
+                    self._start(prompt, p, started, ready, priority=priority[i] if priority else 0, pool=pool)
             num_open = len(started)
             while True:
                 while ready:  # filled by any stream's step

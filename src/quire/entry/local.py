@@ -7,7 +7,7 @@ from quire.assemble import Engine
 from quire.contracts.errors import InvalidParameter
 from quire.entry.front import FrontEnd
 from quire.entry.prompts import Prompt
-from quire.text.chat import ARGUMENTS, SWITCHES, ChatTemplate, encode_chat, no_template
+from quire.text.chat import ARGUMENTS, SWITCHES, ChatTemplate, no_template
 from quire.text.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, Any]]
@@ -45,7 +45,7 @@ def render_chat(engine: Engine, messages: Messages, /, *, chat_template: str | N
     text = template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt,
                            continue_final_message=continue_final_message,
                            **{**variables, **_checked_variables(chat_template_kwargs)})
-    return Prompt(text=text, token_ids=encode_chat(tokenizer, text))
+    return Prompt(text=text, token_ids=tokenizer.encode(text, add_special_tokens=False))
 
 
 def _checked_variables(given: Any) -> dict[str, Any]:

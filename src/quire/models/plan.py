@@ -16,6 +16,7 @@ from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, collectives, ranks
+from quire.config.pooling import read_pooling
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import ConfigError
@@ -84,6 +85,7 @@ class EnginePlan:
                 "bytes": _total(map(self.num_bytes, self.layout)), "dtype": self.dtype.dtype,
                 "dtype_reason": self.dtype.reason, "notes": args.notes,
                 "format": f"{words}: {MISSING}" if words else "unquantized",
+                "embedding": str(read_pooling(self.folder, self.config.model.pooler_config)),
             },
             "machine": self.machine,
             "kernels": [asdict(choice) for choice in self.kernels],

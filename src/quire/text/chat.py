@@ -2,10 +2,11 @@
 
 Knows Jinja templates and messages as plain JSON values; renders as transformers' `apply_chat_template` does (same
 environment, same variables, same treatment of absent and reasoning fields), which the tests compare with on every
-template. Knows nothing of HTTP, of tool-call parsing or of token ids, but for `encode_chat`.
+template. A template is a program over values of a stranger: it renders in this process as long as that is cheap, else
+in a child that can be stopped. Knows nothing of HTTP, of tool-call parsing or of token ids.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import jinja2
 
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
 from quire.text.calls import CallStyle, probe_style
-from quire.text.jinja import compile_template
+from quire.text.sandbox import Sandbox
+from quire.text.sandbox_meter import TooCostly, compile_metered
 from quire.text.special import SpecialTokens, read_json
-from quire.text.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 EXTRA_TEMPLATES = "additional_chat_templates"
@@ -32,18 +33,28 @@ PROGRAM_ERRORS = (TypeError, ValueError, LookupError, AttributeError, Arithmetic
 class ChatTemplate:
     """A model's chat template, or several by name ("default", "tool_use")."""
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str] | None = None) -> None:
-        """`sources` are templates by name; `variables` (bos_token, ...) are visible to them.
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str] | None = None, *,
+                 compiler: Callable[[str], jinja2.Template | None] | None = compile_metered,
+                 sandbox: Sandbox | None = None) -> None:
+        """`sources` are templates by name; `variables` (bos_token, ...) are visible to them; None for `compiler`: they
+        are a stranger's, and not even compiled in this process.
 
         Errors: `jinja2.TemplateSyntaxError`; `load` turns it into a user error.
         """
         self.sources = dict(sources)
         self._variables = dict(variables or {})
-        self._compiled = {name: compile_template(source) for name, source in self.sources.items()}
+        self._trusted = compiler is not None
+        self._compiled = {name: compiler(source) for name, source in self.sources.items()} if compiler else {}
         self._styles: dict[str, CallStyle] = {}  # filled when a conversation with tool calls first comes
+        self._sandbox = sandbox or Sandbox()
+
+    def replaced(self, source: str) -> "ChatTemplate":
+        """A stranger's template with this one's variables."""
+        return ChatTemplate({"default": source}, self._variables, compiler=None, sandbox=self._sandbox)
 
     @staticmethod
-    def load(folder: Path, override: str | Path | None = None) -> "ChatTemplate | None":
+    def load(folder: Path, override: str | Path | None = None, *,
+             sandbox: Sandbox | None = None) -> "ChatTemplate | None":
         """The template of a checkpoint folder, or None if it has none.
 
         override: a template's text, the path of a template file, or the name of one of the folder's templates.
@@ -57,7 +68,7 @@ class ChatTemplate:
         if not sources:
             return None
         try:
-            return ChatTemplate(sources, SpecialTokens.read(folder).named)
+            return ChatTemplate(sources, SpecialTokens.read(folder).named, sandbox=sandbox)
         except jinja2.TemplateSyntaxError as error:
             problem = f"{origin} is not valid Jinja (line {error.lineno}: {error.message})"
             if override is not None:
@@ -68,17 +79,30 @@ class ChatTemplate:
         """The text of the template used for a request with or without tools."""
         return self.sources[self._choose(tools)]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-               add_generation_prompt: bool = True, continue_final_message: bool = False, adapt_tool_calls: bool = True,
-               **kwargs: Any) -> str:
-        """The prompt for a conversation.
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt for a conversation, rendered here or, when that is too costly, apart; see `render_here`."""
+        try:
+            return self.render_here(messages, **options)
+        except TooCostly:
+            return self.render_apart(messages, **options)
+
+    def render_apart(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The same in a process that can be stopped: takes a fraction of a millisecond more, and seconds at most."""
+        param = "messages" if self._trusted else "chat_template"
+        arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
+        return self._sandbox.render((self.sources, self._variables), arguments, param)
+
+    def render_here(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+                    add_generation_prompt: bool = True, continue_final_message: bool = False,
+                    adapt_tool_calls: bool = True, **kwargs: Any) -> str:
+        """The prompt for a conversation. Takes milliseconds at most.
 
         messages   mappings with "role"; "content" is a string, or text parts, which are joined with newlines
         tools      JSON schemas; `kwargs` are further variables of the template (enable_thinking, documents, ...)
         continue_final_message   leave the last message open, to be continued; excludes `add_generation_prompt`
         adapt_tool_calls   give past tool calls in the form this template reads (see `calls`); transformers does not
 
-        Errors: `InvalidParameter` with the template's own words when it refuses the messages.
+        Errors: `InvalidParameter` with the template's own words when it refuses the messages; `TooCostly`.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter("continue_final_message and add_generation_prompt exclude each other: switch one "
@@ -114,8 +138,11 @@ class ChatTemplate:
 
     def _render(self, name: str, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any]) -> str:
         given = {"documents": None, "add_generation_prompt": False, **self._variables, **variables}
+        template = self._compiled.get(name)
+        if template is None:
+            raise TooCostly
         try:
-            return self._compiled[name].render(given, messages=messages, tools=tools)
+            return template.render(given, messages=messages, tools=tools)
         except jinja2.TemplateError as error:
             raise InvalidParameter(
                 f"the chat template refused the messages: {error.message or type(error).__name__}", param="messages"
@@ -130,11 +157,6 @@ def no_template(model: str) -> InvalidParameter:
     """The error for a chat request to a model without a template."""
     return InvalidParameter(f"{model} has no chat template (it is probably a base model): use plain completions, or "
                             "give a template file as chat_template.", param="messages")
-
-
-def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a rendered conversation; the template wrote its special tokens, so none is added."""
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _folder_sources(folder: Path) -> dict[str, str]:
@@ -210,7 +232,7 @@ def _plain(value: Any, where: str) -> Any:
     """A copy made of JSON values only, so that a template meets no object with methods of its own."""
     if value is None or type(value) in (str, bool, int, float):
         return value
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):
         return {_plain(key, where): _plain(item, where) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, where) for item in value]

@@ -56,14 +56,19 @@ class PlainNamespace(Namespace):
         super().__setitem__(name, value)
 
 
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """Where chat templates are compiled."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], **options)
+        self.filters["tojson"] = to_json
+        self.globals.update(raise_exception=_raise_exception, dict=PlainDict(), namespace=PlainNamespace,
+                            strftime_now=lambda form: datetime.now().strftime(form))
+
+
 def compile_template(source: str) -> jinja2.Template:
     """A template ready to render, from any thread. Errors: `jinja2.TemplateSyntaxError`."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_raise_exception, dict=PlainDict(), namespace=PlainNamespace,
-                               strftime_now=lambda form: datetime.now().strftime(form))
-    return environment.from_string(source)
+    return ChatEnvironment().from_string(source)
 
 
 def _refuse_private(name: Any) -> None:
@@ -75,6 +80,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """The filter `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -4,14 +4,17 @@ Knows the files that hold them. Knows nothing of weights and devices, so that a 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
+from quire.config.pooling import PoolingPlan, read_pooling
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplingParams
 from quire.text.chat import ChatTemplate
 from quire.text.defaults import load_eos_ids, load_generation_defaults
 from quire.text.tokenizer import Tokenizer
+from quire.text.tools import OutputStyles, choose_styles
 
 SOURCES = ("auto", "none", "vllm")  # of sampling defaults; the last is what callers of other engines say for none
 
@@ -20,7 +23,8 @@ SOURCES = ("auto", "none", "vllm")  # of sampling defaults; the last is what cal
 class TextSide:
     """What turns text into requests and tokens into text.
 
-    tokenizer   None with skip_tokenizer_init, and then there is no template either
+    tokenizer     None with skip_tokenizer_init, and then there is no template either
+    parsers       names of the forms of tool calls and of reasoning; None: what the template shows
     """
 
     tokenizer: Tokenizer | None
@@ -28,6 +32,13 @@ class TextSide:
     chat_template: ChatTemplate | None
     eos_ids: tuple[int, ...]
     default_params: SamplingParams
+    pooling: PoolingPlan
+    parsers: tuple[str | None, str | None] = (None, None)
+
+    @cached_property
+    def styles(self) -> OutputStyles:
+        """How the model calls tools and reasons; raises `ConfigError` for an unknown name."""
+        return choose_styles(self.chat_template, *self.parsers)
 
 
 def load_text(config: EngineConfig, folder: Path, *, tokenizer_folder: Path | None = None) -> TextSide:
@@ -41,7 +52,8 @@ def load_text(config: EngineConfig, folder: Path, *, tokenizer_folder: Path | No
     return TextSide(
         tokenizer=tokenizer, tokenizer_folder=tokenizer_folder,
         chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template),
-        eos_ids=load_eos_ids(folder, tokenizer), default_params=_default_params(config, folder))
+        eos_ids=load_eos_ids(folder, tokenizer), default_params=_default_params(config, folder),
+        pooling=read_pooling(folder, model.pooler_config))
 
 
 def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:

@@ -111,6 +111,10 @@ class Tokenizer:
             return self.pieces.bytes_of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
+    def to_json(self) -> str:
+        """All of it as the text of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def token_id(self, token: str) -> int | None:
         """Id of a vocabulary entry given exactly; None if there is none."""
         return self._backend.token_to_id(token)

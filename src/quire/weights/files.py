@@ -6,7 +6,8 @@ the bytes; offsets count from the end of the header (https://github.com/huggingf
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for name, file_name in placed.items():
         if name not in tensors or tensors[name].file.name != file_name:
             raise WeightsError(f"{folder / file_name} has no tensor {name}, which {INDEX} promises: download it again.")
-    return Checkpoint(folder, tuple(files), tensors)
+    full = _full_names(tensors)
+    return Checkpoint(folder, tuple(files), {full[name]: replace(t, name=full[name]) for name, t in tensors.items()})
 
 
 def stored_in(folder: Path) -> dict[str, str]:
@@ -77,8 +79,15 @@ def stored_in(folder: Path) -> dict[str, str]:
     `read_checkpoint`."""
     placed = _read_index(Path(folder))
     if placed or not any(Path(folder).glob("*.safetensors")):
-        return placed
+        full = _full_names(placed)
+        return {full[name]: file for name, file in placed.items()}
     return {tensor.name: tensor.file.name for tensor in read_checkpoint(folder).tensors.values()}
+
+
+def _full_names(stored: Collection[str]) -> dict[str, str]:
+    """Name -> the name in a checkpoint of a whole model: in those of embedding models the head is gone, and with it
+    what the names of the others began with."""
+    return {name: f"model.{name}" if "embed_tokens.weight" in stored else name for name in stored}
 
 
 def read_header(path: Path) -> list[StoredTensor]:

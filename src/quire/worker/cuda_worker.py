@@ -24,6 +24,7 @@ from quire.layers.stack import Model, run_layers
 from quire.worker.gpu_sampler import GpuSampler, Mode
 from quire.worker.graphs import Graphs, Key
 from quire.worker.packed import Change, PackedSteps
+from quire.worker.pooling import Pooler, Vectors, unsound
 from quire.worker.sampler import CODES
 from quire.worker.scoring import Scored, score_prompts, unscorable
 
@@ -59,6 +60,7 @@ class _Running:
     done: torch.cuda.Event
     logprobs: Callable[[], dict[int, RowLogprobs]] | None
     prompt_logprobs: dict[int, RowLogprobs]
+    pooled: Callable[[], Vectors] | None
 
 
 class CudaWorker:
@@ -67,7 +69,7 @@ class CudaWorker:
     def __init__(self, model: Model, kv: list[KVView], limits: Limits, device: torch.device) -> None:
         self.model, self.limits = model, limits
         self.graphs = Graphs()
-        self._kv = kv
+        self._kv, self._pooler = kv, Pooler(model.norm)
         self._can_share = model.args.latent is None  # whose kernels read every context by itself
         slots = limits.num_slots + 1  # the last is for padding
         max_blocks = -(-limits.max_model_len // limits.block_size) + 1
@@ -97,6 +99,7 @@ class CudaWorker:
             for _ in range(limits.depth + 1)
         )
         self._running: deque[_Running] = deque()
+        self._launch_end: partial[None]  # of the step that was submitted last
         self._num_blocks = np.zeros(slots, np.int64)
         self._specs: dict[int, SamplerSpec] = {}
         self._lengths = np.zeros(slots, np.int64)  # tokens computed once everything submitted is: an upper bound
@@ -105,8 +108,9 @@ class CudaWorker:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Launch one step."""
+        """Launch one step; its sampling, when it needs masks, only with `release`."""
         changes = self._changes(plan)
+        self._pooler.apply(plan)
         bucket = self._bucket(plan)
         shared = self._shared(plan)
         while left := self._packed.upload(plan, changes, shared):
@@ -114,12 +118,26 @@ class CudaWorker:
             step.apply_runs(self._packed.device)
         self._lengths[plan.slots] += plan.num_tokens
         slots = plan.slots[(plan.outputs & SAMPLE) != 0]
-        num_rows, prompts = bucket, {}
+        num_rows, prompts, pooled = bucket, {}, None
         if bucket:
             self.graphs.run(("decode", bucket, shared is not None), lambda: self._decode(bucket, shared is not None))
         else:
             num_rows, hidden = self._forward(plan, len(slots), shared is not None)
-            prompts = self._score_prompts(plan, hidden)
+            prompts, pooled = self._score_prompts(plan, hidden), self._pooler.run(plan, hidden)
+        self._launch_end = partial(self._end, plan, slots, num_rows, prompts, pooled)
+        if not len(plan.grammar):
+            self._launch_end()
+
+    @torch.inference_mode()
+    def release(self, late: I32) -> None:
+        """Launch the sampling of the step that was submitted last, with its masks; see `Executor.release`."""
+        plan, slots, *_ = self._launch_end.args
+        self.sampler.take_masks(slots, plan.grammar, late)
+        self._launch_end()
+
+    def _end(self, plan: StepPlan, slots: I32, num_rows: int, prompts: dict[int, RowLogprobs],
+             pooled: Callable[[], Vectors] | None) -> None:
+        """Launch what comes after the logits."""
         mode = self.sampler.mode(slots)
         self.graphs.run(("sample", num_rows, mode), lambda: self._sample(num_rows, mode))
         scored = self.sampler.logprobs(self._logits, slots)
@@ -127,13 +145,13 @@ class CudaWorker:
         self._results.rotate(-1)
         out.copy_(self._out, non_blocking=True)
         done.record()
-        self._running.append(_Running(plan, slots, out, done, scored, prompts))
+        self._running.append(_Running(plan, slots, out, done, scored, prompts, pooled))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was submitted. No timings: they take two more events a step."""
         run = self._running.popleft()
         run.done.synchronize()
-        count = len(run.slots)
+        count, vectors = len(run.slots), run.pooled() if run.pooled else {}
         tokens, codes = run.out[0, :count].numpy().copy(), run.out[1, :count].numpy()
         return StepResult(
             step=run.plan.step,
@@ -141,9 +159,10 @@ class CudaWorker:
             tokens=tokens[:, None],
             num_accepted=np.ones(count, np.int32),
             failed={int(run.slots[row]): CODES[int(codes[row])] for row in np.flatnonzero(codes)}
-            | unscorable(run.prompt_logprobs),
+            | unscorable(run.prompt_logprobs) | unsound(vectors),
             logprobs=run.logprobs() if run.logprobs else {},
             prompt_logprobs=run.prompt_logprobs,
+            pooled=vectors,
             num_computed=int(run.plan.num_tokens.sum()),
         )
 

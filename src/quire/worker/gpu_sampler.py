@@ -52,8 +52,10 @@ class GpuSampler:
         self.table = torch.zeros((num_slots, ROW_WORDS), dtype=torch.int32, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.codes = torch.zeros(max_rows, dtype=torch.uint8, device=device)
-        self._vocab_size = vocab_size
-        self._rows = kernels.Rows(row_slots, row_positions, self.table, history)
+        self._vocab_size, width = vocab_size, -(-vocab_size // 32)
+        self._masks = torch.full((max_rows * (1 + width),), -1, dtype=torch.int32, device=device)  # places, then words
+        self._rows = kernels.Rows(row_slots, row_positions, self.table, history, self._masks[:max_rows],
+                                  self._masks[max_rows:].view(max_rows, width))  # fmt: skip
         self._scratch = kernels.Scratch.make(max_rows, vocab_size, device)
         self._needs = np.zeros(num_slots, np.uint8)
         self._edits: dict[int, Tensor] = {}
@@ -98,6 +100,15 @@ class GpuSampler:
             kernels.filtered(logits, self._rows, *out, rewritten=mode == Mode.FULL)
         else:
             kernels.pick(logits, self._rows, *out, noise=mode == Mode.PLAIN)
+
+    def take_masks(self, slots: I32, masked: I32, masks: I32) -> None:
+        """What `sample` is to leave of the rows of slots [r]: masks [m, ceil(V / 32)] of those of `masked` [m], in
+        their order. Sent without waiting; PyTorch keeps the pinned buffer until it was read."""
+        places, device = len(self._rows.places), self._masks.device
+        host = torch.full((places + masks.size,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        host.numpy()[np.flatnonzero(np.isin(slots, masked))] = np.arange(len(masked), dtype=np.int32)
+        host.numpy()[places:] = masks.ravel()
+        self._masks[: len(host)].copy_(host, non_blocking=True)
 
     def logprobs(self, logits: Tensor, slots: I32) -> Callable[[], dict[int, RowLogprobs]] | None:
         """As `score_samples`, of the tokens that `sample` drew for the rows of slots [r]."""

@@ -4,19 +4,23 @@ A batch may mix every kind of request: rows are sorted by what they need, each k
 a row's outcome depends on nothing but itself. Knows slots and rows; knows nothing of plans, requests or the model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from quire.contracts.step import RowLogprobs
+from quire.contracts.step import I32, RowLogprobs
 from quire.kernels.sampling.draw import draw_filtered, draw_greedy, draw_plain
-from quire.kernels.sampling.edits import edit_row, penalize
+from quire.kernels.sampling.edits import edit_row, mask_row, penalize
 from quire.worker.sampling_table import Needs, SamplingTable
 from quire.worker.scoring import score_samples
 
+Masks = Mapping[int, I32]  # slot -> words, see `Executor.release`
+NO_MASKS: Masks = MappingProxyType({})
 _BUDGET = 1 << 24  # logits copied at a time: 64 MiB
-_REWRITES = Needs.EDITS | Needs.PENALTIES
+_REWRITES = Needs.EDITS | Needs.PENALTIES | Needs.GRAMMAR
 
 _SOUND, _NAN, _NONE = 0, 1, 2
 CODES = {_NAN: "nan_logits", _NONE: "no_token"}
@@ -43,11 +47,14 @@ class Sampler:
     def __init__(self, table: SamplingTable) -> None:
         self.table = table
 
-    def sample(self, logits: Tensor, row_slots: Tensor, row_positions: Tensor, history: Tensor) -> SampleOutput:
+    def sample(
+        self, logits: Tensor, row_slots: Tensor, row_positions: Tensor, history: Tensor, masks: Masks = NO_MASKS
+    ) -> SampleOutput:
         """Draw one token per row.
 
         logits [R, V] float32, not modified;  row_slots [R] int64;  row_positions [R] int64, the position of the token
-        being sampled (the length of the sequence so far);  history [slots, L] int32, read below that position.
+        being sampled (the length of the sequence so far);  history [slots, L] int32, read below that position;
+        masks   slot -> the mask of its row, for those slots whose specs say `grammar`
         """
         assert logits.dtype == torch.float32, f"the sampler takes float32 logits, got {logits.dtype}"
         needs = [self.table.needs[slot] for slot in row_slots.tolist()]
@@ -61,7 +68,7 @@ class Sampler:
                 copy, slots, positions = logits[part], row_slots[part], row_positions[part]
                 broken = _codes(copy.amax(dim=-1)) == _NAN
                 if rewrites:
-                    self._rewrite(copy, slots, positions, history)
+                    self._rewrite(copy, slots, positions, history, masks)
                 output = self._settle(copy, [needs[row] for row in part.tolist()], slots, positions)
                 tokens[part] = output.tokens.masked_fill_(broken, 0)
                 codes[part] = output.codes.masked_fill_(broken, _NAN)
@@ -75,10 +82,12 @@ class Sampler:
         found = score_samples(logits, row_slots.tolist(), self.table.specs, tokens)
         return found() if found else {}
 
-    def _rewrite(self, logits: Tensor, slots: Tensor, positions: Tensor, history: Tensor) -> None:
-        """Apply the rows' edits, then their penalties, in place."""
+    def _rewrite(self, logits: Tensor, slots: Tensor, positions: Tensor, history: Tensor, masks: Masks) -> None:
+        """Apply the rows' masks and edits, then their penalties, in place."""
         penalized = []
         for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            if slot in masks:
+                mask_row(logits[row], masks[slot])
             if self.table.needs[slot] & Needs.EDITS:
                 edit_row(logits[row], self.table.edits[slot], history[slot], position)
             if self.table.needs[slot] & Needs.PENALTIES:

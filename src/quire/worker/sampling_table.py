@@ -28,6 +28,7 @@ class Needs(IntFlag):
     FILTERS = 2
     EDITS = 4
     PENALTIES = 8
+    GRAMMAR = 16
 
 
 class SamplingTable:
@@ -126,4 +127,4 @@ def needs_of(spec: SamplerSpec) -> Needs:
         needs |= Needs.EDITS
     if spec.repetition_penalty != 1.0 or spec.frequency_penalty or spec.presence_penalty:
         needs |= Needs.PENALTIES
-    return needs
+    return needs | Needs.GRAMMAR if spec.grammar else needs

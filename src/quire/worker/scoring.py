@@ -71,19 +71,19 @@ def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerS
         groups.setdefault(spec.logprob_ids or min(asked, 0), {})[row] = slot, 1 + width
     parts: list[tuple[Iterable[tuple[int, int]], list[Tensor]]] = []
     for kind, owners in groups.items():
-        index, k = _sent(list(owners), device), max(columns for _, columns in owners.values()) - 1
-        extra = _sent(kind, device) if isinstance(kind, tuple) else None
-        parts.append((owners.values(), [_back(part) for part in score_rows(logits, tokens[index], k, extra, index)]))
+        index, k = sent(list(owners), device), max(columns for _, columns in owners.values()) - 1
+        extra = sent(kind, device) if isinstance(kind, tuple) else None
+        parts.append((owners.values(), [back(part) for part in score_rows(logits, tokens[index], k, extra, index)]))
     return (lambda: _collected(parts)) if parts else None
 
 
-def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Numbers on the device as int64, without waiting for it."""
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
-def _back(values: Tensor) -> Tensor:
+def back(values: Tensor) -> Tensor:
     """Values as they will be on the host once the device has come past this."""
     out = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return out.copy_(values, non_blocking=True)

@@ -1,16 +1,18 @@
 """One worker: a device with a model, a KV arena and the slot tables, which runs plans in order."""
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from quire.contracts.step import StepPlan, StepResult, StepTimings
+from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult, StepTimings
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, Tap, run_layers
 from quire.worker.inputs import StepInputs, build_inputs
+from quire.worker.pooling import Pooler, unsound
 from quire.worker.sampler import SampleOutput, Sampler
 from quire.worker.scoring import Scored, score_prompts, unscorable
 from quire.worker.slots import SlotTables
@@ -38,12 +40,14 @@ class Worker:
         self._kv_views = kv_views
         self._block_size = block_size
         self._tapes = LayerTapes(model)
+        self._pooler = Pooler(model.norm)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Run one plan to its end."""
+    def run(self, plan: StepPlan, late: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
+        """Run one plan to its end. `late` waits for its masks, see `Executor.release`; asked when it has any."""
         began = time.perf_counter()
         self.tables.apply(plan)
+        self._pooler.apply(plan)
         inputs = build_inputs(plan, self.tables, self._block_size)
         hidden = self._forward(inputs)
         logits = self._logits(hidden[inputs.sample_rows])
@@ -51,14 +55,15 @@ class Worker:
         if self.on_logits is not None:
             self.on_logits(inputs.sample_slots, inputs.sample_positions, logits)
         history = self.tables.sampling.history
-        out = self.sampler.sample(logits, inputs.sample_slots, inputs.sample_positions, history)
+        masks = dict(zip(plan.grammar.tolist(), late())) if len(plan.grammar) else {}  # or none: it is shut down
+        out = self.sampler.sample(logits, inputs.sample_slots, inputs.sample_positions, history, masks)
         self.tables.advance(inputs.slots, inputs.seq_lens)
         self.tables.sampling.append(inputs.sample_slots, inputs.sample_positions, out.tokens)
-        return self._read_back(plan.step, inputs, hidden, logits, out, times=(began, forward_done))
+        return self._read_back(plan, inputs, hidden, logits, out, times=(began, forward_done))
 
     def _read_back(
         self,
-        step: int,
+        plan: StepPlan,
         inputs: StepInputs,
         hidden: torch.Tensor,
         logits: torch.Tensor,
@@ -72,14 +77,19 @@ class Worker:
                 for i, slot, first, count in inputs.scored]  # fmt: skip
         scored = score_prompts(rows, hidden, self._logits, self.tables.sampling.history)
         slots = inputs.sample_slots.int().cpu().numpy()
+        if pooled := self._pooler.run(plan, hidden):
+            inputs.seq_lens.cpu()  # waits: never empty
+        vectors = pooled() if pooled else {}
         return StepResult(
-            step=step,
+            step=plan.step,
             slots=slots,
             tokens=out.tokens.int().cpu().numpy()[:, None],
             num_accepted=np.ones(len(slots), np.int32),
-            failed={int(slots[row]): code for row, code in out.failed.items()} | unscorable(scored),
+            failed={int(slots[row]): code for row, code in out.failed.items()} | unscorable(scored)
+            | unsound(vectors),
             logprobs=self.sampler.logprobs(logits, inputs.sample_slots, out.tokens),
             prompt_logprobs=scored,
+            pooled=vectors,
             num_computed=len(inputs.token_ids),
             timings=StepTimings(forward=forward_done - began, sample=time.perf_counter() - forward_done),
         )

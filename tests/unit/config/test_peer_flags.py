@@ -176,6 +176,9 @@ WORKING = [
     "--distributed-executor-backend mp --generation-config vllm --override-generation-config '{\"temperature\": 0.6}'",
     "serve m --allowed-origins '[\"*\"]' --ssl-keyfile key.pem --ssl-certfile cert.pem --root-path /llm "
     "--enable-force-include-usage --shutdown-timeout 60 --stream-interval 2",
+    "serve Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 "
+    "--exclude-tools-when-tool-choice-none --default-chat-template-kwargs '{\"enable_thinking\": false}' "
+    "--structured-outputs-config.backend guidance --chat-template-content-format auto",
     "serve m --scheduling-policy priority --async-scheduling --optimization-level 2 --cudagraph-capture-sizes 1 2 4 8 "
     "--port 9000",
 ]
@@ -186,8 +189,8 @@ REFUSED = [
     ("serve deepseek-ai/DeepSeek-V3 -tp 8 --enable-expert-parallel --trust-remote-code",
      "-tp 8: several devices are not implemented yet: leave the flag out, or start several servers; "
      "--enable-expert-parallel: experts are not spread"),
-    ("serve Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3",
-     "--tool-call-parser hermes: parsing of tool calls is not implemented yet; --reasoning-parser qwen3"),
+    ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\"}' --guided-decoding-backend outlines",
+     '--structured-outputs-config {"backend": "xgrammar"}: llguidance makes every mask'),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
     ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
     ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),

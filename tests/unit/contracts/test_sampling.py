@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.named import ABSENT
 from quire.contracts.sampling import (
-    ABSENT,
     MAX_LOGPROB_IDS,
     MAX_N,
     BeamSearchParams,
@@ -16,6 +16,7 @@ from quire.contracts.sampling import (
     SamplerSpec,
     SamplingParams,
 )
+from quire.contracts.structured import StructuredOutputsParams
 
 DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
@@ -24,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "detokenize": True, "skip_special_tokens": True, "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False, "output_kind": OutputKind.CUMULATIVE, "stream_interval": None,
     "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "skip_reading_prefix_cache": False,
+    "structured_outputs": None,
 }
 UNBOUNDED = {"ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
              "include_stop_str_in_output", "output_kind", "skip_reading_prefix_cache"}  # a choice, not a range
@@ -56,6 +58,8 @@ BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
                    "a map from token ids to finite numbers (clamped to [-100, 100])"),
     "allowed_token_ids": ((None, [3], [0, 1]), ([-3], ["x"]), IDS),
     "bad_words": ((None, [], ["no"]), ([""], ["ok", 5]), "a list of non-empty strings"),
+    "structured_outputs": ((None, StructuredOutputsParams(regex="a")), ({"regex": "a"}, "a", True),
+                           "a StructuredOutputsParams, or None"),
 }
 
 
@@ -109,7 +113,7 @@ def test_accepted_together() -> None:
     ("temprature", "SamplingParams has no field 'temprature': did you mean 'temperature'?"),
     ("top-p", "SamplingParams has no field 'top-p': did you mean 'top_p'?"),
     ("best_of", "SamplingParams: best_of is not implemented: ask for n and choose by cumulative_logprob."),
-    ("guided_jsn", "SamplingParams has no field 'guided_jsn', and guided_json is not implemented: output cannot"),
+    ("guided_jsn", "SamplingParams has no field 'guided_jsn', and guided_json is not implemented: use structured_outputs="),
 ])
 def test_unknown_fields_are_refused_by_name_with_what_was_meant(name: str, message: str) -> None:
     for make in (SamplingParams, SamplingParams().clone):
@@ -122,7 +126,7 @@ def test_fields_that_are_not_implemented_say_so() -> None:
     assert not ABSENT.keys() & DEFAULTS.keys(), "a field that exists is not absent"
     assert ABSENT.keys() >= {
         "best_of", "extra_args", "flat_logprobs", "guided_json", "guided_regex", "repetition_detection",
-        "routed_experts_prompt_start", "structured_outputs", "thinking_token_budget", "use_beam_search",
+        "routed_experts_prompt_start", "structural_tag", "thinking_token_budget", "use_beam_search",
     }
     for name, instead in ABSENT.items():
         with pytest.raises(InvalidParameter, match=f"^SamplingParams: {name} is not implemented: ") as error:

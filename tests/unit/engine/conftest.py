@@ -2,23 +2,73 @@
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from quire.config.engine import SchedulerConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
+from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import Finish, StepOutputs
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import StepPlan, StepResult
 from quire.engine.core import EngineCore
-from quire.engine.mock_executor import MockExecutor, mock_tokens
+from quire.engine.mock_executor import FIRST, MockExecutor, allowed_token, chain, mock_hidden, mock_tokens, next_token
 from quire.kv.allocator import KVAllocator
 from quire.kv.pool import BlockPool
+from quire.text.grammar import GrammarCompiler
+from quire.text.tokenizer import Tokenizer
+
+LETTERS = "abcdefg"  # ids 0 to 6; llguidance takes the last one for the end of a text
+
+
+def letters() -> Tokenizer:
+    """A tokenizer of a token per letter."""
+    backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+class Jobs:
+    """Stands for the threads that compile: one job is done after every step."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self.num_done = 0
+        self.closed = False
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.jobs.append((future, lambda: work(*args)))
+        return future
+
+    def run_one(self) -> None:
+        while self.jobs:
+            future, work = self.jobs.popleft()
+            if future.set_running_or_notify_cancel():
+                self.num_done += 1
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
+                return
+
+    def shutdown(self, **_: object) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def no_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle core does not wait for what is being compiled: `Jobs` would not go on meanwhile."""
+    monkeypatch.setattr("quire.engine.grammar.IDLE_SECONDS", 0.0)
 
 
 class EngineRig:
@@ -45,8 +95,10 @@ class EngineRig:
         config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=slots, max_waiting=max_waiting,
                                  scheduling_policy=policy, watermark=watermark)
         self.now = 0.0
+        self.compiler = GrammarCompiler(letters, vocab)
         self.core = EngineCore(self.mock, config, self.allocator, root_key=bytes(32), prefix_caching=caching,
-                               clock=lambda: self.now)
+                               compiler=self.compiler, clock=lambda: self.now)
+        self.jobs = self.core._grammars._pool = Jobs()  # type: ignore[assignment]
         self.scheduler, self.table = self.core.scheduler, self.core.scheduler.table
         self.asked: dict[int, NewRequest] = {}
         self.prompts: dict[int, list[int]] = {}
@@ -105,6 +157,7 @@ class EngineRig:
         for _ in range(times):
             self.outputs = self.core.step()
             self.core.check()
+            self.jobs.run_one()
             self._record(self.outputs)
         return self.outputs
 
@@ -117,6 +170,7 @@ class EngineRig:
         assert self.pool.num_free == self.num_blocks and self.table.num_free == self.num_slots
         assert len(self.events) == 2 * len(self.plans), "a step was not collected"
         assert not self.core._finisher._num_stopping.any(), "stop ids of requests that are gone are watched"
+        assert not self.core._grammars._compiling and not self.scheduler._compiling, "grammars are waited for"
         assert self.finish.keys() == self.asked.keys(), "a request was never reported as finished"
         return self
 
@@ -143,27 +197,77 @@ class EngineRig:
     def answer(self, handle: int) -> tuple[list[int], FinishReason]:
         """The tokens and the reason of a request that nothing disturbs."""
         new = self.asked[handle]
+        if new.grammar is not None:
+            return self.formed(handle)
         tokens = mock_tokens(self.prompts[handle], new.sampler.seed, new.max_tokens, self.vocab)
         for i, token in enumerate(tokens):
             if token in new.stop_ids and i + 1 > new.min_tokens:
                 return tokens[: i + 1], FinishReason.STOP
+        return tokens, FinishReason.STOP if new.pool else FinishReason.LENGTH
+
+    def formed(self, handle: int) -> tuple[list[int], FinishReason]:
+        """The same under a grammar, token by token."""
+        new, digest, tokens, before = self.asked[handle], FIRST, [], b""
+        for token in self.prompts[handle]:
+            digest = chain(digest, token)
+        grammar = self.compiler.compile(new.grammar)
+        matcher, free = grammar.fork(), grammar.after
+        while len(tokens) < new.max_tokens:
+            masks, over = self.compiler.masks([None if free else matcher],
+                                              [new.stop_ids if len(tokens) >= new.min_tokens else ()])
+            if over:
+                return tokens, FinishReason.STOP
+            tokens.append(allowed_token(next_token(digest, new.sampler.seed, self.vocab), masks[0], self.vocab))
+            digest = chain(digest, tokens[-1])
+            if tokens[-1] in new.stop_ids and len(tokens) > new.min_tokens:
+                return tokens, FinishReason.STOP
+            if free:
+                before += LETTERS[tokens[-1]].encode()
+                free = b"" if free in before else free
+            elif not matcher.consume_token(tokens[-1]):
+                raise AssertionError(matcher.get_error())
+            elif matcher.is_stopped():
+                return tokens, FinishReason.STOP
         return tokens, FinishReason.LENGTH
+
+    def vector(self, handle: int) -> np.ndarray:
+        """What a request for a vector comes to, if nothing goes wrong."""
+        states, digest = [], FIRST
+        for token in self.prompts[handle]:
+            digest = chain(digest, token)
+            states.append(mock_hidden(digest, 8))
+        return {"mean": np.mean(states, 0), "last": states[-1], "cls": states[0]}[self.asked[handle].pool]
 
     def judge(self, handle: int) -> None:
         """Assert that a finished request got exactly what it should, whatever ended it."""
-        tokens, reason = self.answer(handle)
         finish, got = self.finish[handle], self.tokens[handle]
+        if finish.error == "invalid_grammar" and "within 10 s" in finish.message:  # of the rig's clock
+            assert not got
+            return
+        if finish.error == "invalid_grammar":
+            with pytest.raises(InvalidParameter) as refusal:
+                self.compiler.compile(self.asked[handle].grammar)
+            assert not got and finish.message == str(refusal.value)
+            return
+        tokens, reason = self.answer(handle)
         planted = self.mock.fail.get(str(handle), math.inf)
-        failing = planted < len(tokens)
+        failing = planted < len(tokens) or planted == 0 and self.asked[handle].pool
         if finish.reason is FinishReason.ABORT or finish.error == "deadline":
             assert got == tokens[: len(got)] and len(got) <= planted
         elif failing:
-            assert (finish.reason, finish.error) == (FinishReason.ERROR, "nan_logits")
+            code = "nan_hidden" if self.asked[handle].pool else "nan_logits"
+            assert (finish.reason, finish.error, finish.vector) == (FinishReason.ERROR, code, None)
             assert got == tokens[: int(planted)]
         else:
             assert (got, finish.reason, finish.error) == (tokens, reason, None)
-            assert finish.stop_id == (tokens[-1] if reason is FinishReason.STOP else None)
+            new, last = self.asked[handle], tokens[-1] if tokens else None
+            stopped = reason is FinishReason.STOP and last in new.stop_ids and len(tokens) > new.min_tokens
+            assert finish.stop_id == (last if stopped else None)
             assert handle in self.cached
+            if self.asked[handle].pool:
+                np.testing.assert_allclose(finish.vector, self.vector(handle), atol=1e-5)
+            else:
+                assert finish.vector is None
         self._judge_rows(handle, complete=finish.reason in (FinishReason.STOP, FinishReason.LENGTH))
 
     def _judge_rows(self, handle: int, *, complete: bool) -> None:

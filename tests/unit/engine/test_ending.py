@@ -6,7 +6,7 @@ import pytest
 
 from quire.contracts.request import TRANSITIONS, BlockReason, FinishReason, NewRequest, Request, RequestState
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.step import I32, StepPlan, StepResult
 from quire.engine.mock_executor import MockExecutor, mock_tokens
 
 PROMPT = list(range(22))
@@ -179,8 +179,8 @@ class WildTokens(MockExecutor):
 
     wild = {"1": 1000, "2": -5}
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        result = super()._run(plan)
+    def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
+        result = super()._run(plan, masks)
         for row, slot in enumerate(result.slots.tolist()):
             state = self._slots[slot]
             if state.request_id in self.wild and len(state.tokens) - state.num_prompt == 2:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import SAMPLE, Admission, StepPlan
+from quire.contracts.step import NO_MASKS, SAMPLE, Admission, StepPlan
 from quire.engine.mock_executor import MockExecutor, mock_tokens
 from quire.kv.pool import BlockPool
 
@@ -35,7 +35,7 @@ def started(depth: int = 1) -> MockExecutor:
 
 def run(mock: MockExecutor, step: StepPlan) -> list[int]:
     mock.submit(step)
-    mock.release(step.step, {})
+    mock.release(step.step, NO_MASKS)
     return [int(t) for t in mock.collect().tokens[:, 0]]
 
 

@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
-from quire.contracts.request import FinishReason, RequestState
+from quire.contracts.request import BlockReason, FinishReason, RequestState
 from quire.contracts.step import SAMPLE
+from quire.contracts.structured import StructuredOutputsParams
 
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
 STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
 PROMPTS = st.builds(list.__add__, STEMS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
+FORMS = [StructuredOutputsParams(**form).spec() for form in (
+    {"regex": "[ab]*c"}, {"regex": "(abc|d{2,5}){1,3}"}, {"regex": "[a-f]*"}, {"choice": ["abba", "cafe", "face"]},
+    {"regex": "a+b", "after": "cc"}, {"grammar": 'start: "a" start "b" | "c"'}, {"regex": "(a"})]
 MAYBE_STOPS = st.sampled_from([(), (), (), (3,), (1, 5)])
 
 
@@ -43,13 +47,17 @@ class EngineMachine(RuleBasedStateMachine):
           min_tokens=st.integers(0, 5), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "", "a"]),
           reads=st.sampled_from([True, True, True, False]), lives=st.sampled_from([None] * 6 + [0, 3]),
           fail_after=st.sampled_from([None] * 8 + [0, 2, 9]), scored=st.sampled_from([False, False, True]),
-          children=st.sampled_from([0, 1, 3]))
+          children=st.sampled_from([0, 1, 3]), pool=st.sampled_from(["", "", "", "mean", "last", "cls"]),
+          grammar=st.sampled_from([None] * 7 + FORMS))
     def add(self, prompt: list[int], max_tokens: int, seed: int, stops: tuple[int, ...], min_tokens: int,
             priority: int, salt: str, reads: bool, lives: float | None, fail_after: int | None, scored: bool,
-            children: int) -> None:
+            children: int, pool: str, grammar: str | None) -> None:
         rig = self.rig
+        if pool:
+            max_tokens, scored, children, stops, grammar = 0, False, 0, (), None
         fields = {"stop_ids": stops, "min_tokens": min_tokens, "priority": priority, "cache_salt": salt,
-                  "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives}
+                  "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives,
+                  "pool": pool, "grammar": grammar} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
         end = len(prompt) + max_tokens
         if end > min(MAX_LEN, rig.num_blocks * rig.block_size):
             with pytest.raises(PromptTooLong):
@@ -73,7 +81,8 @@ class EngineMachine(RuleBasedStateMachine):
         rig = self.rig
         parent = data.draw(st.sampled_from(sorted(rig.asked)))
         live = parent not in rig.finish and parent in rig.core._requests
-        rig.add(rig.prompts[parent], rig.asked[parent].max_tokens, parent=parent)
+        asked = rig.asked[parent]  # a vector's child generates nothing
+        rig.add(rig.prompts[parent], asked.max_tokens, parent=parent, grammar=asked.grammar)
         event(f"child of a parent {'live' if live else 'gone'}")
 
     @precondition(lambda self: self.rig.asked)
@@ -133,11 +142,13 @@ def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int) -
         if len(rig.asked) < num_requests and rng.random() < 0.5:
             prompt = [rng.randrange(3) for _ in range(rng.randint(1, 24))]
             max_tokens = rng.choice([0, 1, 5, 16])
+            grammar = rng.choice([None] * 7 + FORMS)
             fields = {"stop_ids": rng.choice([(), (), (3, 5)]), "scored": rng.random() < 0.2,
-                      "fail_after": rng.choice([None] * 5 + [3])}
+                      "fail_after": rng.choice([None] * 5 + [3]), "grammar": grammar}
             parent = rig.add(prompt, max_tokens, **fields)
+            seen["compiled"] += rig.request(parent).blocked_on is BlockReason.GRAMMAR
             for _ in range(rng.choice([0, 0, 0, 2])):
-                child = rig.add(prompt, max_tokens, parent=parent)
+                child = rig.add(prompt, max_tokens, parent=parent, grammar=grammar)
                 seen["blocked"] += rig.request(child).state is RequestState.BLOCKED
         live = sorted(rig.core._requests)
         if live and rng.random() < 0.04:
@@ -168,6 +179,9 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int) -> None:
             rig.judge(handle)
             seen["scored"] += bool(rig.rows[handle])
             seen[f"finish {rig.finish[handle].reason.value}"] += 1
+            seen["masked tokens"] += len(rig.tokens[handle]) if rig.asked[handle].grammar else 0
+            ended = rig.finish[handle]
+            seen["ended by its form"] += (ended.reason is FinishReason.STOP) > (ended.stop_id is not None)
             parent = rig.asked[handle].parent
             seen["shared with the parent"] += parent is not None and rig.cached.get(handle, 0) > 0
         seen["preempted"] += rig.scheduler.num_preempted
@@ -176,6 +190,7 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int) -> None:
         seen["dropped"] += sum(int((p.outputs & SAMPLE).sum()) for p in rig.plans) - sum(map(len, rig.tokens.values()))
     expected = {"preempted": 30, "evicted": 100, "hits": 500, "resumed": 100, "blocked": 50, "scored": 20,
                 "shared with the parent": 20, "dropped": 20, "abort waiting": 3, "abort running": 1,
+                "compiled": 100, "masked tokens": 500, "ended by its form": 30,
                 **{f"finish {reason.value}": 10 for reason in FinishReason}}
     if depth >= 2:
         expected |= {"token after preemption": 10, "abort running in flight": 5}

@@ -324,3 +324,34 @@ def test_an_engine_without_prefix_caching_says_so(Rig: Any, depth: int) -> None:
     second = rig.add(PROMPT, 1)
     rig.drain()
     assert why(rig, second) == ("off", 0, None, "") and not rig.scheduler._history._prompts
+
+
+@pytest.mark.parametrize(("pool", "cached", "count"), [("last", 20, 2), ("mean", 0, 22), ("cls", 0, 22)])
+def test_a_vector_of_all_rows_computes_them_all_and_leaves_them_for_others(
+    Rig: Any, depth: int, pool: str, cached: int, count: int
+) -> None:
+    rig = Rig(depth)
+    rig.add(PROMPT, 1)
+    rig.drain()
+    vector = rig.add(PROMPT, 0, pool=pool, read_prefix_cache=pool == "last")
+    rig.drain()
+    assert (rig.cached[vector], computed(rig, vector)) == (cached, count)
+    rig.judge(vector)
+    after = rig.add(PROMPT, 1)
+    rig.drain()
+    assert rig.cached[after] == 20
+
+
+def test_a_vector_whose_prompt_was_preempted_is_computed_from_its_beginning(Rig: Any, depth: int) -> None:
+    """Its first blocks are still in the cache when it comes back."""
+    rig = Rig(depth, blocks=9, budget=9, slots=2)
+    rig.add([5] * 3, 20)
+    rig.step(2)
+    vector = rig.add(PROMPT, 0, pool="mean", read_prefix_cache=False)
+    while rig.request(vector).slot < 0:
+        rig.step()
+    rig.scheduler._preempt_last()
+    assert rig.request(vector).num_preemptions == 1
+    rig.drain()
+    assert computed(rig, vector) > 22
+    rig.judge(vector)

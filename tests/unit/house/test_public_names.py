@@ -18,6 +18,7 @@ NAMES = [
     "QuireError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "errors",
 ]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from quire.contracts.errors import EngineDead
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import StepPlan, StepResult
-from quire.procs.in_process import InProcessExecutor
+from quire.procs.in_process import InProcessExecutor, Late, Run
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 NONE = np.zeros(0, np.int32)
@@ -24,11 +23,11 @@ def plan(step: int) -> StepPlan:
     return StepPlan(step=step, slots=NONE, num_tokens=NONE, num_rows=NONE, outputs=NONE.astype(np.uint8))
 
 
-def echo(plan: StepPlan) -> StepResult:
+def echo(plan: StepPlan, late: Late) -> StepResult:
     return StepResult(step=plan.step, slots=NONE, tokens=NONE.reshape(0, 1), num_accepted=NONE)
 
 
-def executor(run: Callable[[StepPlan], StepResult], depth: int = 2) -> InProcessExecutor:
+def executor(run: Run, depth: int = 2) -> InProcessExecutor:
     return InProcessExecutor(run, ExecutorFacts(depth=depth, decode_lag=depth, num_slots=1, num_blocks=1, block_size=1,
                                                 max_model_len=1, vocab_size=1))
 
@@ -39,10 +38,10 @@ def workers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_results_come_in_order_and_a_fault_when_it_is_collected(depth: int) -> None:
-    def run(plan: StepPlan) -> StepResult:
+    def run(plan: StepPlan, late: Late) -> StepResult:
         if plan.step == 2:
             raise RuntimeError("device lost")
-        return echo(plan)
+        return echo(plan, late)
 
     worker = executor(run, depth)
     for step in (0, 1, 2):
@@ -57,10 +56,10 @@ def test_results_come_in_order_and_a_fault_when_it_is_collected(depth: int) -> N
 def test_an_executor_that_nobody_holds_waits_for_its_thread() -> None:
     before, steps = workers(), []
 
-    def slow(plan: StepPlan) -> StepResult:
+    def slow(plan: StepPlan, late: Late) -> StepResult:
         time.sleep(0.05)
         steps.append(plan.step)
-        return echo(plan)
+        return echo(plan, late)
 
     worker = executor(slow)
     assert len(workers()) == len(before) + 1
@@ -73,9 +72,9 @@ def test_an_executor_that_nobody_holds_waits_for_its_thread() -> None:
 def test_after_its_thread_has_ended_it_runs_plans_itself() -> None:
     ran: list[threading.Thread] = []
 
-    def run(plan: StepPlan) -> StepResult:
+    def run(plan: StepPlan, late: Late) -> StepResult:
         ran.append(threading.current_thread())
-        return echo(plan)
+        return echo(plan, late)
 
     worker = executor(run)
     worker.submit(plan(0))
@@ -90,10 +89,10 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from test_in_process import echo, executor, plan
 
-def slow(plan):
+def slow(plan, late):
     time.sleep(0.3)
     print("ran", plan.step, flush=True)
-    return echo(plan)
+    return echo(plan, late)
 
 worker = executor(slow)
 worker.submit(plan(0))

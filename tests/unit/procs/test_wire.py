@@ -40,19 +40,21 @@ def same(a: object, b: object) -> bool:
 PLAN = StepPlan(
     step=12, slots=ints(3, 1), num_tokens=ints(1, 64), num_rows=ints(1, 0), outputs=np.array([1, 0], np.uint8),
     admitted=(Admission(slot=1, request_id="ü", token_ids=np.arange(100, dtype=np.int32), block_ids=(ints(4, 5),),
-                        num_computed=16, sampler=SPEC),),
+                        num_computed=16, sampler=SPEC, pool="mean"),),
     appended=ints(3, 0, 9, 3, 0, 10).reshape(2, 3), released=ints(7), shared=(SharedPrefix(ints(1, 3), 2),))
 RESULT = StepResult(step=5, slots=ints(2), tokens=ints(8).reshape(1, 1), num_accepted=ints(1), logprobs={2: rows(1, 3)},
-                    failed={4: "nan_logits"}, num_computed=65, timings=StepTimings(0.25, 0.5))
+                    pooled={6: np.array([0.1, -2.0], np.float32)}, failed={4: "nan_logits"}, num_computed=65, timings=StepTimings(0.25, 0.5))
 OUTPUTS = StepOutputs(
     handles=ints(10, 2**31 - 1), tokens=ints(5, 6), cached={10: 32},
     prefixes={10: PrefixReport(num_reused=2, num_blocks=4, block=2, position=32, why=Miss.TOKENS, differs_at=40)},
     logprobs={10: rows(1, 21)},
     prompt_logprobs={10: rows(7, 1)}, stats=StepStats(step=3, num_running=2),
     finished=(Finish(handle=10, reason=FinishReason.STOP, stop_id=5),
+              Finish(handle=11, reason=FinishReason.STOP, vector=np.array([1 / 3, 1e-30], np.float32)),
               Finish(handle=4, reason=FinishReason.ERROR, error="x")))
 REQUEST = NewRequest(handle=1, request_id="r", token_ids=bytes(range(12)), max_tokens=4, sampler=SPEC, stop_ids=(7,),
-                     min_tokens=1, priority=-3, parent=0, deadline=1.5, cache_salt="s", read_prefix_cache=False)
+                     min_tokens=1, priority=-3, parent=0, deadline=1.5, cache_salt="s", read_prefix_cache=False,
+                     pool="cls")
 EMPTY_PLAN = StepPlan(step=0, slots=ints(), num_tokens=ints(), num_rows=ints(), outputs=np.empty(0, np.uint8))
 EMPTY_OUTPUTS = StepOutputs(handles=ints(), tokens=ints())
 

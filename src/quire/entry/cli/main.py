@@ -11,11 +11,11 @@ from typing import Any
 from quire import __version__
 from quire.config.flags import FlagParser, option_warnings
 from quire.contracts.errors import QuireError
-from quire.entry.cli import bench, chat, complete, completion, doctor, explain, serve, trace, verify, weights
+from quire.entry.cli import bench, chat, complete, completion, doctor, explain, run_batch, serve, trace, verify, weights
 from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
 
-COMMANDS: dict[str, Any] = {"serve": serve, "chat": chat, "complete": complete, "bench": bench, "weights": weights,
-                            "explain": explain, "verify": verify, "trace": trace, "doctor": doctor,
+COMMANDS: dict[str, Any] = {"serve": serve, "chat": chat, "complete": complete, "run-batch": run_batch, "bench": bench,
+                            "weights": weights, "explain": explain, "verify": verify, "trace": trace, "doctor": doctor,
                             "completion": completion}
 ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": "", "trace": "[MODEL] [PROMPT] "}  # instead of [MODEL]
 SPOKEN = ("doctor", "completion")  # commands that say themselves what is wrong with the environment, or need none

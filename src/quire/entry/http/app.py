@@ -1,11 +1,12 @@
 """The ASGI application: routes, and the layers that every request passes.
 
     RequestScope    id, counts, access log, last resort
+    own_errors      Anthropic's form for the errors of its routes
     OwnNames        only without keys, on this machine's own address: no foreign Host header, but for probes
     CORS            only with allowed_origins
     ApiKeys         only with keys; every path but /health, /ping, /live, /ready
     Gate            503 while the engine starts, drains or is dead
-    routes          ops.py, openai/
+    routes          ops.py, openai/, anthropic/
     json_only       415, when the path and the method are right
 """
 
@@ -28,6 +29,7 @@ from starlette.routing import Route
 from quire.config.serve import ServerConfig, is_loopback
 from quire.contracts.errors import QuireError
 from quire.contracts.text_table import read_rows
+from quire.entry.http.anthropic.errors import own_errors
 from quire.entry.http.auth import ApiKeys, Guard, OwnNames, json_only
 from quire.entry.http.context import ServerContext
 from quire.entry.http.engine import ServedEngine
@@ -40,7 +42,7 @@ from quire.entry.http.request_scope import RequestScope
 from quire.observe.metrics import Metrics
 
 UNSERVED = {path: why for paths, why in read_rows(Path(__file__).with_name("unserved.txt")) for path in paths.split()}
-CORS: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "max_age": 3600,
+CORS: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_headers": ["*"], "max_age": 3600,
                         "expose_headers": ["x-request-id", "retry-after"]}
 
 def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> Starlette:
@@ -56,6 +58,7 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
     layers = [
         Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
                    access_log=partial(print, file=sys.stderr) if http.access_log else None),
+        Middleware(own_errors),
         *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),
         *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),
         *([Middleware(Guard, refusal=ApiKeys(http.api_key))] if http.api_key else []),

@@ -41,11 +41,9 @@ class ApiKeys:
     def __call__(self, scope: Scope) -> Response | None:
         if scope["path"] in OPEN_PATHS:
             return None
-        shown = _shown_keys(scope)
-        # Every pair is compared, each in constant time: the time says nothing about which one was near.
-        if any([hmac.compare_digest(key, one) for one in shown for key in self._keys]):
+        if shown_key(scope, self._keys) is not None:
             return None
-        message = "this API key is not known here." if any(shown) else "an API key is needed."
+        message = "this API key is not known here." if any(_shown_keys(scope)) else "an API key is needed."
         return error_answer(401, f"{message} Send it as `Authorization: Bearer KEY`.", "invalid_api_key",
                             headers={"www-authenticate": "Bearer"})
 
@@ -88,6 +86,13 @@ def json_only(scope: Scope) -> Response | None:
         return None
     return error_answer(415, f"Content-Type is {given[:80].decode('latin-1')!r}: bodies are JSON; send "
                              "`Content-Type: application/json`.", "unsupported_media_type")
+
+
+def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
+    """The one of `keys` that a request shows. Every pair is compared, each in constant time: the time says nothing
+    about which one was near."""
+    shown = _shown_keys(scope)
+    return next(iter([key for key in keys for one in shown if hmac.compare_digest(key, one)]), None)
 
 
 def _is_address(name: str) -> bool:

@@ -1,18 +1,20 @@
 """What every route may use: the engine as routes see it, the configuration, and which requests are in flight."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from quire.config.serve import ServerConfig
-from quire.contracts.errors import EngineStarting
+from quire.contracts.errors import EngineStarting, QueueTimeout
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import HttpError
+from quire.entry.http.openai.responses_store import ResponseStore
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
 from quire.text.load import TextSide
 
+SANDBOXES = 2  # conversations that are rendered apart at once: their threads are a few of those that all share
 LOADING = "the model is still loading: try again in a few seconds."
 
 
@@ -43,7 +45,8 @@ class InFlight:
 class ServerContext:
     """What routes are built from. `model_names`: the names under which the model is served, the main one first;
     `created`: seconds since the epoch at which the server started; `unknown_fields`: names that were logged;
-    `huge_text`: held by whoever encodes one."""
+    `huge_text`: held by whoever encodes one; `sandboxes`: how many more may be rendered apart;
+    `responses`: those that are kept."""
 
     engine: ServedEngine
     config: ServerConfig
@@ -53,6 +56,22 @@ class ServerContext:
     in_flight: InFlight = field(default_factory=InFlight)
     unknown_fields: set[str] = field(default_factory=set)
     huge_text: asyncio.Lock = field(default_factory=asyncio.Lock)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    sandboxes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SANDBOXES))
+
+    @asynccontextmanager
+    async def sandbox(self) -> AsyncIterator[None]:
+        """The right to render a template apart, for a while. Errors: `QueueTimeout` when others have it for long."""
+        try:
+            async with asyncio.timeout(self.config.serve.queue_timeout):
+                await self.sandboxes.acquire()
+        except TimeoutError:
+            raise QueueTimeout("the server is busy with costly chat templates: try again later, or send a simpler "
+                               "one.") from None
+        try:
+            yield
+        finally:
+            self.sandboxes.release()
 
     def text(self) -> TextSide:
         """Tokenizer and template, or 503 while they load."""

@@ -14,6 +14,8 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from quire.config.engine import EngineConfig
 from quire.config.serve import ServerConfig
 from quire.contracts import errors
@@ -108,6 +110,8 @@ class ServedEngine:
             await self._client.start(core_config(self.config))
             loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder)
             text, ready = await asyncio.gather(loading, starting)
+            text = replace(text, parsers=(self._serve.tool_call_parser, self._serve.reasoning_parser))
+            ready = msgspec.structs.replace(ready, notes=(*ready.notes, text.styles.why))
         except BaseException as error:
             starting.cancel()  # nobody waits for it any more
             words = f"the engine was not started ({type(error).__name__})."
@@ -124,10 +128,10 @@ class ServedEngine:
         return ready
 
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
-             timeout: float | None = None) -> RequestStream:
+             timeout: float | None = None, pool: str = "") -> RequestStream:
         """Send all prompts of one request to the core, or none; the stream must be closed in the end.
 
-        timeout   seconds for the whole request; the server's own limit holds, too
+        timeout   seconds for the whole request; the server's own limit holds, too;  pool  as in `NewRequest`
         Raises a `RequestError` when one cannot be served, an `EngineError` when none can be now.
         """
         limits = [t for t in (timeout, self._serve.request_timeout) if t is not None]
@@ -140,7 +144,7 @@ class ServedEngine:
             for i, prompt in enumerate(prompts):
                 generation, new = front.start(prompt, params,
                                               request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
-                                              priority=priority, timeout=min(limits, default=None))
+                                              priority=priority, timeout=min(limits, default=None), pool=pool)
                 stream.generations.append(generation)
                 requests.append(new)
         except Exception as error:
@@ -354,6 +358,6 @@ class ServedEngine:
 
 
 def core_config(config: EngineConfig) -> EngineConfig:
-    """What the core's process is given: no tokenizer, and a model that is on this machine by now."""
-    return replace(config, model=replace(config.model, tokenizer=None, skip_tokenizer_init=True, chat_template=None),
+    """What the core's process is given: no tokenizer but for grammars, and a model that is on this machine by now."""
+    return replace(config, model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
                    load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False))

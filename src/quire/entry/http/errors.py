@@ -74,8 +74,9 @@ def http_error(error: BaseException) -> HttpError:
         return error
     answer = next((answer for kind, answer in ANSWERS if isinstance(error, kind)), INTERNAL)
     if isinstance(error, errors.RequestFailed):
-        late = error.code == "deadline"
-        answer = _answer(504, SERVER_ERROR, "deadline") if late else answer | {"code": error.code}
+        status = {"deadline": 504, "invalid_grammar": 400, "grammar_failed": 400}.get(error.code, 500)
+        kind = INVALID_REQUEST if status == 400 else SERVER_ERROR
+        answer = answer | {"code": error.code} if status == 500 else _answer(status, kind, error.code)
     elif answer is INTERNAL:
         LOG.error("internal error", exc_info=error)
         return HttpError(message="internal error: the server's log says more; report it with the request id.", **answer)
@@ -91,7 +92,7 @@ def not_implemented(what: str, reason: str, param: str | None = None) -> HttpErr
 
 def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str) -> HttpError:
     """400 for a prompt that does not fit the context, alone or with the `asked` tokens after it."""
-    wanted = "" if asked is None else f", and {asked} more were asked for"
+    wanted = f", and {asked} more were asked for" if asked else ""
     fix = "shorten the prompt" if not asked else "shorten the prompt or ask for fewer tokens"
     return HttpError(400, f"the context holds {max_model_len} tokens; the prompt has {num_prompt}{wanted}: {fix}.",
                      code="context_length_exceeded", param=param)

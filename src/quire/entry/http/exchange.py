@@ -74,6 +74,8 @@ class Exchange:
         self._warnings: list[str] = []
         self._stream: EventStream | None = None
         self._started = False
+        # How a stream ends that fails, from the status and the body that its error would have been.
+        self.ending: Callable[[int, bytes], bytes] = lambda status, body: frame(body) + DONE
         self.size = 0
         self._named: str | None = scope.get("state", {}).get("request_id")  # by whoever stands before the routes
         self.request_id = self._named or secrets.token_hex(8)
@@ -97,7 +99,7 @@ class Exchange:
 
     def warn(self, text: str) -> None:
         """Tell the client something in an `x-quire-warning` header; a few are kept."""
-        if len(self._warnings) < MAX_WARNINGS:
+        if len(self._warnings) < MAX_WARNINGS and text not in self._warnings:
             self._warnings.append(text)
 
     async def body(self) -> bytes:
@@ -138,7 +140,7 @@ class Exchange:
         if self._stream is not None:
             self._stream.stop_comments()
         if self._stream is not None and self._stream.started:
-            await self._stream.end(frame(answer.body()) + DONE)
+            await self._stream.end(self.ending(answer.status, answer.body()))
         elif not self._started:
             await self.reply(answer.body(), status=answer.status, headers=answer.headers)
 

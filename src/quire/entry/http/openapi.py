@@ -4,7 +4,7 @@ Knows types and paths; the text of a field's meaning is its type's docstring.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,19 +12,36 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.config.serve import ServerConfig
-from quire.entry.http.auth import OPEN_PATHS
-from quire.entry.http.openai import schema
+from quire.entry.http.anthropic.errors import OWN_PATHS
+from quire.entry.http.anthropic.schema import MessagesRequest
+from quire.entry.http.auth import OPEN_PATHS, WITH_BODY
+from quire.entry.http.openai import schema, schema_embeddings
+from quire.entry.http.openai.responses_schema import ResponseRequest
+from quire.entry.http.ops import ALWAYS
 
-BODIES: dict[str, tuple[type | None, type]] = {  # path -> request body, answer
+BODIES: dict[str, tuple[type | None, type | None]] = {  # path -> request body, answer
     "/v1/completions": (schema.CompletionRequest, schema.CompletionResponse),
     "/v1/chat/completions": (schema.ChatRequest, schema.ChatResponse),
+    "/v1/embeddings": (schema_embeddings.EmbeddingRequest, schema_embeddings.EmbeddingResponse),
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"),
+                    (schema_embeddings.RerankRequest, schema_embeddings.RerankResponse)),
+    **dict.fromkeys(("/v1/score", "/score"), (schema_embeddings.ScoreRequest, schema_embeddings.ScoreResponse)),
+    "/v1/responses": (ResponseRequest, None),
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), (MessagesRequest, None)),
     "/v1/models": (None, schema.ModelList),
     "/v1/models/{model}": (None, schema.ModelCard),
     "/tokenize": (schema.TokenizeRequest, schema.TokenizeResponse),
     "/detokenize": (schema.DetokenizeRequest, schema.DetokenizeResponse),
     "/tokenizer_info": (None, schema.TokenizerInfo),
 }
-STREAMED = ("/v1/completions", "/v1/chat/completions")
+STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+TEXT_ONLY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take a body, and do not ask the engine
+REASONS = {
+    400: "the request is not valid", 401: "no key, or an unknown one", 403: "called by a foreign name",
+    404: "what is named is not here", 408: "it could not begin in time", 409: "a request of this name is running",
+    413: "the body is too large", 415: "the body is not declared as application/json", 429: "there is no room now",
+    500: "an internal error", 503: "the engine starts, stops or is dead", 504: "its time is up",
+    529: "there is no room now"}
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -46,18 +63,24 @@ def describe_api(routes: Iterable[Route], config: ServerConfig) -> dict[str, obj
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
         operations = document["paths"].setdefault(path, {})
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operations[method.lower()] = _operation(path, method, locked=bool(config.http.api_key))
+            operations[method.lower()] = _operation(path, method, bool(config.http.api_key))
     return document
 
 
-def _operation(path: str, method: str, *, locked: bool) -> dict[str, Any]:
+def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
     request, answer = BODIES.get(path, (None, None))
-    content: dict[str, Any] = {} if answer is None else {"application/json": {"schema": _reference(answer)}}
+    kind = "text/plain" if path == "/metrics" else "application/json"
+    content: dict[str, Any] = {kind: {} if answer is None else {"schema": _reference(answer)}}
     if path in STREAMED:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {"description": "an error", "content": {"application/json": {"schema": _reference(schema.ErrorResponse)}}}
-    operation: dict[str, Any] = {"operationId": f"{method.lower()}{re.sub(r'[^a-z]+', '_', path)}",
-                                 "responses": {"200": {"description": "done", "content": content}, "default": error}}
+    form = {} if OWN_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
+    error = {"application/json": form}
+    responses = {str(status): {"description": REASONS[status], "content": error}
+                 for status in _errors(path, method, locked)}
+    responses |= {"200": {"description": "done", "content": content},
+                  "default": {"description": "refused before it is read", "content": error}}
+    operation: dict[str, Any] = {"operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}",
+                                 "responses": responses}
     if request is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
     if names := re.findall(r"\{(\w+)\}", path):
@@ -66,6 +89,24 @@ def _operation(path: str, method: str, *, locked: bool) -> dict[str, Any]:
     if locked and path not in OPEN_PATHS:
         operation["security"] = [{"key": []}]
     return operation
+
+
+def _errors(path: str, method: str, locked: bool) -> Iterator[int]:
+    """The statuses of errors that an operation has; one that nobody told apart has all that its method may have."""
+    shielded = path not in OPEN_PATHS
+    if shielded:
+        yield 401 if locked else 403
+    if shielded and method in WITH_BODY:
+        yield from (400, 404, 413, 415)
+        if path not in TEXT_ONLY:
+            yield from (408, 409, 504, 529 if OWN_PATHS.search(path) else 429)
+        elif path != "/detokenize":
+            yield 408
+    elif "{" in path:
+        yield 404
+    if path not in ALWAYS - OPEN_PATHS | {"/live"}:
+        yield 503
+    yield 500
 
 
 def _reference(kind: type) -> dict[str, str]:

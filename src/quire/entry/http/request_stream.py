@@ -122,8 +122,8 @@ class RequestStream:
                 if completion.stop_reason == "deadline" and all(g.began is None for g in self.generations):
                     raise QueueTimeout(f"request {self.request_id} could not start before its time was up: the server "
                                        "is busy, try again later.")
-                raise self._failure(str(completion.stop_reason))
+                raise self._failure(str(completion.stop_reason), completion.error)
         return output
 
-    def _failure(self, code: str) -> RequestFailed:
-        return RequestFailed(f"request {self.request_id} failed: {code}.", code=code)
+    def _failure(self, code: str, words: str | None = None) -> RequestFailed:
+        return RequestFailed(words or f"request {self.request_id} failed: {code}.", code=code)

@@ -1,14 +1,18 @@
 """What a request changes in its own logits before a token is drawn: masks, bias and penalties, all in place.
 
-In this order: allowed ids, bad words, stop ids before the minimum length, bias; then penalties. Everything is worked
-out from the token history and the position, never from a running state, so a resumed request needs nothing.
+In this order: a grammar's mask, allowed ids, bad words, stop ids before the minimum length, bias; then penalties. All
+but the mask is worked out from the token history and the position, never from a running state, so a resumed request
+needs nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from quire.contracts.step import I32
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,12 @@ class Penalties:
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
+
+
+def mask_row(logits: Tensor, mask: I32) -> None:
+    """Leave only what a mask allows: logits [V] float32; mask [ceil(V / 32)] int32, see `Executor.release`."""
+    bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+    logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
 def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int) -> None:

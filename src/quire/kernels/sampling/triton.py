@@ -32,12 +32,16 @@ class Rows:
 
     slots, positions   [R] int: a row's slot and the position of the token that is drawn
     table              [S, ROW_WORDS] int32, see triton_rows.py;  history  [S, L] int32
+    masks              [M, ceil(V / 32)] int32, see `Executor.release`;  places  [R] int32: which of them is the row's
+                       (-1: none), read where the slot says that there may be one
     """
 
     slots: Tensor
     positions: Tensor
     table: Tensor
     history: Tensor
+    places: Tensor
+    masks: Tensor
 
 
 @dataclass(frozen=True)
@@ -142,11 +146,11 @@ def rewrite(logits: Tensor, rows: Rows, scratch: Scratch) -> None:
     length = rows.history.stride(0)
     prepare_kernel[(parts, count)](
         logits, scratch.edited, scratch.tally, scratch.broken, rows.history, rows.slots, rows.positions, rows.table,
-        vocab, logits.stride(0), length, size, TILE=TILE, num_warps=4,
+        rows.places, rows.masks, vocab, logits.stride(0), length, rows.masks.stride(0), size, TILE=TILE, num_warps=4,
     )  # fmt: skip
     edit_kernel[(count,)](
-        logits, scratch.edited, rows.history, rows.slots, rows.positions, rows.table, vocab, logits.stride(0), length,
-        TILE=TILE, num_warps=4,
+        logits, scratch.edited, rows.history, rows.slots, rows.positions, rows.table, rows.places, rows.masks, vocab,
+        logits.stride(0), length, rows.masks.stride(0), TILE=TILE, num_warps=4,
     )  # fmt: skip
     penalize_kernel[(min(parts, 32), count)](
         scratch.edited, scratch.tally, rows.history, rows.slots, rows.positions, rows.table, vocab, length,

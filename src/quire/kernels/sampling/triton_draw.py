@@ -147,7 +147,7 @@ def stream_kernel(
     row = tl.program_id(1).to(tl.int64)
     entry = table + tl.load(slots + row).to(tl.int64) * 16
     needs = needs_of(entry)
-    rewritten = (needs & 12) != 0
+    rewritten = (needs & 28) != 0
     line = logits + row * stride
     copy = edited + row * vocab
     start = part * part_size

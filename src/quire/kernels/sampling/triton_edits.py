@@ -1,7 +1,8 @@
 """Kernels that give rows with masks, bias or penalties a rewritten copy; raw logits stay as they are.
 
-    prepare    copies the row (nothing but -inf where only some ids are allowed) and counts the history into `tally`
-    edit       allowed ids, bad words, stop ids, bias: edits.py, from the slot's words as `encode_edits` lays them out
+    prepare    copies what the grammar's mask leaves of the row (nothing but -inf where only some ids are allowed) and
+               counts the history into `tally`
+    edit       allowed ids (as far as the mask leaves them), bad words, stop ids, bias: edits.py, from the slot's words as `encode_edits` lays them out
     penalize   each id of the history once: who takes its tally sets the logit, and leaves the tally 0 again
 
 A slot's edits are int32 words at the address in its row:
@@ -22,9 +23,23 @@ EDITS_HEADER = 8
 
 
 @jit
+def _mask_of(places, masks, number, words):
+    """Where the words of a row's mask begin, and whether it has one: `places` [R] says which of `masks` [., words]."""
+    place = tl.load(places + number)
+    return masks + tl.maximum(place, 0).to(tl.int64) * words, place >= 0
+
+
+@jit
+def _masked(x, ids, mask, inside):
+    """Values [N] of `ids`, -inf where the mask forbids them."""
+    word = tl.load(mask + (ids >> 5), mask=inside, other=0)
+    return tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
+
+
+@jit
 def prepare_kernel(
-    logits, edited, tally, broken, history, slots, positions, table, vocab, stride, history_stride, part_size,
-    TILE: tl.constexpr,
+    logits, edited, tally, broken, history, slots, positions, table, places, masks, vocab, stride, history_stride,
+    mask_words, part_size, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts, rows). `broken` of a row is set where its raw logits hold NaN or +inf."""
     part = tl.program_id(0)
@@ -33,8 +48,9 @@ def prepare_kernel(
     row = table + slot * 16
     needs = needs_of(row)
     lane = tl.arange(0, TILE)
-    if needs & 12:
+    if needs & 28:
         some = False
+        mask, masked = _mask_of(places, masks, number, mask_words)
         if needs & 4:
             some = tl.load(tl.load((row + 14).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))) >= 0
         start = part * part_size
@@ -44,6 +60,8 @@ def prepare_kernel(
             ids = at + lane
             x = tl.load(logits + number * stride + ids, mask=ids < stop, other=0.0).to(tl.float32)
             bad |= ((x < float("inf")) == 0).to(tl.int32)
+            if masked & ((needs & 16) != 0):
+                x = _masked(x, ids, mask, ids < stop)
             tl.store(edited + number * vocab + ids, tl.where(some, float("-inf"), x), mask=ids < stop)
         if tl.max(bad) > 0:
             tl.store(broken + number, 1)
@@ -60,7 +78,10 @@ def prepare_kernel(
 
 
 @jit
-def edit_kernel(logits, edited, history, slots, positions, table, vocab, stride, history_stride, TILE: tl.constexpr):
+def edit_kernel(
+    logits, edited, history, slots, positions, table, places, masks, vocab, stride, history_stride, mask_words,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """Masks and bias of one row in its copy. Grid (rows,)."""
     number = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)
@@ -78,10 +99,13 @@ def edit_kernel(logits, edited, history, slots, positions, table, vocab, stride,
         at_stops = 8 + num_allowed
         at_bias = at_stops + num_stops
         at_words = at_bias + 2 * num_biases
+        mask, masked = _mask_of(places, masks, number, mask_words)
         for at in range(0, num_allowed, TILE):
             inside = at + lane < num_allowed
             token = tl.load(words + 8 + at + lane, mask=inside, other=0)
             x = tl.load(logits + number * stride + token, mask=inside, other=0.0).to(tl.float32)
+            if masked & ((needs_of(row) & 16) != 0):
+                x = _masked(x, token, mask, inside)
             tl.store(copy + token, x, mask=inside)
         tl.debug_barrier()
         if position < tl.load(row + 13):

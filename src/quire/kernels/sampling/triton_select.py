@@ -268,7 +268,7 @@ def select_kernel(
     tl.store(pending + number, 0)
     if needs & 2:
         key = _filtered_key(
-            logits + number * stride, edited + number * vocab, (needs & 12) != 0, group_max + number * num_groups,
+            logits + number * stride, edited + number * vocab, (needs & 28) != 0, group_max + number * num_groups,
             tile_mass + number * num_tiles, group_list + number * GROUPS, values + number * LIST, ids + number * LIST,
             before + number * FEW, pending + number, masses + number, peaks + number, row,
             tl.load(positions + number), vocab, num_groups, num_tiles, EDITED, GROUP, GROUPS, WIDE, TILES, FEW, LIST,
@@ -316,7 +316,7 @@ def many_kernel(
     count = tl.load(pending + number)
     if count != 0:
         row = table + tl.load(slots + number).to(tl.int64) * 16
-        rewritten = (needs_of(row) & 12) != 0
+        rewritten = (needs_of(row) & 28) != 0
         logits += number * stride
         edited += number * vocab
         values += number * LIST

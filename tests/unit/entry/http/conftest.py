@@ -147,8 +147,13 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error of the body, which must have all four keys and nothing else."""
-        error: dict[str, Any] = json.loads(self.body)["error"]
+        """The error of the body, which must have all four keys and nothing else, or be in Anthropic's form."""
+        body = json.loads(self.body)
+        error: dict[str, Any] = body["error"]
+        if "type" in body:
+            assert body == {"type": "error", "error": error, "request_id": self.headers["request-id"]}
+            assert set(error) == {"type", "message"}
+            return error | {"code": "of Anthropic's"}
         assert set(error) == {"message", "type", "param", "code"}, error
         return error
 

@@ -1,5 +1,7 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
@@ -9,11 +11,12 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.generate import Job, Writer, answer
+from quire.entry.http.openai.generate import ChunkWriter, Job, Writer, answer
 from quire.entry.http.openai.logprobs import chat_logprobs
 from quire.entry.http.openai.prompts import chat_prompts
 from quire.entry.http.openai.sampling import sampling_params
 from quire.text.tokenizer import Tokenizer
+from quire.text.turn import CallBegins, Event, Thought, Words
 
 DECODER = RequestDecoder(schema.ChatRequest, not_here=frozenset({"suffix", "best_of"}))
 ENCODE = msgspec.json.Encoder().encode
@@ -22,7 +25,14 @@ ENCODE = msgspec.json.Encoder().encode
 async def chat(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request."""
     request = await DECODER.read(context, exchange)
-    await answer(context, exchange, request, _params, chat_prompts, ChatWriter)
+    await answer_chat(context, exchange, request, lambda job, *rest: (
+        ChatWriter if job.turn.plain else ChatEventWriter)(job, *rest))
+
+
+async def answer_chat(context: ServerContext, exchange: Exchange, request: schema.ChatRequest,
+                      writer: Callable[[Job, schema.ChatRequest, Tokenizer | None], Writer]) -> None:
+    """Answer a conversation, in whatever API's words the answer is written."""
+    await answer(context, exchange, request, _params, chat_prompts, writer)
 
 
 def _params(request: schema.ChatRequest, defaults: SamplingParams, stream_interval: int) -> SamplingParams:
@@ -36,8 +46,8 @@ def _params(request: schema.ChatRequest, defaults: SamplingParams, stream_interv
                            logprobs=logprobs if request.logprobs else None, stream_interval=stream_interval)
 
 
-class ChatWriter(Writer):
-    """Choices of /v1/chat/completions as JSON."""
+class ChatWriter(ChunkWriter):
+    """Choices of /v1/chat/completions as JSON, of which all text is content."""
 
     def __init__(self, job: Job, request: schema.ChatRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(job, request, tokenizer, with_logprobs=bool(request.logprobs), prefix="chatcmpl",
@@ -63,38 +73,98 @@ class ChatWriter(Writer):
         """An event with the text, then one with the reason when the choice has ended."""
         if self._plain and not usage and piece.finish_reason is None:
             return self._heads[choice] + b'"content":' + ENCODE(piece.text) + self._going_on if piece.text else b""
-        end = b'],"usage":' + usage + b"}\n\n" if usage else self._tail
+        shown = bool(piece.text or (piece.token_ids and not self._plain))
+        deltas = [b'"content":' + ENCODE(piece.text)] if shown else []
+        return self._chunks(choice, piece, deltas, piece.finish_reason, usage)
+
+    def _chunks(self, choice: int, piece: CompletionOutput, deltas: list[bytes], reason: str | None,
+                usage: bytes) -> bytes:
+        """An event per delta, the first with what is told of the piece's tokens, then one with the reason."""
+        head, end = self._heads[choice], b'],"usage":' + usage + b"}\n\n" if usage else self._tail
         parts = []
-        if piece.text or (piece.token_ids and not self._plain):
-            parts += [self._heads[choice], b'"content":', ENCODE(piece.text), b'},"logprobs":']
-            parts += [ENCODE(self._logprobs(piece)), b',"finish_reason":null']
-            if self._with_ids:
+        for at, delta in enumerate(deltas):
+            parts += [head, delta, b'},"logprobs":', b"null" if at else ENCODE(self._logprobs(piece))]
+            parts += [b',"finish_reason":null']
+            if self._with_ids and not at:
                 parts += [b',"token_ids":', ENCODE(piece.token_ids)]
             parts += [b"}", end]
-        if piece.finish_reason is not None:
-            parts += [self._heads[choice], b'},"logprobs":null,"finish_reason":', ENCODE(piece.finish_reason)]
+        if reason is not None:
+            parts += [head, b'},"logprobs":null,"finish_reason":', ENCODE(reason)]
             parts += [b',"stop_reason":', ENCODE(piece.stop_reason), b"}", end]
         return b"".join(parts)
 
     def whole(self, outputs: list[RequestOutput], usage: schema.Usage) -> bytes:
         """The answer in one piece."""
         output = outputs[0]
+        choices = [self._choice(completion) for completion in output.outputs]
+        usage.completion_tokens_details.reasoning_tokens = self.num_thought
         return ENCODE(schema.ChatResponse(
-            **self._shared, choices=[self._choice(completion) for completion in output.outputs], usage=usage,
+            **self._shared, choices=choices, usage=usage,
             prompt_logprobs=output.prompt_logprobs if self._with_prompt_logprobs else msgspec.UNSET,
             prompt_token_ids=output.prompt_token_ids if self._with_ids else msgspec.UNSET))
 
     def _choice(self, completion: CompletionOutput) -> schema.ChatChoice:
-        message = schema.AnswerMessage(content=self._echoed + completion.text)
+        message, reason = self._message(completion)
         return schema.ChatChoice(index=completion.index, message=message, logprobs=self._logprobs(completion),
-                                 finish_reason=completion.finish_reason, stop_reason=completion.stop_reason,
+                                 finish_reason=reason, stop_reason=completion.stop_reason,
                                  token_ids=completion.token_ids if self._with_ids else msgspec.UNSET)
+
+    def _message(self, completion: CompletionOutput) -> tuple[schema.AnswerMessage, str | None]:
+        return schema.AnswerMessage(content=self._echoed + completion.text), completion.finish_reason
 
     def _logprobs(self, completion: CompletionOutput) -> schema.ChatLogprobs | None:
         if not self._with_logprobs:
             return None
         rows = completion.logprobs or []
         return chat_logprobs(self._names, completion.token_ids[: len(rows)], rows, self._num_top)
+
+
+class ChatEventWriter(ChatWriter):
+    """Choices whose text is reasoning, content and calls."""
+
+    def __init__(self, job: Job, request: schema.ChatRequest, tokenizer: Tokenizer | None) -> None:
+        super().__init__(job, request, tokenizer)
+        self._turns = job.turns(tokenizer)
+
+    def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
+        """An event for each of the turn's, then one with the reason when the choice has ended."""
+        turn = self._turns[choice]
+        deltas = [_delta(event) for event in turn.events(piece)]
+        if self._plain and not usage and piece.finish_reason is None:
+            return b"".join([self._heads[choice] + delta + self._going_on for delta in deltas])
+        if piece.token_ids and not (deltas or self._plain):
+            deltas = [b""]
+        return self._chunks(choice, piece, deltas, turn.finish_reason(piece), usage)
+
+    def _message(self, completion: CompletionOutput) -> tuple[schema.AnswerMessage, str | None]:
+        turn, thought, words = self._turns[completion.index], "", self._echoed
+        calls: list[schema.ToolCall] = []
+        for event in turn.events(completion):
+            if isinstance(event, Thought):
+                thought += event.text
+            elif isinstance(event, Words):
+                words += event.text
+            elif isinstance(event, CallBegins):
+                function = schema.FunctionCall(name=event.name, arguments="")
+                calls.append(schema.ToolCall(id=event.call_id, type="function", function=function))
+            else:
+                calls[event.index].function.arguments += event.text
+        message = schema.AnswerMessage(content=words or (None if calls else ""), tool_calls=calls or msgspec.UNSET)
+        message.reasoning = message.reasoning_content = thought or msgspec.UNSET
+        return message, turn.finish_reason(completion)
+
+
+def _delta(event: Event) -> bytes:
+    """The members of a chunk's delta."""
+    if isinstance(event, Words):
+        return b'"content":' + ENCODE(event.text)
+    if isinstance(event, Thought):
+        return b'"reasoning":%b,"reasoning_content":%b' % ((ENCODE(event.text),) * 2)
+    call = b'"tool_calls":[{"index":%d,' % event.index
+    if isinstance(event, CallBegins):
+        call += b'"id":%b,"type":"function",' % ENCODE(event.call_id)
+        return call + b'"function":{"name":%b,"arguments":""}}]' % ENCODE(event.name)
+    return call + b'"function":{"arguments":%b}}]' % ENCODE(event.text)
 
 
 def _echoed(request: schema.ChatRequest) -> str:

@@ -8,7 +8,7 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.generate import Job, Writer, answer
+from quire.entry.http.openai.generate import ChunkWriter, Job, answer
 from quire.entry.http.openai.logprobs import LegacyColumns, joined, prompt_columns
 from quire.entry.http.openai.prompts import completion_prompts
 from quire.entry.http.openai.sampling import sampling_params
@@ -36,7 +36,7 @@ def _params(request: schema.CompletionRequest, defaults: SamplingParams, stream_
     return params
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChunkWriter):
     """Choices of /v1/completions as JSON."""
 
     def __init__(self, job: Job, request: schema.CompletionRequest, tokenizer: Tokenizer | None) -> None:

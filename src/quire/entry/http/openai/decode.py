@@ -42,28 +42,32 @@ class Refused(NamedTuple):
     harmless: list[Any]
 
 
-def _refused() -> Iterator[tuple[str, Refused]]:
-    for names, reason, *harmless in read_rows(Path(__file__).with_name("refused_fields.txt")):
+def _refused(table: str) -> Iterator[tuple[str, Refused]]:
+    for names, reason, *harmless in read_rows(Path(__file__).with_name(table)):
         for name in names.split():
             yield name, Refused(reason, json.loads(harmless[0]) if harmless else [])
 
 
-REFUSED = dict(_refused())
-IGNORED = frozenset(  # do not change the answer, and are taken silently
-    "metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier verbosity prediction "
-    "parallel_tool_calls session_id include_reasoning separate_reasoning guided_decoding_backend "
-    "guided_whitespace_pattern media_io_kwargs mm_processor_kwargs".split())
+REFUSED = dict(_refused("refused_fields.txt"))
+# Do not change the answer here, and are taken silently: who asks, what OpenAI keeps and where it runs; hints (what the
+# answer will mostly be, how long it should be); how pictures would be read; backends, of which there is one.
+IGNORED = frozenset(
+    "user safety_identifier session_id metadata store service_tier prompt_cache_key prompt_cache_retention "
+    "prompt_cache_options prediction verbosity media_io_kwargs mm_processor_kwargs guided_decoding_backend "
+    "parallel_tool_calls include_reasoning cache_control".split())
 
 
 class RequestDecoder(Generic[T]):
     """Decodes the bodies of one route."""
 
-    def __init__(self, kind: type[T], *, not_here: frozenset[str] = frozenset()) -> None:
-        """`not_here`: names of IGNORED and REFUSED fields that mean nothing to this route, hence unknown."""
+    def __init__(self, kind: type[T], *, not_here: frozenset[str] = frozenset(), refused: str = "") -> None:
+        """`not_here`: names of IGNORED and REFUSED fields that mean nothing to this route, hence unknown.
+        `refused`: a table of fields that this route refuses, though its type or others may know them."""
         self._decoder = msgspec.json.Decoder(kind)
         self._type = inspect.type_info(kind)
         self._fields = frozenset(kind.__struct_encode_fields__)
         self._refused = {name: rule for name, rule in REFUSED.items() if name not in not_here | self._fields}
+        self._refused |= dict(_refused(refused)) if refused else {}
         self._known = self._fields | (IGNORED - not_here) | self._refused.keys()
 
     async def read(self, context: ServerContext, exchange: Exchange) -> T:
@@ -103,6 +107,8 @@ class RequestDecoder(Generic[T]):
                 continue
             value = msgspec.json.decode(names[name])
             if value is not None and not any(type(value) is type(h) and value == h for h in rule.harmless):
+                if rule.reason.startswith("send "):  # there is another way
+                    raise HttpError(400, f"{name} is not read: {rule.reason}", code="unsupported_parameter", param=name)
                 raise not_implemented(name, rule.reason)
 
     def _explain(self, problem: str) -> InvalidParameter:
@@ -159,7 +165,7 @@ def words(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.FloatType):
         return "a number" + _range(kind)
     if isinstance(kind, inspect.StrType):
-        return "a string" + _length(kind, "characters")
+        return "a string" + (_length(kind, "characters") if kind.pattern is None else f" that matches {kind.pattern}")
     if isinstance(kind, inspect.BoolType):
         return "true or false"
     if isinstance(kind, inspect.ListType):
@@ -168,7 +174,7 @@ def words(kind: inspect.Type) -> str:
         return "an object" + _length(kind, "entries") + _each(kind.value_type)
     if isinstance(kind, inspect.LiteralType):
         return "one of " + ", ".join(map(str, kind.values))
-    return "an object"
+    return "null" if isinstance(kind, inspect.NoneType) else "an object"
 
 
 def _each(kind: inspect.Type) -> str:

@@ -1,6 +1,6 @@
 """One request for text, from the engine's stream to the client: in one piece, or as events while it is generated.
 
-Both routes that generate share this; how a choice looks is the `Writer`'s matter. The engine's stream is closed on
+Every route that generates shares this; how an answer looks is the `Writer`'s matter. The engine's stream is closed on
 every way out, so that nothing is generated for a client that is gone.
 """
 
@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +22,8 @@ from quire.entry.http.exchange import Exchange, Watch
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import spell_bad_words
 from quire.entry.http.openai.sampling import request_timeout
-from quire.entry.http.openai.schema import CachedTokens, SamplingFields, StreamOptions, Usage
+from quire.entry.http.openai.schema import CachedTokens, ReasoningTokens, SamplingFields, StreamOptions, Usage
+from quire.entry.http.openai.turn import Turn, TurnPlan
 from quire.entry.http.request_stream import Batch, RequestStream
 from quire.entry.http.sse import DONE, EventStream
 from quire.entry.prompts import Prompt
@@ -37,6 +38,7 @@ Piece = tuple[int, CompletionOutput]  # (choice, what is new of it)
 class Job:
     """One validated request.
 
+    turn             how the text of a choice is to be read
     num_choices      choices in all;  choice c belongs to prompt c // params.n
     include_usage    a last event with the counts;  running_usage: the counts in every event
     """
@@ -47,6 +49,7 @@ class Job:
     model: str
     created: int
     stream: bool
+    turn: TurnPlan = TurnPlan()
     priority: int = 0
     timeout: float | None = None
     include_usage: bool = False
@@ -57,9 +60,41 @@ class Job:
         """Choices over all prompts."""
         return len(self.prompts) * self.params.n
 
+    def turns(self, tokenizer: Tokenizer | None) -> list[Turn]:
+        """One per choice, for a writer that shows more than text."""
+        return [Turn(self.turn, self.params, tokenizer) for _ in range(self.num_choices)]
+
 
 class Writer(ABC):
-    """How the choices of one route look, as JSON bytes.
+    """How the answers of one route look, as bytes of JSON or framed events."""
+
+    _turns: Sequence[Turn] = ()  # of the choices, when they are more than text
+
+    @property
+    def num_thought(self) -> int:
+        """Tokens of reasoning, over all choices."""
+        return sum(turn.num_thought for turn in self._turns)
+
+    @abstractmethod
+    def begin(self, prompt: int, output: RequestOutput) -> bytes:
+        """Events that open the choices of a prompt, before their first piece."""
+
+    @abstractmethod
+    def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
+        """Events for what is new of a choice; b"" when it shows nothing. `usage`: JSON of the counts so far when they
+        are to be told with every event, else b""."""
+
+    @abstractmethod
+    def end(self, usage: Usage) -> bytes:
+        """What closes a stream after the last piece."""
+
+    @abstractmethod
+    def whole(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
+        """The answer in one piece. `usage` lacks the tokens of reasoning: it is the writer that reads the text."""
+
+
+class ChunkWriter(Writer):
+    """A writer whose events are chunks as OpenAI's older routes have them: the choices' news in the form of an answer.
 
     prefix   of the answer's id;  kind  of a stream's events, as "object";  opening  of a choice after its index
     """
@@ -78,38 +113,32 @@ class Writer(ABC):
         # With `include_usage`, every event but the last says null.
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
 
-    @abstractmethod
-    def begin(self, prompt: int, output: RequestOutput) -> bytes:
-        """Events that open the choices of a prompt, before their first piece."""
-
-    @abstractmethod
-    def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """Events for what is new of a choice; b"" when it shows nothing. `usage`: its JSON, or b"" for none."""
-
-    def usage(self, usage: bytes) -> bytes:
-        """The event with the counts and no choice."""
-        return self._empty + b'],"usage":' + usage + b"}\n\n"
-
-    @abstractmethod
-    def whole(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
-        """The answer in one piece."""
+    def end(self, usage: Usage) -> bytes:
+        """The counts, when they are asked for, and [DONE]."""
+        if not self._job.include_usage:
+            return DONE
+        return self._empty + b'],"usage":' + msgspec.json.encode(usage) + b"}\n\n" + DONE
 
 
 async def answer(
     context: ServerContext, exchange: Exchange, request: Request,
     params_of: Callable[[Request, SamplingParams, int], SamplingParams],
-    prompts_of: Callable[[ServerContext, Exchange, Request], Awaitable[list[Prompt]]],
+    prompts_of: Callable[[ServerContext, Exchange, Request, SamplingParams], Awaitable[tuple[list[Prompt], TurnPlan]]],
     writer: Callable[[Job, Request, Tokenizer | None], Writer],
 ) -> None:
-    """Answer one request; `params_of` is given the defaults and the server's stream interval, too."""
+    """Answer one request.
+
+    params_of    is given the defaults and the server's stream interval, too
+    prompts_of   the prompts and how to read what follows them, for which it may change the parameters
+    """
     request_id = exchange.name(request.request_id)
     model, text, serve = context.model(request.model), context.text(), context.config.serve
     params = params_of(request, text.default_params, serve.stream_interval)
-    prompts = await prompts_of(context, exchange, request)
+    prompts, turn = await prompts_of(context, exchange, request, params)
     await spell_bad_words(context, exchange, params)
     options = request.stream_options or StreamOptions()
     job = Job(prompts=prompts, params=params, request_id=request_id, model=model, created=int(time.time()),
-              stream=bool(request.stream), priority=request.priority or 0,
+              stream=bool(request.stream), turn=turn, priority=request.priority or 0,
               timeout=request_timeout(exchange.header(b"x-request-timeout")),
               include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
               running_usage=bool(options.continuous_usage_stats))
@@ -176,7 +205,7 @@ async def _events(events: EventStream, stream: RequestStream, progress: "Progres
             if data := progress.events(batch):
                 await events.write(data)
         watch.stop()
-        await events.end(progress.last() + DONE)
+        await events.end(progress.last())
     finally:
         events.stop_comments()
 
@@ -210,7 +239,7 @@ class Progress:
                 frames.append(self._writer.begin(at, output))
         for choice, piece in self._pieces(batch):
             self._num_output += len(piece.token_ids)
-            counts = self._usage() if self._job.running_usage else b""
+            counts = msgspec.json.encode(self._usage()) if self._job.running_usage else b""
             frames.append(self._writer.piece(choice, piece, counts))
             if piece.finish_reason is not None:
                 check_end(piece)
@@ -218,11 +247,11 @@ class Progress:
         return b"".join(frames)
 
     def last(self) -> bytes:
-        """What follows the last choice, before [DONE]."""
-        return self._writer.usage(self._usage()) if self._job.include_usage else b""
+        """What follows the last choice."""
+        return self._writer.end(self._usage())
 
-    def _usage(self) -> bytes:
-        return msgspec.json.encode(usage(self._num_prompt, self._num_output, sum(self._cached)))
+    def _usage(self) -> Usage:
+        return usage(self._num_prompt, self._num_output, sum(self._cached), self._writer.num_thought)
 
     def _pieces(self, batch: list[tuple[int, RequestOutput]]) -> list[Piece]:
         """What is new, one piece per choice that has any: the pieces of several steps become one."""
@@ -252,10 +281,11 @@ def _append(piece: CompletionOutput, newer: CompletionOutput) -> None:
     piece.finish_reason, piece.stop_reason = newer.finish_reason, newer.stop_reason
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+def usage(num_prompt: int, num_output: int, num_cached: int, num_thought: int = 0) -> Usage:
     """The counts of a request."""
     return Usage(prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
-                 prompt_tokens_details=CachedTokens(cached_tokens=num_cached))
+                 prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
+                 completion_tokens_details=ReasoningTokens(reasoning_tokens=num_thought))
 
 
 def check_end(completion: CompletionOutput) -> None:

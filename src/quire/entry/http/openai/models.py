@@ -10,6 +10,7 @@ from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.prompts import away, conversation_prompt, tokenizer_of
+from quire.entry.http.openai.tools import plain_tools
 from quire.text.tokenizer import Tokenizer
 
 TOKENIZE = RequestDecoder(schema.TokenizeRequest)
@@ -25,7 +26,8 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
     tokenizer, longest = tokenizer_of(context.text(), "prompt"), context.ready().max_model_len
     given: list[int] | None = None
     if request.messages is not None:
-        given = (await conversation_prompt(context, exchange, request, request.messages, None)).token_ids
+        given = (await conversation_prompt(context, exchange, request, request.messages, None,
+                                           tools=plain_tools(request.tools or ()) or None)).token_ids
 
     def answer() -> bytes:
         special = request.add_special_tokens is not False

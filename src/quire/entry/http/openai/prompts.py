@@ -14,10 +14,16 @@ from quire.entry.http.errors import HttpError, not_implemented, too_long
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import ChatRequest, CompletionRequest, Message, SamplingFields, TokenizeRequest
+from quire.entry.http.openai.schema_embeddings import EmbeddedFields
+from quire.entry.http.openai.tools import plan_turn, tool_use
+from quire.entry.http.openai.turn import TurnPlan
 from quire.entry.prompts import Prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.load import TextSide
+from quire.text.sandbox_meter import TooCostly
+from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import ReasoningFormat
 
 LONG = 8_192  # bytes of a request from which its texts take long enough (1 to 5 ms) to leave the event loop
 HUGE = 2**20  # bytes from which encoding takes hundreds of megabytes for a while (7.5 M: 0.7 to 2 GB)
@@ -51,49 +57,99 @@ async def spell_bad_words(context: ServerContext, exchange: Exchange, params: Sa
         await away(context, exchange.size, lambda: tokenizer.bad_word_ids(words))
 
 
-async def completion_prompts(context: ServerContext, exchange: Exchange, request: CompletionRequest) -> list[Prompt]:
-    """The prompts of /v1/completions, encoded and fitted to the context."""
-    given = _several(request.prompt)
+async def completion_prompts(context: ServerContext, exchange: Exchange, request: CompletionRequest,
+                             params: SamplingParams) -> tuple[list[Prompt], TurnPlan]:
+    """The prompts of /v1/completions, encoded and fitted to the context; what follows them is text."""
+    given = several(request.prompt)
     check_choices(len(given), request)
     longest = _longest(context, request)
     texts = [item for item in given if isinstance(item, str)]
     if texts:
         tokenizer, special = tokenizer_of(context.text(), "prompt"), request.add_special_tokens is not False
         prompts = await away(context, exchange.size, lambda: [
-            _encoded(tokenizer, text, special, longest, "prompt") for text in texts])
+            encoded(tokenizer, text, special, longest, "prompt") for text in texts])
     else:
         prompts = [Prompt(token_ids=item) for item in given if not isinstance(item, str)]
-    return [_fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts]
+    return [fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts], TurnPlan()
 
 
-async def chat_prompts(context: ServerContext, exchange: Exchange, request: ChatRequest) -> list[Prompt]:
-    """The prompt of a conversation, encoded and fitted to the context."""
+async def chat_prompts(context: ServerContext, exchange: Exchange, request: ChatRequest,
+                       params: SamplingParams) -> tuple[list[Prompt], TurnPlan]:
+    """The prompt of a conversation, encoded and fitted to the context, and how to read what follows it."""
     check_choices(1, request)
     longest = _longest(context, request)
-    prompt = await conversation_prompt(context, exchange, request, request.messages, longest)
+    use = tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
+    text, template = context.text(), _own_template(context, request) or context.text().chat_template
+    if use.callable and template is not None and (
+            "tools" not in template.source(tools=True) or text.parsers[0] == "none"):
+        raise InvalidParameter("the model cannot be given tools: its template has no place for them, or the server "
+                               'runs with --tool-call-parser none. Send tool_choice="none", or start the server with '
+                               "another --chat-template.", param="tools")
+    # A form holds from the first token on, or after the reasoning: whether there is one must be certain.
+    opens = text.styles.reasoning if params.structured_outputs is not None else None
+    prompt = await conversation_prompt(context, exchange, request, request.messages, longest, tools=use.shown,
+                                       opens=opens)
+    plan = plan_turn(request, use, params, text, prompt.text or "")
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return [_fitted(context, request, prompt, asked, "messages")]
+    return [fitted(context, request, prompt, asked, "messages")], plan
 
 
-async def conversation_prompt(context: ServerContext, exchange: Exchange, request: ChatRequest | TokenizeRequest,
-                              messages: list[Message], longest: int | None) -> Prompt:
-    """Render and encode messages; the template writes its own special tokens. `longest`: see `_encoded`."""
+async def conversation_prompt(
+    context: ServerContext, exchange: Exchange, request: ChatRequest | TokenizeRequest, messages: list[Message],
+    longest: int | None, *, tools: list[dict[str, Any]] | None = None, opens: ReasoningFormat | None = None,
+) -> Prompt:
+    """Render and encode messages; the template writes its own special tokens. `longest`: see `encoded`.
+
+    opens   reasoning that the model would begin by itself is begun in the prompt
+    """
     text = context.text()
     tokenizer = tokenizer_of(text, "messages")
-    template = text.chat_template
+    template = _own_template(context, request) or text.chat_template
     if template is None:
         raise InvalidParameter(f"{context.model_names[0]} has no chat template (it is probably a base model): use "
                                "/v1/completions, or start the server with --chat-template.", param="messages")
-    variables = _variables(exchange, template, request)
+    variables = _variables(exchange, template, request, context.config.serve.default_chat_template_kwargs)
     special, open_end = bool(request.add_special_tokens), bool(request.continue_final_message)
     generation = not open_end if request.add_generation_prompt is None else request.add_generation_prompt
 
-    def render() -> Prompt:
-        rendered = template.render(_plain_messages(messages, template), add_generation_prompt=generation,
-                                   continue_final_message=open_end, **variables)
-        return _encoded(tokenizer, rendered, special, longest, "messages")
+    def render(how: Callable[..., str]) -> str:
+        def once(**more: Any) -> str:
+            return how(_plain_messages(messages, template), tools=tools, add_generation_prompt=generation,
+                       continue_final_message=open_end, **variables | more)
 
-    return await away(context, exchange.size, render)
+        rendered = once()
+        return rendered if opens is None else rendered + _opening(rendered, once(enable_thinking=False), opens)
+
+    def encode(rendered: str) -> Prompt:
+        return encoded(tokenizer, rendered, special, longest, "messages")
+
+    try:
+        return await away(context, exchange.size, lambda: encode(render(template.render_here)))
+    except TooCostly:
+        async with context.sandbox():
+            rendered = await asyncio.to_thread(render, template.render_apart)
+        return await away(context, len(rendered), lambda: encode(rendered))
+
+
+def _opening(prompt: str, without: str, row: ReasoningFormat) -> str:
+    """How a model begins to reason that does so by itself: as its template does, to have it end at once, in a prompt
+    `without` reasoning. "" for a model that does not, or where the prompt has begun already."""
+    added = without.removeprefix(prompt) if without.startswith(prompt) else ""
+    before, start, after = added.partition(row.start)
+    return before + start if row.end in after else ""
+
+
+def _own_template(context: ServerContext, request: ChatRequest | TokenizeRequest) -> ChatTemplate | None:
+    """The template that a request brings. Errors: 400 where the server takes none."""
+    if request.chat_template is None:
+        return None
+    if not context.config.http.trust_request_chat_template:
+        raise HttpError(400, "chat_template: this server renders its own template only; leave it out, or start the "
+                             "server with --trust-request-chat-template.", code="unsupported_parameter",
+                        param="chat_template")
+    text = context.text()
+    model = text.chat_template or ChatTemplate({}, SpecialTokens.read(text.tokenizer_folder).named)
+    return model.replaced(request.chat_template)
 
 
 def _longest(context: ServerContext, request: SamplingFields) -> int | None:
@@ -101,7 +157,7 @@ def _longest(context: ServerContext, request: SamplingFields) -> int | None:
     return context.ready().max_model_len if request.truncate_prompt_tokens is None else None
 
 
-def _encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str) -> Prompt:
+def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str) -> Prompt:
     """The prompt of a text. Errors: 400, without the work, when it surely has more than `longest` tokens."""
     if longest is not None and (fewest := tokenizer.fewest_tokens(text)) > longest:
         raise HttpError(400,
@@ -110,22 +166,23 @@ def _encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None
     return Prompt(text=text, token_ids=tokenizer.encode(text, special))
 
 
-def _several(prompt: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
     """One text, texts, token ids or lists of token ids, as a list of prompts."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidParameter("prompt is an empty list: give at least one text or token id.", param="prompt")
+        raise InvalidParameter(f"{param} is an empty list: give at least one text or token id.", param=param)
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [cast(list[int], prompt)]
     if kinds == {str} or kinds == {list}:
         return cast(list[str | list[int]], prompt)
-    raise InvalidParameter("prompt mixes texts, token ids and lists: give a text, a list of texts, token ids, or a "
-                           "list of lists of ids.", param="prompt")
+    raise InvalidParameter(f"{param} mixes texts, token ids and lists: give a text, a list of texts, token ids, or a "
+                           "list of lists of ids.", param=param)
 
 
-def _fitted(context: ServerContext, request: SamplingFields, prompt: Prompt, asked: int | None, param: str) -> Prompt:
+def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, prompt: Prompt, asked: int | None,
+           param: str) -> Prompt:
     """The prompt cut as asked, with its salt. Errors: 400 when it and `asked` tokens exceed the context."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
     text = prompt.text
@@ -140,12 +197,14 @@ def _fitted(context: ServerContext, request: SamplingFields, prompt: Prompt, ask
     return replace(prompt, text=text, token_ids=ids, cache_salt=request.cache_salt or "")
 
 
-def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest,
+               defaults: dict[str, Any] | None) -> dict[str, Any]:
     """Further variables of the template. Errors: `InvalidParameter` for some that a request cannot set.
 
-    Templates of reasoning models read `reasoning_effort`; with others it changes nothing, and the client is told.
+    Templates of reasoning models read `reasoning_effort`, or can be told not to think at all; with others it changes
+    nothing, and the client is told.
     """
-    variables = dict(request.chat_template_kwargs or {})
+    variables = {**(defaults or {}), **(request.chat_template_kwargs or {})}
     for name in (*ARGUMENTS, "documents", *SWITCHES):
         if name in variables:
             hint = "send it as a field of its own" if name in SWITCHES else "leave it out"
@@ -154,6 +213,8 @@ def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest 
         variables["documents"] = request.documents
     if request.reasoning_effort is not None and "reasoning_effort" in template.source():
         variables.setdefault("reasoning_effort", request.reasoning_effort)
+    elif request.reasoning_effort == "none" and "enable_thinking" in template.source():
+        variables.setdefault("enable_thinking", False)
     elif request.reasoning_effort is not None:
         exchange.warn("reasoning_effort is ignored: the chat template does not read it")
     return variables
@@ -176,6 +237,9 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
                     raise not_implemented(what, "the model reads text only.", "messages")
                 if part.text is None:
                     raise InvalidParameter(f"messages[{at}].content: a text part needs a text.", param="messages")
+        if message.function_call is not None:
+            raise InvalidParameter(
+                f"messages[{at}].function_call is not read: send tool_calls instead.", param="messages")
         fields = msgspec.to_builtins(message)
         if message.role == "developer" and not knows_developer:
             fields["role"] = "system"

@@ -4,11 +4,15 @@ from collections.abc import Awaitable, Callable
 
 from starlette.routing import Route
 
+from quire.entry.http.anthropic.messages import count_tokens, messages
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
+from quire.entry.http.openai.embeddings import embed
 from quire.entry.http.openai.models import detokenize, list_models, show_model, tokenize, tokenizer_info
+from quire.entry.http.openai.rerank import rerank, score
+from quire.entry.http.openai.responses import cancel, respond, retrieve
 from quire.entry.http.sse import Send
 
 Handler = Callable[[ServerContext, Exchange], Awaitable[None]]
@@ -16,6 +20,14 @@ Handler = Callable[[ServerContext, Exchange], Awaitable[None]]
 HANDLERS: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", complete),
     ("POST", "/v1/chat/completions", chat),
+    ("POST", "/v1/responses", respond),
+    ("GET DELETE", "/v1/responses/{response_id}", retrieve),
+    ("POST", "/v1/responses/{response_id}/cancel", cancel),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("POST", "/v1/embeddings", embed),
+    *(("POST", path, rerank) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
+    *(("POST", path, score) for path in ("/v1/score", "/score")),
     ("GET", "/v1/models", list_models),
     ("GET", "/v1/models/{model:path}", show_model),
     ("POST", "/tokenize", tokenize),
@@ -43,5 +55,5 @@ class Endpoint:
 
 def routes(context: ServerContext) -> list[Route]:
     """All routes over one context."""
-    return [Route(path, Endpoint(context, handler), methods=[method], name=handler.__name__)
+    return [Route(path, Endpoint(context, handler), methods=method.split(), name=handler.__name__)
             for method, path, handler in HANDLERS]

@@ -5,6 +5,7 @@ from typing import Any
 
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.contracts.structured import KINDS, StructuredOutputsParams
 from quire.entry.http.openai.schema import MAX_CHOICES, SamplingFields
 
 SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
@@ -38,7 +39,28 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
         given["output_kind"] = OutputKind.DELTA
     else:
         given["output_kind"] = OutputKind.FINAL_ONLY
+    if (structured := _structured(request)) is not None:
+        given["structured_outputs"] = structured
     return defaults.clone(**given, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _structured(request: SamplingFields) -> StructuredOutputsParams | None:
+    """The form that a request asks for, None when it leaves the text free."""
+    form, asked = request.response_format, request.structured_outputs
+    given = {name: value for name in KINDS if (value := getattr(asked, name, None)) not in (None, False)}
+    if form is not None and form.type != "text":
+        if given:
+            raise InvalidParameter("response_format and structured_outputs both give the answer a form: send one of "
+                                   "them.", param="structured_outputs")
+        if form.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if form.json_schema is None:
+            raise InvalidParameter("response_format of type json_schema needs json_schema, with a schema in it.",
+                                   param="response_format")
+        return StructuredOutputsParams(json=form.json_schema.schema)
+    if asked is None or not given:
+        return None
+    return StructuredOutputsParams(**given, disable_any_whitespace=bool(asked.disable_any_whitespace))
 
 
 def check_choices(num_prompts: int, request: SamplingFields) -> None:

@@ -22,6 +22,8 @@ MAX_ALLOWED_IDS = 2**18  # more than any vocabulary has
 MAX_BIASES = 1_024  # OpenAI allows 300
 MAX_BAD_WORDS = 1_024
 MAX_BAD_WORD = 256  # characters
+MAX_TOOLS = 512  # OpenAI allows 128
+MAX_CHOICE_TEXTS = 10_000  # of a structured output
 
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
@@ -31,6 +33,8 @@ Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 BadWord = Annotated[str, Meta(max_length=MAX_BAD_WORD)]
 Messages = Annotated[list["Message"], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Logprobs = Annotated[int, Meta(ge=-1)]
+Tools = Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)]
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 FinishReason = str
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -47,9 +51,37 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """A schema with a name. It is always enforced, whatever `strict` says."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of an answer, in more ways: exactly one of the first five, which are `StructuredOutputsParams`'."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(max_length=MAX_CHOICE_TEXTS)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+
+
 class SamplingFields(msgspec.Struct, kw_only=True):
     """What every request for text may hold. Fields that no other comment explains are `SamplingParams`' of that name.
 
+    response_format, structured_outputs   the form of the answer, in one of two ways
     truncate_prompt_tokens   keep this many tokens of the prompt (its end, unless truncation_side is "right"); -1: as
                              many as the context holds
     cache_salt               prompts share cached blocks only with prompts of the same salt
@@ -68,7 +100,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     seed: int | None = None
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)] | None = None
-    user: str | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
@@ -82,6 +113,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Logprobs | None = None
     logprob_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGPROB_IDS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_reading_prefix_cache: bool | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     add_special_tokens: bool | None = None
@@ -135,14 +168,57 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    function_call: Any = None
+
+
+class FunctionSpec(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A function that the model may call; `parameters` is the JSON schema of an object, none: it takes nothing.
+
+    strict   arguments that do not fit the schema are impossible, instead of unlikely
+    """
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """Something that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionReference(msgspec.Struct, kw_only=True):
+    """A function of the request's tools."""
+
+    name: str
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """Those of the request's tools that may be called now; with "required" one of them must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list["Tool"], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """Which tools: a `function`, which must be called, or `allowed_tools`."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionReference | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
     """POST /v1/chat/completions. `max_completion_tokens` wins over `max_tokens`.
 
     continue_final_message   leave the last message open and continue it; add_generation_prompt is then off by default
+    chat_template            instead of the model's, on a server with --trust-request-chat-template
     chat_template_kwargs     variables of the chat template, such as enable_thinking
-    echo   with continue_final_message: the answer begins with the message that it continues
+    echo                     with continue_final_message: the answer begins with the message that it continues
+    parallel_tool_calls      false: at most one call;  include_reasoning  false: the reasoning is not shown
     """
 
     messages: Messages
@@ -151,9 +227,14 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     echo: bool | None = None
 
 
@@ -167,9 +248,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    tools: Tools | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -189,6 +272,12 @@ class CachedTokens(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class ReasoningTokens(msgspec.Struct, kw_only=True):
+    """Tokens of the completions that were reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Token counts of a request, over all its choices; each prompt counts once."""
 
@@ -196,6 +285,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class LegacyLogprobs(msgspec.Struct, kw_only=True):
@@ -254,11 +344,14 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """What the model answered."""
+    """What the model answered. Content is null beside calls; reasoning goes by both names in use."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: str | None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

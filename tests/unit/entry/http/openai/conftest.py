@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
-from quire.config.serve import ServeConfig, ServerConfig
+from quire.config.serve import ServerConfig
 from quire.contracts.errors import QuireError
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
@@ -260,7 +260,7 @@ class Client:
 
 def make_client(engine: Any, **serve: Any) -> Client:
     """A client of the routes over an engine."""
-    config = ServerConfig(engine=EngineConfig(), serve=ServeConfig(**serve))
+    config = ServerConfig.from_flat(**serve)
     context = ServerContext(
         engine=engine, config=config, metrics=Metrics(), model_names=("tiny", "alias"), created=1_700_000_000
     )

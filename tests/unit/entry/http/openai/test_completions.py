@@ -39,6 +39,7 @@ def test_one_text(ask: Callable[..., Any]) -> None:
     assert "token_ids" not in choice
     assert answer["usage"] == {
         "prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -71,7 +71,8 @@ def test_what_is_not_implemented_is_refused_and_its_harmless_values_are_not(name
     with pytest.raises(HttpError) as caught:
         completion(**{name: {"anything": "else"}})
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "unsupported_parameter")
-    assert "not implemented yet" in caught.value.message
+    assert ("is not read: send " if REFUSED[name].reason.startswith("send ") else "not implemented yet") in str(
+        caught.value)
     for value in (None, *REFUSED[name].harmless):
         assert completion(**{name: value})[1] == []
 
@@ -81,7 +82,7 @@ def test_what_is_not_implemented_is_refused_and_its_harmless_values_are_not(name
     [
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
+        {"guided_json": {"type": "object"}},
         {"best_of": 2},
         {"best_of": True},
         {"suffix": "x"},

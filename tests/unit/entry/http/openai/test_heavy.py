@@ -32,7 +32,7 @@ def threads(text_side: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[in
 
     for name in ("encode", "encode_batch", "decode", "token_text"):
         watch(text_side.tokenizer, name)
-    watch(text_side.chat_template, "render")
+    watch(text_side.chat_template, "render_here")
     monkeypatch.setattr("quire.entry.http.openai.prompts.msgspec", _Watched(seen))
     return seen
 
@@ -52,15 +52,15 @@ class _Watched:
 
 @pytest.mark.parametrize("path, body, work", [
     (CHAT, {"messages": [NOTHING_SAID] * 1000, "truncate_prompt_tokens": 10, "max_tokens": 1},
-     {"render", "encode", "to_builtins"}),
+     {"render_here", "encode", "to_builtins"}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1000}], "max_tokens": 1},
-     {"render", "encode", "to_builtins"}),
+     {"render_here", "encode", "to_builtins"}),
     (CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1,
-            "chat_template_kwargs": {"x": ["y"] * 5000}}, {"render", "encode", "to_builtins"}),
+            "chat_template_kwargs": {"x": ["y"] * 5000}}, {"render_here", "encode", "to_builtins"}),
     (COMPLETIONS, {"prompt": ["word " * 100] * 100, "max_tokens": 1}, {"encode"}),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "bad_words": [f"word {i}" for i in range(1024)]},
      {"encode_batch"}),
-    ("/tokenize", {"messages": [NOTHING_SAID] * 1000}, {"render", "encode", "to_builtins"}),
+    ("/tokenize", {"messages": [NOTHING_SAID] * 1000}, {"render_here", "encode", "to_builtins"}),
     ("/tokenize", {"prompt": "a b " * 5000, "return_token_strs": True}, {"encode", "token_text"}),
     ("/detokenize", {"tokens": [300] * 5000}, {"decode"}),
 ])

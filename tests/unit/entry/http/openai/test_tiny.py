@@ -1,6 +1,7 @@
 """The routes over the bundled model: the answers are those of the model, however they are asked for."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +61,20 @@ def test_a_chat(tiny_engine: Any, make_client: Callable[..., Any]) -> None:
     assert "".join(deltas) == choice["message"]["content"]
     entries = [x for e in events for c in e["choices"] for x in (c["logprobs"] or {"content": []})["content"]]
     assert entries == choice["logprobs"]["content"]
+
+
+def test_forced_calls_and_forms_come_out(tiny_engine: Any, make_client: Callable[..., Any]) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
+            "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": city}} for name in ("weather", "time")]
+    client = make_client(tiny_engine)
+    body = {"messages": [{"role": "user", "content": "The weather in Rome?"}], "temperature": 0, "max_tokens": 64}
+    for choice, finish in (("required", "tool_calls"), ({"type": "function", "function": {"name": "time"}}, "stop")):
+        asked = body | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        (answer,) = asyncio.run(client.post("/v1/chat/completions", asked)).json["choices"]
+        (call,) = answer["message"]["tool_calls"]
+        assert answer["finish_reason"] == finish and call["function"]["name"] in ("weather", "time")[finish == "stop" :]
+        assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": city}}}
+    text = asyncio.run(client.post("/v1/chat/completions", body | form)).json["choices"][0]["message"]["content"]
+    assert json.loads(text)["city"] in ("Rome", "Oslo")

@@ -1,0 +1,111 @@
+"""How the hidden states of a text become one vector: as a model's folder says in the files of sentence-transformers, as
+`pooler_config` says, or the last token's where nobody says anything. Knows no tensors; the worker does the summing."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.config.checkpoint import read_raw_config
+from quire.contracts.errors import ConfigError, InvalidParameter, ModelError, UnsupportedModel
+from quire.contracts.step import F32
+
+MODULES = "modules.json"
+# The methods, under the names of vLLM's pooler_config, of 1_Pooling/config.json old and new.
+METHODS = {"mean": "mean", "mean_tokens": "mean", "last": "last", "lasttoken": "last", "cls": "cls", "cls_token": "cls"}
+SETTINGS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")  # of pooler_config: two, spelt twice
+WORDS = {"mean": "the mean of all hidden states", "last": "the last token's hidden state",
+         "cls": "the first token's hidden state"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingPlan:
+    """What an embedding is.
+
+    method   "mean", "last" or "cls", of the hidden states after the final norm;  normalize  it has length 1
+    source   what says so; "": nothing does
+    width    numbers in it
+    """
+
+    width: int
+    method: str = "last"
+    normalize: bool = True
+    source: str = ""
+
+    def __str__(self) -> str:
+        length = ", normalized" if self.normalize else ""
+        return f"{WORDS[self.method]}{length} ({self.source or 'the default: the model has no ' + MODULES})"
+
+    def check(self, dimensions: int | None) -> None:
+        """Raise `InvalidParameter` for a number of dimensions that cannot be had."""
+        given: Any = dimensions  # whatever the caller really gave
+        if given is not None and not (type(given) is int and 1 <= given <= self.width):
+            raise InvalidParameter(f"dimensions={given!r}: must be an integer in [1, {self.width}], which is what this "
+                                   "model has.", param="dimensions")  # fmt: skip
+
+    def check_scores(self) -> None:
+        """Raise `InvalidParameter` where vectors are no measure of likeness."""
+        if not self.source:
+            raise InvalidParameter(
+                f"this model was not made to compare texts: it has no {MODULES} of sentence-transformers. Serve an "
+                "embedding model, or say with pooler_config how this one pools.", param="model")
+
+    def finish(self, pooled: F32, dimensions: int | None) -> F32:
+        """The embedding of what the engine has pooled, [width] -> its first `dimensions` numbers, or all."""
+        vector = pooled[:dimensions]
+        return vector / max(float(np.linalg.norm(vector)), 1e-12) if self.normalize else vector
+
+
+def read_pooling(folder: Path, override: Mapping[str, Any] | None = None) -> PoolingPlan:
+    """What the files in a model's folder say, and `override` (pooler_config) where it says something else.
+
+    Raises `UnsupportedModel` for a step or a method that is not implemented, `ModelError` for a damaged file,
+    `ConfigError` for an override that says nothing.
+    """
+    plan = PoolingPlan(width=int(read_raw_config(folder).get("hidden_size") or 0))
+    if (path := folder / MODULES).is_file():
+        plan = _of_modules(plan, path)
+    values = {name: value for name, value in (override or {}).items() if value is not None}
+    for name, value in values.items():
+        if name not in SETTINGS:
+            raise ConfigError(f"pooler_config: {name!r} is not implemented: there are {', '.join(SETTINGS)}.")
+        if name.endswith("pooling_type"):
+            method = METHODS.get(value.lower()) if isinstance(value, str) else None
+            if method is None:
+                raise ConfigError(f"pooler_config: {name}={value!r} must be MEAN, LAST or CLS.")
+            plan = replace(plan, method=method)
+        elif not isinstance(value, bool):
+            raise ConfigError(f"pooler_config: {name}={value!r} must be true or false.")
+        else:
+            plan = replace(plan, normalize=value)
+    return replace(plan, source=" and ".join(filter(None, (plan.source, "pooler_config")))) if values else plan
+
+
+def _of_modules(plan: PoolingPlan, path: Path) -> PoolingPlan:
+    try:
+        modules = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in json.loads(path.read_bytes())]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{path} cannot be read ({type(error).__name__}: {error}): download it again.") from None
+    method = ""
+    for kind, place in modules:
+        if kind == "Pooling":
+            method = _method(path.parent / place)
+        elif kind not in ("Transformer", "Normalize"):
+            raise UnsupportedModel(f"{path}: embeddings of this model go through {place or kind} ({kind}), which is "
+                                   f"not implemented: use another model, or remove {MODULES} and generate text.")
+    normalize = any(kind == "Normalize" for kind, _ in modules)
+    return replace(plan, method=method, normalize=normalize, source=MODULES) if method else plan
+
+
+def _method(folder: Path) -> str:
+    config = read_raw_config(folder)
+    named = config.get("pooling_mode")
+    names = [key.removeprefix("pooling_mode_") for key, on in config.items() if key[:13] == "pooling_mode_" and on]
+    names = names if named is None else [str(named)]
+    if len(names) != 1 or names[0] not in METHODS:
+        raise UnsupportedModel(f"{folder / 'config.json'}: pooling by {' and '.join(names) or 'nothing'} is not "
+                               f"implemented (only mean, last token and cls): use another model, or remove {MODULES}.")
+    return METHODS[names[0]]

@@ -1,0 +1,151 @@
+"""The grammars of live requests: compiled beside the loop, then advanced by every token that is confirmed.
+
+A request holds one matcher from its first mask to its end, preempted or not; what was compiled is kept for others.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.contracts.errors import InvalidParameter, RequestFailed, UserError
+from quire.contracts.request import NewRequest, Request
+from quire.contracts.step import I32
+from quire.text.grammar import Grammar, GrammarCompiler, error_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+LOG = logging.getLogger("quire")
+THREADS = 2  # that compile
+COMPILE_SECONDS = 10.0  # a request waits for them
+KEPT = 32  # compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
+IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there is nothing else to do
+
+
+@dataclass
+class _Held:
+    """What a request has of its grammar. `before`: the end of its output, while that is still free of the form."""
+
+    spec: str
+    future: Future[Grammar]
+    deadline: float
+    matcher: "LLMatcher | None" = None
+    after: bytes = b""
+    before: bytes = b""
+
+
+class Grammars:
+    """One per core, used by its thread. `compiler` None: there is no tokenizer, and requests for a form are refused."""
+
+    def __init__(self, compiler: GrammarCompiler | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._compiler, self._clock = compiler, clock
+        self._pool: ThreadPoolExecutor | None = None
+        self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()  # the last used comes last
+        self._held: dict[int, _Held] = {}  # by handle
+        self._compiling: dict[int, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def start(self, new: NewRequest) -> None:
+        """Begin to compile what a request asks for; raises `InvalidParameter` where nothing can be compiled."""
+        if self._compiler is None:
+            raise InvalidParameter("structured_outputs needs a tokenizer, and this engine has none.",
+                                   param="structured_outputs")
+        assert new.grammar is not None
+        self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="quire-grammar")
+        future = self._cache.get(new.grammar) or self._pool.submit(self._compiler.compile, new.grammar)
+        self._cache[new.grammar] = future
+        self._cache.move_to_end(new.grammar)
+        if len(self._cache) > KEPT:
+            self._cache.popitem(last=False)
+        held = _Held(new.grammar, future, self._clock() + COMPILE_SECONDS)
+        self._held[new.handle] = self._compiling[new.handle] = held
+
+    def settled(self) -> Iterator[tuple[int, RequestFailed | None]]:
+        """The handles whose grammars were compiled since the last call, or why they were not."""
+        for handle, held in list(self._compiling.items()):
+            if not held.future.done() and self._clock() < held.deadline:
+                continue
+            del self._compiling[handle]
+            yield handle, self._take_up(held)
+
+    def wait(self) -> None:
+        """Give what is being compiled a moment, if anything is."""
+        wait([held.future for held in self._compiling.values()], IDLE_SECONDS, FIRST_COMPLETED)
+
+    def advance(self, handle: int, token: int) -> bool:
+        """A token of the output was confirmed. Whether nothing can follow it; raises `RequestFailed`."""
+        held, compiler = self._held[handle], self._compiler
+        assert held.matcher is not None and compiler is not None
+        if held.after:  # what the token brings beyond the end is free, too: it is part of what ended
+            held.before += compiler.token_bytes(token)
+            if held.after in held.before:
+                held.after = b""
+            held.before = held.before[-len(held.after) :]
+            return False
+        if not held.matcher.consume_token(token):
+            raise self._failure(held)
+        return held.matcher.is_stopped()
+
+    def masks(self, requests: Sequence[Request | None]) -> tuple[I32, list[tuple[Request, RequestFailed | None]]]:
+        """The masks of rows, in order (None: its request has ended), and the requests that end here: nothing can follow
+        what they have, or their grammar has failed them."""
+        assert self._compiler is not None
+        matchers: list[LLMatcher | None] = []
+        enders: list[Sequence[int]] = []
+        for request in requests:
+            held = None if request is None else self._held[request.new.handle]
+            matchers.append(None if held is None or held.after else held.matcher)
+            may_stop = request is not None and len(request.tokens) - request.num_prompt >= request.new.min_tokens
+            enders.append(request.new.stop_ids if request is not None and may_stop else ())
+        words, over = self._compiler.masks(matchers, enders)
+        ended: list[tuple[Request, RequestFailed | None]] = []
+        for row in over:
+            request, matcher = requests[row], matchers[row]
+            assert request is not None and matcher is not None
+            failure = self._failure(self._held[request.new.handle]) if matcher.is_error() else None
+            ended.append((request, failure))
+        return words, ended
+
+    def drop(self, handle: int) -> None:
+        """A request ends. What nobody else waits for is not compiled any more, if it has not begun."""
+        held = self._held.pop(handle, None)
+        self._compiling.pop(handle, None)
+        if held is not None and all(other.future is not held.future for other in self._compiling.values()):
+            if held.future.cancel():  # False once it has begun
+                self._forget(held)
+
+    def close(self) -> None:
+        """Compile no more."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _take_up(self, held: _Held) -> RequestFailed | None:
+        if not held.future.done():
+            return RequestFailed(f"structured_outputs: the grammar was not compiled within {COMPILE_SECONDS:g} s: make "
+                                 "it smaller, or try again when fewer are compiled.", code="invalid_grammar")
+        error = held.future.exception()
+        if isinstance(error, UserError):
+            return RequestFailed(str(error), code="invalid_grammar")
+        if error is not None:
+            LOG.error("a grammar could not be compiled", exc_info=error)
+            return RequestFailed("structured_outputs: the grammar could not be compiled: an internal error.",
+                                 code="internal")
+        grammar = held.future.result()
+        held.matcher, held.after = grammar.fork(), grammar.after
+        return None
+
+    def _failure(self, held: _Held) -> RequestFailed:
+        """Why a matcher goes on no more; others are not given what it shared with its like."""
+        self._forget(held)
+        assert held.matcher is not None
+        return RequestFailed(f"structured_outputs: the grammar failed: {error_of(held.matcher)}", code="grammar_failed")
+
+    def _forget(self, held: _Held) -> None:
+        if self._cache.get(held.spec) is held.future:
+            del self._cache[held.spec]

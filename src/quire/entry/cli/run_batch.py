@@ -1,0 +1,113 @@
+"""`quire run-batch`: answer a file of requests, as OpenAI's batch API does. Never imports torch: see `serve`."""
+
+import argparse
+import asyncio
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.config import flags
+from quire.config.peer_flags import add_peer_flags
+from quire.config.serve import HttpConfig, ServeConfig, ServerConfig
+from quire.config.sources import CONFIG_FILE
+from quire.contracts.errors import ConfigError
+from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED
+from quire.entry.leaving import raise_on_interrupt
+
+if TYPE_CHECKING:
+    from quire.entry.http.batch import Batch
+
+SUMMARY = "answer a file of requests (OpenAI's batch format)"
+DESCRIPTION = """\
+Answer a file of requests, one JSON object per line:
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+
+The output holds a line for each, in the same order. A run that was interrupted goes on when it is started again; what
+is answered in the output already is not asked for again.
+"""
+HTTP_OPTIONS = ("max_body_bytes", "trust_request_chat_template")  # of those of a server that listens
+QUIET_SECONDS = 10.0  # between two lines of progress where there is no terminal
+
+
+def configure(parser: flags.FlagParser) -> None:
+    """Add the command's flags, those of the engine and vLLM's included."""
+    parser.description = DESCRIPTION
+    flags.add_model_argument(parser)
+    parser.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one per line")
+    parser.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="where answers go")
+    parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options, as for `quire serve`")
+    flags.add_engine_flags(parser)
+    flags.add_flags(parser, (option for option in flags.options_of(HttpConfig) if option[1].name in HTTP_OPTIONS))
+    flags.add_flags(parser, flags.options_of(ServeConfig))
+    add_peer_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the file. Exit code 0 also when answers are errors; 130 when interrupted, 1 when the engine died."""
+    settings = flags.settings_of(args, server=True)
+    settings.values.setdefault("queue_timeout", math.inf)  # nobody waits
+    config = flags.server_config(settings)
+    for note in settings.notes:
+        print(f"quire: note: {note}", file=sys.stderr)
+    if args.input_file.absolute() == args.output_file.absolute():
+        raise ConfigError("--output-file is the input: choose another file.")
+    from quire.entry.http.batch import Batch
+
+    batch = Batch(args.input_file, args.output_file, config.http.max_body_bytes)
+    raise_on_interrupt()
+    try:
+        if batch.done:
+            print(f"quire: note: {batch.done} of {batch.total} were answered by an earlier run.", file=sys.stderr)
+        code = asyncio.run(_answer(batch, config)) if batch.done < batch.total else DONE
+        if code == DONE:
+            answers, errors = batch.finish()
+            print(f"quire: {answers} answers and {errors} errors in {args.output_file}", file=sys.stderr)
+        return code
+    finally:
+        batch.close()
+
+
+async def _answer(batch: "Batch", config: ServerConfig) -> int:
+    """Load the engine and ask it, until all is answered or a signal comes."""
+    from quire.entry.http.app import build_app
+    from quire.entry.http.console import Console
+    from quire.entry.http.engine import ServedEngine
+    from quire.entry.http.server import StopRequests, settle_memory
+    from quire.observe.metrics import Metrics
+    from quire.observe.progress import Progress
+
+    metrics = Metrics(config.serve.metrics_prefix, config.model_names[0])
+    engine, console, told = ServedEngine(config, metrics=metrics), Console(config), time.monotonic()
+
+    async def work() -> int:
+        for text in (await engine.start(console.loading)).notes:
+            console.note(text)
+        console.close()
+        settle_memory()
+        with Progress("answered", batch.total, enabled=True, unit="") as bar:
+
+            def report() -> None:
+                nonlocal told
+                bar.update(batch.done, batch.total)
+                if not sys.stderr.isatty() and time.monotonic() - told >= QUIET_SECONDS:
+                    told = time.monotonic()
+                    print(f"quire: {batch.done} of {batch.total} answered", file=sys.stderr)
+
+            await batch.run(build_app(engine, config, metrics), report)
+        return DONE
+
+    with StopRequests() as stop:
+        working, stopped = asyncio.create_task(work()), asyncio.create_task(stop.first.wait())
+        try:
+            await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else INTERRUPTED if stop.code == INTERRUPTED else FAILED
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            await engine.close()
+            console.close()
+            if batch.done < batch.total:
+                print(f"quire: note: {batch.done} of {batch.total} are answered and kept; the same command goes on "
+                      "from there.", file=sys.stderr)

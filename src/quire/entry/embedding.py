@@ -1,0 +1,60 @@
+"""Requests that end with a vector instead of text: how they are asked for, what comes of them and how near vectors are.
+
+Shared by `LLM`, `AsyncLLM` and the server.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from quire.config.pooling import PoolingPlan
+from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
+from quire.contracts.output import EmbeddingOutput, EmbeddingRequestOutput
+from quire.contracts.sampling import OutputKind, SamplingParams
+from quire.contracts.step import F32
+from quire.entry.completion import Generation
+
+First, Second = TypeVar("First"), TypeVar("Second")
+
+
+def embed_params() -> SamplingParams:
+    """The parameters of a request that generates nothing."""
+    return SamplingParams(temperature=0.0, max_tokens=0, detokenize=False, output_kind=OutputKind.FINAL_ONLY)
+
+
+def vector_of(generation: Generation, plan: PoolingPlan, dimensions: int | None = None) -> F32:
+    """The embedding that a finished request has come to; raises why it has none."""
+    ended = generation.completions[0]
+    if ended.finish_reason == "error":
+        code = str(ended.stop_reason)
+        raise RequestFailed(f"request {generation.request_id} failed: {code}.", code=code)
+    if ended.vector is None:
+        raise EngineClosed("the request was aborted, because the engine stops: send it again.")
+    return plan.finish(ended.vector, dimensions)
+
+
+def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int | None) -> EmbeddingRequestOutput:
+    """What callers of `embed` get; a request that failed by itself has no numbers, and says why."""
+    ended = generation.completions[0]
+    failed = ended.finish_reason == "error"
+    outputs = EmbeddingOutput(embedding=[] if failed else vector_of(generation, plan, dimensions).tolist(),
+                              error=str(ended.stop_reason) if failed else None)
+    return EmbeddingRequestOutput(
+        request_id=generation.request_id, prompt=generation.prompt, prompt_token_ids=generation.prompt_token_ids,
+        outputs=outputs, num_cached_tokens=generation.num_cached)
+
+
+def paired(first: Sequence[First], second: Sequence[Second]) -> list[tuple[int, int]]:
+    """The pairs of two lists by index: one with each, or one by one. Raises `InvalidParameter` for other lengths."""
+    if len(first) not in (1, len(second)) or not first:
+        raise InvalidParameter(f"{len(first)} texts cannot be compared with {len(second)}: give one and several, or "
+                               "two lists of one length.", param="text_2")
+    return [(0 if len(first) == 1 else i, i) for i in range(len(second))]
+
+
+def likeness(one: F32, other: F32) -> float:
+    """The cosine between two vectors, 0 where one has no length."""
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    length = np.linalg.norm(a) * np.linalg.norm(b)
+    return float(np.clip(a @ b / length, -1.0, 1.0)) if length else 0.0

@@ -1,0 +1,49 @@
+"""Errors in Anthropic's form: {"type": "error", "error": {"type", "message"}, "request_id"}. All layers answer in
+OpenAI's; on the way out of Anthropic's routes that becomes this one, so that no layer has to know whom it refuses."""
+
+import re
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.entry.http.openai.schema import ErrorResponse
+
+OWN_PATHS = re.compile(r"/v1/messages(/|\?|$)")  # searched for, since a proxy's root may stand before it
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+         409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+         504: "timeout_error", 529: "overloaded_error"}
+
+
+def own_form(status: int, body: bytes, request_id: str | None) -> tuple[int, bytes]:
+    """Status and body of an error whose body is in OpenAI's form."""
+    error = msgspec.json.decode(body, type=ErrorResponse).error
+    if status == 429 and error.code == "engine_overloaded":
+        status = 529  # Anthropic's own; 429 is for the limits of one account
+    detail = {"type": KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error"),
+              "message": error.message}
+    return status, msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
+
+
+def own_errors(app: ASGIApp) -> ASGIApp:
+    """Middleware: errors of Anthropic's routes, and on all their answers the id where its clients look for it."""
+
+    async def layer(scope: Scope, receive: Receive, send: Send) -> None:
+        held: list[Message] = []  # the start of a refusal, until its body is there, which is always one piece
+
+        async def passing(message: Message) -> None:
+            request_id = scope["state"]["request_id"]
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"request-id", request_id.encode())]
+                if message["status"] >= 400:
+                    return held.append(message)
+            elif held:
+                start = held.pop()
+                start["status"], message["body"] = own_form(start["status"], message["body"], request_id)
+                start["headers"] = [header for header in start["headers"] if header[0] != b"content-length"]
+                start["headers"].append((b"content-length", b"%d" % len(message["body"])))
+                await send(start)
+            await send(message)
+
+        await app(scope, receive, passing if scope["type"] == "http" and OWN_PATHS.search(scope["path"]) else send)
+
+    return layer

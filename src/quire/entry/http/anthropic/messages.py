@@ -1,0 +1,210 @@
+"""POST /v1/messages: the next message of a conversation, in Anthropic's form, and /v1/messages/count_tokens: how long
+its prompt is. Both become the request of a chat of the OpenAI routes; what cannot be had is refused by its name."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.output import CompletionOutput, RequestOutput
+from quire.entry.http.anthropic.errors import own_form
+from quire.entry.http.anthropic.schema import Block, Content, InputMessage, MessagesRequest
+from quire.entry.http.context import ServerContext
+from quire.entry.http.errors import not_implemented
+from quire.entry.http.exchange import Exchange
+from quire.entry.http.openai import decode, generate, prompts, sampling, schema, tools
+from quire.text.tokenizer import Tokenizer
+from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
+
+DECODER, ENCODE = decode.RequestDecoder(MessagesRequest), msgspec.json.Encoder().encode
+CALL_PREFIX = "toolu_"  # of a call's id on its way out; taken away on its way back, since templates show ids
+BLOCKS = {  # the types of a role's blocks, and what each needs
+    "system": {"text": ("text",)}, "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
+    "assistant": {"text": ("text",), "thinking": ("thinking",), "redacted_thinking": (),
+                  "tool_use": ("id", "name", "input")}}
+CHOICES: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+SHOWN: dict[type[Event], tuple[dict[str, Any], str, str]] = {  # an event's block, empty; type and field of its delta
+    Words: ({"type": "text", "text": ""}, "text_delta", "text"),
+    Thought: ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
+    CallBegins: ({"type": "tool_use", "input": {}}, "", ""),
+    CallArguments: ({"type": "tool_use"}, "input_json_delta", "partial_json")}
+
+
+async def messages(context: ServerContext, exchange: Exchange) -> None:
+    """Answer one request. What `max_tokens` asks for beyond the context is not refused: the answer ends there."""
+    exchange.ending = lambda *error: b"event: error\ndata: %b\n\n" % own_form(*error, exchange.request_id)[1]
+    request = await DECODER.read(context, exchange)
+    if (longest := request.max_tokens) is None:
+        raise InvalidParameter("max_tokens is missing: it must be an integer >= 0.", param="max_tokens")
+    await generate.answer(
+        context, exchange, _chat_request(context, exchange, request), lambda asked, defaults, interval: (
+            sampling.sampling_params(asked, defaults, max_tokens=longest, logprobs=None, stream_interval=interval)),
+        prompts.chat_prompts, lambda job, _, tokenizer: MessageWriter(job, longest, tokenizer))
+
+
+async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
+    """Answer with the tokens of the prompt that a message would be given, even if the context cannot hold them."""
+    request = _chat_request(context, exchange, await DECODER.read(context, exchange))
+    context.model(request.model)
+    use = tools.tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
+    opens = context.text().styles.reasoning if request.response_format is not None else None
+    prompt = await prompts.conversation_prompt(
+        context, exchange, request, request.messages, None, tools=use.shown, opens=opens)
+    await exchange.reply(ENCODE({"input_tokens": len(prompt.token_ids or ())}))
+
+
+def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesRequest) -> schema.ChatRequest:
+    """The same request in OpenAI's form, but for `max_tokens`. Errors: 400."""
+    turns: list[schema.Message] = []
+    if request.system:
+        _add(turns, InputMessage(role="system", content=request.system), "system")
+    for at, message in enumerate(request.messages):
+        _add(turns, message, f"messages[{at}].content")
+    open_end = request.messages[-1].role == "assistant"
+    if open_end and (turns[-1].tool_calls or not turns[-1].content):
+        raise InvalidParameter("the last message is the assistant's, which the answer continues: it must hold text and "
+                               "no tool_use.", param="messages")
+    for at, tool in enumerate(request.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise not_implemented(f"tools[{at}]: {tool.type[:40]}", "the server runs no tools; describe one of your "
+                                  "own with an input_schema.", "tools")
+    given: dict[str, Any] = {}
+    if (config := request.output_config) is not None:
+        given["reasoning_effort"] = config.effort
+        if config.format is not None:
+            given["response_format"] = schema.ResponseFormat(type="json_schema", json_schema=config.format)
+    if (choice := request.tool_choice) is not None:
+        named = schema.ToolChoice(type="function", function=schema.FunctionReference(name=choice.name or ""))
+        given["tool_choice"] = CHOICES.get(choice.type, named)
+        given["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if (thinking := request.thinking) is not None:
+        given["include_reasoning"] = thinking.display != "omitted"
+        if thinking.budget_tokens is not None:
+            exchange.warn("thinking.budget_tokens is not enforced: max_tokens limits thinking and answer together")
+        if (template := context.text().chat_template) is not None and "enable_thinking" in template.source():
+            given["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
+        else:
+            exchange.warn(f"thinking.type {thinking.type} is ignored: the chat template does not read enable_thinking")
+    return schema.ChatRequest(
+        **given, model=request.model, messages=turns, continue_final_message=open_end, temperature=request.temperature,
+        top_p=request.top_p, top_k=request.top_k, stop=request.stop_sequences, stream=request.stream,
+        tools=[schema.Tool(type="function", function=schema.FunctionSpec(
+            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict))
+            for tool in request.tools or ()])
+
+
+def _add(turns: list[schema.Message], message: InputMessage, where: str) -> None:
+    """One more message. It becomes one with another of its role before it; results of calls are messages by themselves.
+    """
+    for block in _blocks(message.content, where, message.role):
+        call_id = (block.tool_use_id or block.id or "").removeprefix(CALL_PREFIX)
+        if block.type == "tool_result":
+            parts = _blocks(block.content or "", f"{where}: the content of a tool_result", "system")
+            text = ("Error: " if block.is_error else "") + "\n".join(part.text or "" for part in parts)
+            turns.append(schema.Message(role="tool", tool_call_id=call_id, content=text))
+            continue
+        if not turns or turns[-1].role != message.role:
+            turns.append(schema.Message(role=message.role, content=[]))
+        turn: Any = turns[-1]
+        if block.type == "text":
+            turn.content.append(schema.ContentPart(type="text", text=block.text))
+        elif block.type == "thinking":
+            turn.reasoning_content = (turn.reasoning_content or "") + (block.thinking or "")
+        elif block.type == "tool_use":
+            function = schema.FunctionCall(name=block.name or "", arguments=block.input)
+            turn.tool_calls = turn.tool_calls or []
+            turn.tool_calls.append(schema.ToolCall(id=call_id, type="function", function=function))
+
+
+def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:
+    """The blocks of a content. Errors: 400 for one that cannot be read, or lacks something."""
+    if not content and isinstance(content, list):
+        raise InvalidParameter(f"{where} is an empty list: give at least one block.", param="messages")
+    for at, block in enumerate([Block(type="text", text=content)] if isinstance(content, str) else content):
+        needs = BLOCKS[role].get(block.type)
+        if needs is None:
+            raise not_implemented(f"{where}[{at}]: {block.type[:40]}", f"read here: {', '.join(BLOCKS[role])}.", where)
+        for name in needs:
+            if getattr(block, name) is None:
+                raise InvalidParameter(f"{where}[{at}].{name} is missing: a {block.type} block needs it.", param=where)
+        yield block
+
+
+class MessageWriter(generate.Writer):
+    """One message as JSON: blocks of content, one after the other."""
+
+    def __init__(self, job: generate.Job, max_tokens: int, tokenizer: Tokenizer | None) -> None:
+        self._turns, self._max_tokens = job.turns(tokenizer), max_tokens
+        self._message = {"id": f"msg_{job.request_id}", "type": "message", "role": "assistant", "model": job.model,
+                         "content": [], "stop_reason": None, "stop_sequence": None}
+        self._index, self._open, self._called = -1, "", False  # the open block's number and type; whether any is a call
+        self._last: CompletionOutput
+
+    def begin(self, prompt: int, output: RequestOutput) -> bytes:
+        """The message, still empty."""
+        counts = _counts(generate.usage(len(output.prompt_token_ids), 0, output.num_cached_tokens or 0))
+        return _frames({"type": "message_start", "message": {**self._message, "usage": counts}}, {"type": "ping"})
+
+    def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
+        """Blocks that begin, go on and end."""
+        return _frames(*self._news(piece))
+
+    def end(self, usage: schema.Usage) -> bytes:
+        """Why it ended, and the counts."""
+        delta = {"type": "message_delta", "delta": self._stop(usage), "usage": _counts(usage)}
+        return _frames(delta, {"type": "message_stop"})
+
+    def whole(self, outputs: list[RequestOutput], usage: schema.Usage) -> bytes:
+        """The message in one piece: what the events of a stream come to."""
+        blocks: list[dict[str, Any]] = []
+        for news in self._news(outputs[0].outputs[0]):
+            if "content_block" in news:
+                blocks.append(dict(news["content_block"]))
+            elif "delta" in news:
+                _, (field, text) = news["delta"].items()
+                blocks[-1][field] = blocks[-1].get(field, "") + text
+        for block in blocks:
+            with suppress(msgspec.DecodeError):  # a call that was cut off has no input
+                if (arguments := block.pop("partial_json", None)) is not None:
+                    block["input"] = msgspec.json.decode(arguments, type=dict)
+        usage.completion_tokens_details.reasoning_tokens = self.num_thought
+        return ENCODE({**self._message, "content": blocks, **self._stop(usage), "usage": _counts(usage)})
+
+    def _news(self, piece: CompletionOutput) -> Iterator[dict[str, Any]]:
+        """The events of a stream that a piece brings."""
+        self._last = piece
+        for event in self._turns[0].events(piece):
+            block, delta, field = SHOWN[type(event)]
+            if block["type"] != self._open or isinstance(event, CallBegins):
+                if self._open:
+                    yield {"type": "content_block_stop", "index": self._index}
+                self._index, self._open = self._index + 1, block["type"]
+                if isinstance(event, CallBegins):
+                    self._called, block = True, block | {"id": CALL_PREFIX + event.call_id, "name": event.name}
+                yield {"type": "content_block_start", "index": self._index, "content_block": block}
+            if not isinstance(event, CallBegins):
+                yield {"type": "content_block_delta", "index": self._index, "delta": {"type": delta, field: event.text}}
+        if piece.finish_reason is not None and self._open:
+            yield {"type": "content_block_stop", "index": self._index}
+
+    def _stop(self, usage: schema.Usage) -> dict[str, str | None]:
+        """Why the message ended, and the stop sequence that ended it."""
+        reason, word = "tool_use" if self._called else "end_turn", self._last.stop_reason
+        if self._last.finish_reason == "length":
+            cut = usage.completion_tokens < self._max_tokens
+            reason = "model_context_window_exceeded" if cut else "max_tokens"
+        return {"stop_reason": "stop_sequence", "stop_sequence": word} if isinstance(word, str) else {
+            "stop_reason": reason, "stop_sequence": None}
+
+
+def _counts(usage: schema.Usage) -> dict[str, Any]:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {"input_tokens": usage.prompt_tokens - cached, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached, "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens}}
+
+
+def _frames(*events: dict[str, Any]) -> bytes:
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), ENCODE(event)) for event in events)

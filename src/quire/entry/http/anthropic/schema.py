@@ -1,0 +1,83 @@
+"""Requests of the Messages API as types, with their ranges: one source for decoding and the OpenAPI text.
+`cache_control`, wherever a request has it, changes nothing: every prompt is looked up in the prefix cache."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from quire.entry.http.openai.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Count, JsonSchema, Share
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A part of a message: text, thinking, tool_use (id, name, input), tool_result (tool_use_id, content, is_error)."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "Content | None" = None
+    is_error: bool | None = None
+
+
+Content = str | Annotated[list[Block], msgspec.Meta(max_length=MAX_PARTS)]
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    """One message; those of one role in a row are one. A last one of the assistant is continued by the answer."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class CustomTool(msgspec.Struct, kw_only=True):
+    """Something that the model may call. `strict`: an input that does not fit the schema is impossible."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolPick(msgspec.Struct, kw_only=True):
+    """Which tool: as the model likes, any of them, the one with this name, or none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model thinks first, where its template has a switch for that, and whether its thoughts are shown."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """How hard the model thinks, where its template reads that, and the schema that its answer fits."""
+
+    effort: str | None = None
+    format: JsonSchema | None = None
+
+
+class MessagesRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/messages, which needs `max_tokens` and ends an answer with the context, and .../count_tokens."""
+
+    model: str
+    messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Count | None = None
+    system: Content | None = None
+    tools: Annotated[list[CustomTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolPick | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    stop_sequences: Annotated[list[str], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None

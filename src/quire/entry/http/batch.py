@@ -1,0 +1,191 @@
+"""A file of requests in OpenAI's batch form, answered by the application that serves HTTP, in this process, without a
+port: the decoders, limits and errors are the same.
+
+Answers are appended to a file beside the output as they come, so that a run which was interrupted goes on where it was;
+at the end they are written in the order of the input. Holds custom ids and where their answers lie, and the requests in
+flight; never the files.
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import ConfigError, EngineError
+
+IN_FLIGHT = 256  # requests that are asked for at once: enough to fill a batch, few enough to hold
+RETRY_SECONDS = 0.5  # before a request is sent again for which there was no room
+NO_ROOM, UNABLE = (408, 429), 503
+App = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
+
+
+class _Streamed(msgspec.Struct):
+    stream: Any = None
+
+
+class Line(msgspec.Struct):
+    """A line of the input; `problem` says what is wrong with it, if anything is."""
+
+    custom_id: Any = None
+    method: Any = "POST"
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
+    problem: str = ""
+
+    def check(self) -> str:
+        """What keeps it from being asked. Errors: `msgspec.DecodeError` for a body that is no object."""
+        if not isinstance(self.custom_id, str) or not self.custom_id:
+            return "custom_id must be a text"
+        if self.method != "POST" or not isinstance(self.url, str):
+            return 'method must be "POST", and url a path such as /v1/chat/completions'
+        streamed = msgspec.json.decode(self.body, type=_Streamed).stream
+        return "body.stream is set, and a file holds no stream: leave it out" if streamed else ""
+
+
+class Batch:
+    """One run over an input file.
+
+    most   bytes of a request, as for a server;  total  requests of the file that can be asked for, and `done` of them
+    """
+
+    def __init__(self, source: Path, target: Path, most: int) -> None:
+        """Reads the input once. Raises `ConfigError` when a file cannot be used or two requests are named the same."""
+        self._source, self._target, self._most = source, target, most
+        self._partial = target.with_name(target.name + ".partial")
+        names: dict[str, int] = {}
+        try:
+            for number, line in self._lines():
+                if not line.problem and names.setdefault(line.custom_id, number) != number:
+                    raise ConfigError(f"{source}: lines {names[line.custom_id]} and {number} have the same custom_id "
+                                      f"{line.custom_id[:80]!r}: give each its own.")
+            earlier = next((path for path in (self._partial, target) if path.exists()), self._partial)
+            self._places = dict(_answered(earlier, names))
+            if earlier == target:  # of a finished run, whose input may have grown
+                os.replace(target, self._partial)
+            self._file = self._partial.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}: choose another file.") from None
+        self.total, self.done = len(names), len(self._places)
+
+    async def run(self, app: App, report: Callable[[], None]) -> None:
+        """Ask for all that is not answered; `report` is called after each answer. Raises `EngineError` when the engine
+        can answer no more; what was answered by then is kept."""
+        room = asyncio.Semaphore(IN_FLIGHT)
+
+        async def answer(line: Line) -> None:
+            try:
+                result = await _ask(app, line)
+            finally:
+                room.release()
+            self._places[line.custom_id] = self._file.seek(0, os.SEEK_END)
+            self._file.write(result)
+            self._file.flush()
+            self.done += 1
+            report()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _, line in self._lines():
+                    if not line.problem and line.custom_id not in self._places:
+                        await room.acquire()
+                        tasks.create_task(answer(line))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def finish(self) -> tuple[int, int]:
+        """Write the output, in the order of the input; returns how many of its lines are answers, and errors."""
+        counts, new = [0, 0], self._target.with_name(self._target.name + ".tmp")
+        with new.open("wb") as out:
+            for number, line in self._lines():
+                if line.problem:
+                    data = _result(line, None, {"code": "invalid_line", "message": line.problem, "line": number})
+                else:
+                    self._file.seek(self._places[line.custom_id])
+                    data = self._file.readline()
+                counts[msgspec.json.decode(data)["error"] is not None] += 1
+                out.write(data)
+        os.replace(new, self._target)
+        self._partial.unlink()
+        return counts[0], counts[1]
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._file.close()
+
+    def _lines(self) -> Iterator[tuple[int, Line]]:
+        """Every line of the input that is not empty, with its number."""
+        with self._source.open("rb") as file:
+            for number, data in enumerate(file, 1):
+                if not data.strip():
+                    continue
+                line = Line()
+                try:
+                    line = msgspec.json.decode(data, type=Line)
+                    problem = (f"it has more than {self._most} bytes: send less, or set --max-body-bytes"
+                               if len(data) > self._most else line.check())
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    problem = f"it is no request ({error})"
+                line.problem = problem and f"line {number}: {problem}."
+                yield number, line
+
+
+def _answered(path: Path, names: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """(custom id, place) of the answers of an earlier run, but those that were no fault of the request; what was not
+    written whole is cut off. Raises `ConfigError` for a file that is something else."""
+    place = 0
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for data in file:
+            if not data.endswith(b"\n"):
+                os.truncate(path, place)
+                return
+            try:
+                result = msgspec.json.decode(data)
+                name, response = result["custom_id"], result["response"]
+                if name in names and response is not None and response["status_code"] < 500:
+                    yield name, place
+            except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+                raise ConfigError(f"{path} is there and holds no answers of a batch: choose another file.") from None
+            place += len(data)
+
+
+async def _ask(app: App, line: Line) -> bytes:
+    """The answer to a line, as a line of the output."""
+    while True:
+        status, request_id, body = await _post(app, line.url, bytes(line.body))
+        if status == UNABLE:
+            raise EngineError(msgspec.json.decode(body)["error"]["message"])
+        if status not in NO_ROOM:
+            break
+        await asyncio.sleep(RETRY_SECONDS)
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return _result(line, response, msgspec.json.decode(body)["error"] if status >= 400 else None)
+
+
+def _result(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+    name = line.custom_id if isinstance(line.custom_id, str) else None
+    return msgspec.json.encode({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": name, "response": response,
+                                "error": error}) + b"\n"
+
+
+async def _post(app: App, path: str, body: bytes) -> tuple[int, str, bytes]:
+    """Status, request id and body of the application's answer."""
+    answer: list[Any] = []
+    asked = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        return asked.pop() if asked else await asyncio.Event().wait()  # nobody hangs up
+
+    async def send(message: Any) -> None:
+        answer.append(message)
+
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "root_path": "",
+             "query_string": b"", "headers": [(b"content-type", b"application/json")]}
+    await app(scope, receive, send)
+    named = next((value.decode() for name, value in answer[0]["headers"] if name == b"x-request-id"), "")
+    return answer[0]["status"], named, b"".join(message.get("body", b"") for message in answer[1:])

@@ -1,0 +1,93 @@
+"""POST /v1/embeddings: vectors of texts, computed in the batch in which others generate."""
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.step import F32
+from quire.entry.embedding import embed_params, vector_of
+from quire.entry.http.context import ServerContext
+from quire.entry.http.exchange import Exchange
+from quire.entry.http.openai import schema_embeddings as schema
+from quire.entry.http.openai.decode import RequestDecoder
+from quire.entry.http.openai.prompts import away, encoded, fitted, several, tokenizer_of
+from quire.entry.http.openai.sampling import request_timeout
+from quire.entry.prompts import Prompt
+
+LOG = logging.getLogger("quire")
+DECODER = RequestDecoder(schema.EmbeddingRequest)
+ENCODE = msgspec.json.Encoder().encode
+
+
+async def embed(context: ServerContext, exchange: Exchange) -> None:
+    """Answer one request."""
+    request = await DECODER.read(context, exchange)
+    request_id, model = exchange.name(request.request_id), context.model(request.model)
+    plan, given = context.text().pooling, several(request.input, "input")
+    plan.check(request.dimensions)
+    if len(given) > schema.MAX_INPUTS:
+        raise InvalidParameter(f"input holds {len(given)} texts: at most {schema.MAX_INPUTS} per request.",
+                               param="input")
+    if not plan.source:
+        exchange.warn(f"embeddings are {plan}")
+    vectors, usage = await vectors_of(context, exchange, request, given, "input", request.dimensions)
+
+    def write() -> bytes:
+        # One by one: the encoder would hold the interpreter for as long as all of them take.
+        data = [msgspec.Raw(ENCODE(schema.Embedding(index=i, embedding=_written(vector, request.encoding_format))))
+                for i, vector in enumerate(vectors)]
+        return ENCODE(schema.EmbeddingResponse(
+            id=f"embd-{request_id}", created=int(time.time()), model=model, data=data, usage=usage))  # type: ignore
+
+    await exchange.reply(await away(context, sum(vector.nbytes for vector in vectors), write))
+
+
+async def vectors_of(context: ServerContext, exchange: Exchange, request: schema.EmbeddedFields,
+                     texts: Sequence[str | list[int]], param: str, dimensions: int | None = None,
+                     ) -> tuple[list[F32], schema.PromptUsage]:
+    """The embeddings of texts, or of token ids, which came in the field `param`, and how many tokens they have."""
+    plan, began = context.text().pooling, time.monotonic()
+    prompts = await _prompts(context, exchange, request, texts, param)
+    with context.in_flight.hold(exchange.request_id):
+        async with exchange.watch() as watch:
+            await asyncio.sleep(0)  # ends here if the client has hung up
+            stream = context.engine.open(
+                prompts, embed_params(), request_id=exchange.request_id, priority=request.priority or 0,
+                timeout=request_timeout(exchange.header(b"x-request-timeout")), pool=plan.method)
+            try:
+                async for _ in stream:
+                    pass
+                watch.stop()
+            finally:
+                stream.close()
+    vectors = [vector_of(generation, plan, dimensions) for generation in stream.generations]
+    count = sum(len(generation.prompt_token_ids) for generation in stream.generations)
+    if context.config.serve.enable_log_requests:
+        LOG.info("request %s: %d prompt tokens in %d texts, embedded, %.3f s", exchange.request_id, count, len(prompts),
+                 time.monotonic() - began)
+    return vectors, schema.PromptUsage(prompt_tokens=count, total_tokens=count)
+
+
+async def _prompts(context: ServerContext, exchange: Exchange, request: schema.EmbeddedFields,
+                   texts: Sequence[str | list[int]], param: str) -> list[Prompt]:
+    special = request.add_special_tokens is not False
+    longest = context.ready().max_model_len if request.truncate_prompt_tokens is None else None
+    tokenizer = tokenizer_of(context.text(), param) if any(isinstance(text, str) for text in texts) else None
+
+    def prompt(text: str | list[int]) -> Prompt:
+        if isinstance(text, list):
+            return Prompt(token_ids=text)
+        assert tokenizer is not None
+        return encoded(tokenizer, text, special, longest, param)
+
+    prompts = await away(context, exchange.size, lambda: list(map(prompt, texts)))
+    return [fitted(context, request, prompt, 0, param) for prompt in prompts]
+
+
+def _written(vector: F32, encoding: str | None) -> list[float] | str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if encoding == "base64" else vector.tolist()

@@ -1,0 +1,165 @@
+"""/v1/responses: make a response, in the background if asked; retrieve, cancel and delete one."""
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import InvalidParameter
+from quire.entry.http.auth import shown_key
+from quire.entry.http.context import ServerContext
+from quire.entry.http.errors import HttpError, http_error, not_implemented
+from quire.entry.http.exchange import ClientGone, Exchange
+from quire.entry.http.openai.chat import answer_chat
+from quire.entry.http.openai.decode import RequestDecoder
+from quire.entry.http.openai.prompts import away
+from quire.entry.http.openai.responses_input import chat_request, check_fields, fitting
+from quire.entry.http.openai.responses_schema import Item, ResponseRequest
+from quire.entry.http.openai.responses_store import Kept, ResponseStore
+from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
+
+DECODER = RequestDecoder(ResponseRequest, not_here=frozenset({"suffix", "best_of", "include_reasoning"}),
+                         refused="refused_response_fields.txt")
+REFERENCE = "item_reference"
+ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+async def respond(context: ServerContext, exchange: Exchange) -> None:
+    """Make a response."""
+    request = await DECODER.read(context, exchange)
+    try:
+        await _respond(context, exchange, request)
+    except (HttpError, InvalidParameter) as error:
+        error.param = "input" if error.param == "messages" else error.param
+        raise
+
+
+async def _respond(context: ServerContext, exchange: Exchange, request: ResponseRequest) -> None:
+    check_fields(request)
+    store, owner, name = context.responses, _owner(context, exchange), f"resp_{secrets.token_hex(16)}"
+    given = request.input or []
+    items = [Item(role="user", content=given)] if isinstance(given, str) else given
+    chain, sources = list(store.chain(request.previous_response_id, owner)), _referred(store, owner, items)
+    exchange.size += sum(len(kept.body) + len(kept.items) for kept in (*chain, *sources))
+    chat = await away(
+        context, exchange.size, lambda: chat_request(request, _earlier(chain), _resolve(items, sources)))
+    if request.truncation == "auto":
+        chat = await fitting(context, exchange, chat)
+
+    def keep(body: bytes) -> None:
+        if request.store is not False:
+            store.keep(name, Kept(owner=owner, body=body, items=ENCODE(items), previous=request.previous_response_id,
+                                  background=bool(request.background)))
+
+    made = list[ResponseWriter]()
+
+    def writer(job: Any, chat: Any, tokenizer: Any) -> ResponseWriter:
+        made.append(ResponseWriter(job, tokenizer, request, name, keep))
+        exchange.ending = made[0].fail
+        return made[0]
+
+    answering = partial(answer_chat, context, request=chat, writer=writer)
+    if not request.background:
+        return await answering(exchange)
+    gone, asked = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def receive() -> dict[str, str]:
+        """Nobody is there who could hang up, until somebody cancels. First called when the engine's turn comes."""
+        asked.set_result(None)
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        """Nobody listens: the writer keeps what there is."""
+
+    alone = Exchange({**exchange.scope, "state": {"request_id": name}}, receive, send)
+    alone.size = exchange.size
+    task = asyncio.create_task(answering(alone))
+    await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()  # what is wrong with the request, and that the engine is full, is told at once
+    else:
+        store.running[name] = Kept(owner=owner, body=made[0].body, task=task, gone=gone, background=True)
+        task.add_done_callback(partial(_settle, context, name, made[0]))
+    await exchange.reply(made[0].body)
+
+
+def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "asyncio.Task[None]") -> None:
+    """A background response has ended; one that did so by itself has been kept."""
+    del context.responses.running[name]
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, ClientGone):
+        writer.stop("cancelled")
+    elif error is not None:
+        answer = http_error(error)
+        writer.fail(answer.status, answer.body())
+
+
+async def retrieve(context: ServerContext, exchange: Exchange) -> None:
+    """One response, as far as it is. DELETE: forget it; what continues it cannot be continued any more."""
+    if b"stream=true" in exchange.scope["query_string"].lower():
+        raise not_implemented("stream", "retrieve the response until its status is final.")
+    name, found = _find(context, exchange)
+    if exchange.scope["method"] != "DELETE":
+        return await exchange.reply(found.body)
+    await _end(found)
+    context.responses.drop(name)
+    await exchange.reply(ENCODE({"id": name, "object": "response", "deleted": True}))
+
+
+async def cancel(context: ServerContext, exchange: Exchange) -> None:
+    """End one that runs in the background; one that has ended stays as it is."""
+    name, found = _find(context, exchange)
+    if not found.background:
+        raise HttpError(400, f"{name} was not made in the background: to end such a one, close its connection.")
+    await _end(found)
+    await retrieve(context, exchange)
+
+
+async def _end(found: Kept) -> None:
+    if found.task is not None and found.gone is not None:
+        found.gone.set()
+        await asyncio.wait({found.task})
+
+
+def _find(context: ServerContext, exchange: Exchange) -> tuple[str, Kept]:
+    name: str = exchange.scope["path_params"]["response_id"]
+    return name, context.responses.find(name, _owner(context, exchange))
+
+
+def _owner(context: ServerContext, exchange: Exchange) -> bytes:
+    """The key that the request shows; of a server without keys, everybody's is the same."""
+    return shown_key(exchange.scope, [key.encode() for key in context.config.http.api_key]) or b""
+
+
+def _referred(store: ResponseStore, owner: bytes, items: list[Item]) -> list[Kept]:
+    """The responses that items refer to, as far as they are kept: an item's id begins with that of its response."""
+    found = list[Kept]()
+    for name in {f"resp_{(item.id or '').partition('_')[2][:32]}" for item in items if item.type == REFERENCE}:
+        with suppress(HttpError):
+            found.append(store.find(name, owner))
+    return found
+
+
+def _resolve(items: list[Item], sources: Iterable[Kept]) -> list[Item]:
+    """Put what references name in their places. Errors: 404 for an unknown one."""
+    known = {item.id: item for kept in sources for item in _output(kept)}
+    for at, item in enumerate(items):
+        if item.type == REFERENCE and item.id not in known:
+            raise HttpError(404, f"input[{at}]: no kept response has an item {(item.id or '')[:64]!r}: send the item "
+                                 "itself.", code="item_not_found", param="input")
+        items[at] = known[item.id] if item.type == REFERENCE else item
+    return items
+
+
+def _output(kept: Kept) -> list[Item]:
+    return ITEMS.decode(OUTPUT.decode(kept.body)["output"])
+
+
+def _earlier(chain: Iterable[Kept]) -> list[Item]:
+    """The items of what a response continues, given the newest first."""
+    return [item for kept in reversed([*chain]) for item in (*ITEMS.decode(kept.items), *_output(kept))]

@@ -1,0 +1,149 @@
+"""A request of the Responses API as one for a chat: its items become messages. Knows nothing of what is kept."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.sampling import SamplingParams
+from quire.entry.http.context import ServerContext
+from quire.entry.http.errors import HttpError, not_implemented
+from quire.entry.http.exchange import Exchange
+from quire.entry.http.openai.prompts import chat_prompts
+from quire.entry.http.openai.responses_schema import Item, ResponseRequest
+from quire.entry.http.openai.schema import MAX_MESSAGES, ChatRequest, ContentPart, Message, SamplingFields, ToolCall
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+SYSTEM, SCHEMA = ("system", "developer"), "json_schema"
+NEEDS = {None: "role and content, or a type", "message": "role and content", "function_call": "call_id and name",
+         "function_call_output": "output, and as call_id that of a function_call before it: send that call, too, or "
+                                 "the previous_response_id of the response that made it"}
+
+
+def check_fields(request: ResponseRequest) -> None:
+    """Refuse by name what is not implemented, or not together."""
+    asked = request.include or ()
+    for at, kind in enumerate(tool.get("type") for tool in request.tools or ()):
+        if kind != "function":
+            raise not_implemented(f"tools[{at}]: {str(kind)[:40]}", "the server runs none; send functions.", "tools")
+    for name in set(asked) - {LOGPROBS, ENCRYPTED}:
+        raise not_implemented(f"include: {name[:40]}", "it is of a tool that the server does not run.", "include")
+    if request.top_logprobs and LOGPROBS not in asked:
+        raise InvalidParameter(f'top_logprobs needs include=["{LOGPROBS}"].', param="top_logprobs")
+    if request.background and (request.stream or request.store is False):
+        raise InvalidParameter("background needs store=true and no stream: the response is to be retrieved.",
+                               param="background")
+
+
+def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Iterable[Item]) -> ChatRequest:
+    """The same as a chat: the instructions, the items of earlier responses, the request's own. Errors: 400."""
+    talk = _Messages()
+    if request.instructions:
+        talk.say("system", request.instructions)
+    for item in earlier:
+        talk.add(item, "previous_response_id: an item")
+    for at, item in enumerate(items):
+        talk.add(item, f"input[{at}]")
+    if not 0 < len(talk.messages) <= MAX_MESSAGES:
+        raise InvalidParameter(f"input makes a conversation of {len(talk.messages)} messages: it must have 1 to "
+                               f"{MAX_MESSAGES}.", param="input")
+    logprobs, choice = LOGPROBS in (request.include or ()), request.tool_choice
+    form = request.text.format if request.text else {"type": "text"}
+    try:
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            tools = msgspec.convert(choice.get("tools"), list[dict[str, Any]])
+            choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": [*map(_nested, tools)]}}
+        return msgspec.convert({name: getattr(request, name) for name in SamplingFields.__struct_fields__} | {
+            "messages": talk.messages, "max_completion_tokens": request.max_output_tokens, "stream_options": None,
+            "logprobs": logprobs, "top_logprobs": (request.top_logprobs or 0) if logprobs else None,
+            "response_format": {"type": form.get("type"), "json_schema": form if form.get("type") == SCHEMA else None},
+            "reasoning_effort": request.reasoning and request.reasoning.effort,
+            "tools": [*map(_nested, request.tools or ())], "parallel_tool_calls": request.parallel_tool_calls,
+            "tool_choice": _nested(choice) if isinstance(choice, dict) and "allowed_tools" not in choice else choice,
+            "chat_template_kwargs": request.chat_template_kwargs}, ChatRequest)
+    except msgspec.ValidationError as error:
+        words = re.sub(r"response_format(\.json_schema)?", "text.format", str(error))
+        name = found[1] if (found := re.search(r"\$\.(\w+)", words)) else "tool_choice"
+        raise InvalidParameter(f"{name} is not as it must be: {words}.", param=name) from error
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": tool.get("type"), "function": tool}
+
+
+class _Messages:
+    """A conversation being written."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._names: dict[str | None, str] = {}  # call id -> function
+
+    def say(self, role: Any, content: str | list[ContentPart]) -> None:
+        """A message. What is said in a system's voice at one place is one message, since templates take one."""
+        last = self.messages[-1] if self.messages else None
+        if last is not None and role in SYSTEM and last.role in SYSTEM:
+            last.content = [*_parts(last.content), *_parts(content)]
+        elif role == "assistant" and last is not None and last.role == role and not (last.content or last.tool_calls):
+            last.content = content  # what follows its reasoning
+        else:
+            self.messages.append(Message(role=role, content=content))
+
+    def add(self, item: Item, where: str) -> None:
+        """One item. Errors: 400 for one that is not read, or lacks something."""
+        last = self.messages[-1] if self.messages else Message(role="system")
+        if item.type in (None, "message") and item.role and item.content is not None:
+            self.say(item.role, _text(item.content, where))
+        elif item.type == "function_call_output" and item.call_id in self._names and item.output is not None:
+            self.messages.append(Message(role="tool", tool_call_id=item.call_id, name=self._names[item.call_id],
+                                         content=_text(item.output, where)))
+        elif item.type == "reasoning" or (item.type == "function_call" and item.call_id and item.name):
+            if last.role != "assistant" or (item.type == "reasoning" and (last.content or last.tool_calls)):
+                self.messages.append(last := Message(role="assistant"))
+            if item.type == "reasoning":
+                thoughts = [part.text or "" for part in _parts(item.content or item.summary)]
+                last.reasoning = last.reasoning_content = "\n".join([*filter(None, [last.reasoning]), *thoughts])
+            else:
+                self._names[item.call_id] = item.name or ""
+                call = _nested({"type": "function", "name": item.name, "arguments": item.arguments or "{}"})
+                last.tool_calls = [*(last.tool_calls or ()), msgspec.convert(call | {"id": item.call_id}, ToolCall)]
+        elif item.type in NEEDS:
+            raise InvalidParameter(f"{where} needs {NEEDS[item.type]}.", param="input")
+        else:
+            raise not_implemented(f"{where}: {str(item.type)[:40]}", f"items are {', '.join(filter(None, NEEDS))} and "
+                                  "reasoning.", "input")
+
+
+def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
+    return [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
+
+
+def _text(content: str | list[ContentPart], where: str) -> str | list[ContentPart]:
+    """Content as a chat has it; one part is a text."""
+    for part in _parts(content):
+        if part.type not in ("text", "input_text", "output_text"):
+            raise not_implemented(f"{where}: {part.type[:40]}", "the model reads text only.", "input")
+        if part.text is None:
+            raise InvalidParameter(f"{where}: a part of type {part.type} needs a text.", param="input")
+    texts = [ContentPart(type="text", text=part.text) for part in _parts(content)]
+    return texts[0].text or "" if len(texts) == 1 else texts
+
+
+async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest) -> ChatRequest:
+    """The chat without as many of its oldest turns as it takes to fit the context: what the system says at the
+    beginning stays, and so does the last turn."""
+    messages, head = chat.messages, int(chat.messages[0].role in SYSTEM)
+    cuts = [head, *(at for at in range(head + 1, len(messages)) if messages[at].role == "user")]
+    low, high, tried = 0, len(cuts) - 1, 0
+    while low < high:
+        shorter = msgspec.structs.replace(chat, messages=[*messages[:head], *messages[cuts[tried]:]])
+        try:
+            await chat_prompts(context, exchange, shorter, SamplingParams())
+            high = tried
+        except HttpError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            low = tried + 1
+        tried = (low + high) // 2
+    return msgspec.structs.replace(chat, messages=[*messages[:head], *messages[cuts[low]:]])

@@ -1,0 +1,73 @@
+"""Requests of OpenAI's Responses API as types. Items of an answer may come back as items of input."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.entry.http.openai.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ContentPart, SamplingFields
+
+MAX_METADATA = 16
+Key = Annotated[str, Meta(max_length=64)]
+Metadata = Annotated[dict[Key, Annotated[str, Meta(max_length=512)]], Meta(max_length=MAX_METADATA)]
+Parts = Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)]
+Items = Annotated[list["Item"], Meta(max_length=MAX_MESSAGES)]
+
+
+class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One item of a conversation, of whatever type; none: a message."""
+
+    type: str | None = None
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | Parts | None = None
+    summary: Parts | None = None
+    name: str | None = None
+    arguments: str | None = None
+    call_id: str | None = None
+    output: str | Parts | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """How the text is to be; `verbosity` is a wish that nothing here hears."""
+
+    format: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "text"})
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """How much the model is to reason; with a summary, the reasoning is told as that, whole, and not as content."""
+
+    effort: str | None = None
+    summary: Literal["auto", "detailed"] | None = None
+
+
+class ResponseRequest(SamplingFields, kw_only=True):
+    """POST /v1/responses, with what other routes know of sampling.
+
+    previous_response_id   the items of that response and of those before it come first, without their instructions
+    truncation             "auto": of a conversation that does not fit, the oldest turns are left out
+    background             answer at once, generate meanwhile;  store  keep the response (the default)
+    max_tool_calls         of tools that the server runs, which it does not
+    """
+
+    input: str | Items = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

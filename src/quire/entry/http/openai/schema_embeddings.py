@@ -1,0 +1,120 @@
+"""Embeddings, reranking and scores as types, like `schema`. Answers of reranking are Cohere's and Jina's, of scores
+vLLM's."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+MAX_INPUTS = 2_048  # texts of one request
+
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+class EmbeddedFields(msgspec.Struct, kw_only=True):
+    """What every request for vectors may hold, with the meaning that it has for a request for text."""
+
+    model: str | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: str | None = None
+
+
+class EmbeddingRequest(EmbeddedFields, kw_only=True):
+    """POST /v1/embeddings. `input`: a text, several texts, token ids, or several lists of token ids.
+
+    encoding_format   base64: of little-endian float32
+    dimensions        keep so many numbers of each vector, the first ones, and give it length 1 again
+    """
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Document(msgspec.Struct, kw_only=True):
+    """A text that is ranked."""
+
+    text: str
+
+
+class RerankRequest(EmbeddedFields, kw_only=True):
+    """POST /v1/rerank. `top_n`: how many results (all); `return_documents`: each with its text (true)."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool | None = None
+
+
+class ScoreRequest(EmbeddedFields, kw_only=True):
+    """POST /v1/score: `text_1` with each of `text_2`, or two lists of one length, pair by pair."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+class PromptUsage(msgspec.Struct, kw_only=True):
+    """Tokens of all texts of a request."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """The vector of an input."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
+    """Answer of /v1/embeddings."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PromptUsage
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    """A document by its place in the request, and how near it is to the query, in [-1, 1]."""
+
+    index: int
+    relevance_score: float
+    document: Document | UnsetType = UNSET
+
+
+class RerankResponse(msgspec.Struct, kw_only=True):
+    """Answer of /v1/rerank, the best document first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: PromptUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """How near the texts of a pair are, in [-1, 1]."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, kw_only=True):
+    """Answer of /v1/score."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: PromptUsage

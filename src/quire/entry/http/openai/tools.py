@@ -1,0 +1,113 @@
+"""The tools of a request: which the model is shown, which it may call, whether it must, and what form that gives its
+answer. Knows the fields of a request; the words of a model's calls are `quire.text.tools`' matter."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.sampling import SamplingParams
+from quire.contracts.structured import StructuredOutputsParams
+from quire.entry.http.openai.schema import ChatRequest, Tool, ToolChoice
+from quire.entry.http.openai.turn import TurnPlan
+from quire.text.load import TextSide
+from quire.text.tools import thinking_at_end, tool_grammar
+
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}}  # the parameters of a function that takes none
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """What a request wants of its tools.
+
+    shown      to the model, as a template takes them; None: nothing is
+    callable   those of them that may be called; (): calls are not looked for
+    must       one of them has to be;  named  because it is the one that was asked for
+    bound      only a grammar keeps the model to what is asked
+    """
+
+    shown: list[dict[str, Any]] | None = None
+    callable: tuple[dict[str, Any], ...] = ()
+    must: bool = False
+    named: bool = False
+    bound: bool = False
+
+
+def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
+    """What a request wants. `hide_idle`: tools that may not be called are not shown either. Errors: 400."""
+    tools = plain_tools(request.tools or ())
+    shown = {tool["function"]["name"]: tool for tool in tools}
+    choice = request.tool_choice or ("auto" if tools else "none")
+    if choice == "none":
+        return ToolUse(shown=None if hide_idle else tools or None)
+    must, picked, named = choice == "required", list(shown), False
+    if isinstance(choice, ToolChoice):
+        named, allowed = choice.type == "function", choice.allowed_tools
+        if named and choice.function is not None:
+            must, picked = True, [choice.function.name]
+        elif not named and allowed is not None:
+            must, picked = allowed.mode == "required", [tool.function.name for tool in allowed.tools]
+        else:
+            raise InvalidParameter(f"tool_choice of type {choice.type} needs {choice.type}.", param="tool_choice")
+    for name in picked:
+        if name not in shown:
+            raise InvalidParameter(f"tool_choice names {name[:64]!r}, which is not among tools: add it there, or name "
+                                   "another.", param="tool_choice")
+    if must and not picked:
+        raise InvalidParameter("tool_choice asks for a call and there are no tools: send some.", param="tool_choice")
+    strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
+    callable = {name: {"type": "function", "function": shown[name]["function"] | {"strict": name in strict}}
+                for name in picked}
+    return ToolUse(shown=tools or None, callable=tuple(callable.values()), must=must, named=named,
+                   bound=must or not strict.isdisjoint(picked) or len(callable) < len(shown))
+
+
+def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    """Tools as templates take them, their parts in the order in which models have seen them. Errors: 400."""
+    plain: dict[str, dict[str, Any]] = {}
+    for at, tool in enumerate(tools):
+        function = msgspec.to_builtins(tool.function)
+        function.pop("strict", None)  # is nothing to tell the model
+        if function.setdefault("parameters", NOTHING).get("type", "object") != "object":
+            raise InvalidParameter(f"tools[{at}].function.parameters must be the schema of an object "
+                                   '("type": "object").', param="tools")
+        if function["name"] in plain:
+            raise InvalidParameter(f"tools[{at}].function.name: there is another {function['name']!r}; give every "
+                                   "function a name of its own.", param="tools")
+        plain[function["name"]] = {"type": "function", "function": function}
+    return list(plain.values())
+
+
+def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: str) -> TurnPlan:
+    """How to read what follows the rendered `prompt`; the form that this gives the answer is put into the parameters.
+    Errors: 400 for a form beside which nothing can be called."""
+    styles, form = text.styles, params.structured_outputs
+    plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), named=use.named,
+                    parallel=request.parallel_tool_calls is not False and not use.named,
+                    thoughts=request.include_reasoning is not False)
+    if use.callable and (use.bound or styles.tools is None) and (form is None or use.must):
+        form = StructuredOutputsParams(grammar=tool_grammar(
+            styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking))
+    elif form is not None:
+        form = _calls_or(form, plan) if use.callable else form
+        form.after = styles.reasoning.end if plan.thinking and styles.reasoning is not None else None
+    params.structured_outputs = form
+    row, tokenizer = styles.reasoning, text.tokenizer
+    tags = (None,) if row is None or tokenizer is None else map(tokenizer.token_id, (row.start, row.end))
+    if (use.callable and styles.special_tokens) or (tokenizer and not tokenizer.all_special_ids.isdisjoint(tags)):
+        params.skip_special_tokens = False  # the tags have to be seen
+    return plan
+
+
+def _calls_or(form: StructuredOutputsParams, plan: TurnPlan) -> StructuredOutputsParams:
+    """Calls, or an answer in a form."""
+    schema = {"type": "object"} if form.json_object else form.json
+    if not isinstance(schema, dict) or plan.styles is None:
+        raise InvalidParameter("where tools may be called the answer's form can be a JSON schema and no other: send "
+                               'tool_choice="none" with it.', param="tools")
+    styles = msgspec.structs.replace(plan.styles, reasoning=None)  # the form's `after` sees to that
+    calls = tool_grammar(styles, plan.tools, "required", parallel=plan.parallel).replace("start: ", "calls: ", 1)
+    text = msgspec.json.encode(schema).decode()
+    return StructuredOutputsParams(grammar=f"start: form | calls\nform: %json {text}\n{calls}")

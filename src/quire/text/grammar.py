@@ -1,0 +1,179 @@
+"""Grammars: the form that an output must have becomes what says, token by token, which tokens may come next.
+
+Knows forms, one tokenizer and llguidance, which is imported when the first form comes. Knows nothing of requests and
+steps. Whatever a caller sends is bounded: in size, in what compiling it takes, and in what one mask takes.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.step import I32
+from quire.contracts.structured import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from quire.text.tokenizer import Tokenizer
+
+MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
+MAX_REASON = 500  # characters of what is wrong with a grammar
+# Of llguidance, lower than its own: a mask of an ambiguous grammar takes 60 ms at most and not 6 s, an object of many
+# properties (3 to 8 symbols each, and time is worse than linear) 3 s and not minutes; a state takes 1 kB.
+LIMITS: dict[str, Any] = {"step_max_items": 10_000, "max_lexer_states": 50_000, "max_grammar_size": 20_000,
+                          "initial_lexer_fuel": 500_000, "verbose_errors": False}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled form. `fork` makes the matcher of one output; forks share what they find out about the grammar.
+
+    after   bytes that end what comes before the form; b"": nothing does
+    """
+
+    fork: Callable[[], "LLMatcher"]
+    after: bytes
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """A tokenizer as llguidance sees it. `end`: an id that no text has, whose bit says that the text may end here."""
+
+    tokenizer: "Tokenizer"
+    tokens: "LLTokenizer"
+    end: int
+
+
+class GrammarCompiler:
+    """Compiles forms for a model. `compile` may run in several threads at once, beside `masks` in one.
+
+    load   the tokenizer, called when the first form comes;  vocab_size  of the model: it may be wider than the
+           tokenizer's, whose ids are then the only ones that may come
+    """
+
+    def __init__(self, load: "Callable[[], Tokenizer]", vocab_size: int) -> None:
+        self._load, self._vocab_size = load, vocab_size
+        self._lock = threading.Lock()
+        self._made: _Vocabulary | None = None
+        self._executor: LLExecutor | None = None
+
+    def compile(self, spec: str) -> Grammar:
+        """The grammar of `StructuredOutputsParams.spec`; raises `InvalidParameter` that says what is wrong with it."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        form = msgspec.json.decode(spec, type=StructuredOutputsParams)
+        limits = LLParserLimits(**LIMITS)
+        matcher = LLMatcher(self._vocabulary().tokens, _source(form), log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that no text matches is found out here
+        if matcher.is_error():
+            raise _refusal(error_of(matcher))
+        return Grammar(matcher.deep_copy, (form.after or "").encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text, special ones included."""
+        return self._vocabulary().tokenizer.token_bytes(token)
+
+    def masks(self, matchers: "Sequence[LLMatcher | None]", enders: Sequence[Sequence[int]]) -> tuple[I32, list[int]]:
+        """The masks [R, ceil(V / 32)] int32 of the tokens that may come next, see `Executor.release`; computed in
+        parallel. And the rows that are over: a text that nothing can follow, or a matcher with an error.
+
+        matchers   one per row; None: any token may come;  enders  ids that may come where the text may end
+        """
+        width, vocabulary = -(-self._vocab_size // 32), self._vocabulary()
+        words = -(-vocabulary.tokens.vocab_size // 32)
+        out = np.full((len(matchers), words), -1, np.int32)
+        rows = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
+        if rows:
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor()
+            self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * words, len(out))
+        over = []
+        end, bit = vocabulary.end // 32, np.int32(np.uint32(1 << vocabulary.end % 32).view(np.int32))
+        for matcher, row in rows:
+            mask, may_end = out[row], bool(out[row, end] & bit)
+            mask[end] &= ~bit
+            if may_end and (matcher.is_error() or not mask.any()):
+                over.append(row)
+                mask[:] = -1
+            elif may_end:
+                ids = np.array(enders[row], np.int64)
+                np.bitwise_or.at(mask, ids // 32, (np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32))
+        return np.ascontiguousarray(out[:, :width]), over
+
+    def _vocabulary(self) -> _Vocabulary:
+        with self._lock:
+            if self._made is None:
+                from llguidance import LLTokenizer
+
+                tokenizer = self._load()
+                end = tokenizer.eos_token_id
+                if end is None:
+                    end = min(tokenizer.all_special_ids, default=tokenizer.vocab_size - 1)
+                size = max(self._vocab_size, tokenizer.vocab_size)
+                try:
+                    tokens = LLTokenizer(tokenizer.to_json(), n_vocab=size, eos_token=end)
+                except ValueError as error:
+                    raise InvalidParameter(f"structured_outputs: this model's tokenizer is of a kind that grammars are "
+                                           f"not implemented for ({error}).", param="structured_outputs") from error
+                self._made = _Vocabulary(tokenizer, tokens, end)
+            return self._made
+
+
+def error_of(matcher: "LLMatcher") -> str:
+    """What a matcher met, in words; "" for one that is sound."""
+    error = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return "no text can match it" if error == "NoExtensionBias" else error[:MAX_REASON]
+
+
+def _refusal(reason: str) -> InvalidParameter:
+    return InvalidParameter(f"structured_outputs: the grammar cannot be used: {reason}", param="structured_outputs")
+
+
+def _source(form: StructuredOutputsParams) -> str:
+    """The form as llguidance takes it."""
+    from llguidance import LLMatcher
+
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(form.regex)
+    if form.choice is not None:
+        if not form.choice:
+            raise _refusal("choice is empty")
+        words = " | ".join(json.dumps(word).replace("\x7f", "\\u007f") for word in form.choice)  # only ASCII is left
+        return _grammar("lark_grammar", f"start: CHOICE\nCHOICE: {words}")
+    if form.grammar is not None:
+        return _grammar("lark_grammar", _lark(form.grammar))
+    schema: Any = {"type": "object"} if form.json_object else form.json
+    try:
+        schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise _refusal(f"json is no JSON: {error}") from None
+    schema = {} if schema is True else schema
+    if form.disable_any_whitespace and isinstance(schema, dict):
+        schema = schema | {"x-guidance": {"whitespace_flexible": False}}
+    return _grammar("json_schema", schema)
+
+
+def _grammar(kind: str, source: object) -> str:
+    return msgspec.json.encode({"grammars": [{kind: source}]}).decode()
+
+
+def _lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+
+    if is_lark_syntax(text):
+        return text
+    if len(text) > MAX_GBNF:
+        raise _refusal(f"in GBNF it may have {MAX_GBNF} characters, not {len(text)}: write it in Lark's syntax")
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the converter raises bare Exception
+        raise _refusal(f"it is neither Lark (with a rule start: ...) nor GBNF (root ::= ...): {error}") from None

@@ -1,0 +1,102 @@
+"""Rendering where it can be stopped: child processes with little memory and little time, for templates that a request
+brings and for whatever `sandbox_meter` gave up. What goes wrong there ends as an error of that request alone.
+
+Knows processes and limits, nothing of templates; `sandbox_child` is the other end of the pipes. A child is started when
+one is first needed, serves one rendering after the other, and is killed by the first that does not end well.
+"""
+
+import marshal
+import math
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from quire.contracts.errors import InvalidParameter, RequestFailed
+
+MOST_TEXT = 16 * 2**20  # bytes of a prompt; twice the largest body
+CHILD = "quire.text.sandbox_child"
+READY = b"ready 0\n"
+Child = subprocess.Popen[bytes]
+
+
+class Sandbox:
+    """Renders in children, as many at once as there are callers; from any thread.
+
+    seconds   that a rendering may take;  memory  bytes of address space of a child, of which Python takes some 30 M
+    """
+
+    def __init__(self, seconds: float = 5.0, memory: int = 512 * 2**20) -> None:
+        self._seconds, self._memory = seconds, memory
+        self._idle: list[Child] = []
+        self._reap = weakref.finalize(self, _end_all, self._idle)  # at exit, too
+
+    def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str) -> str:
+        """What a template makes of arguments; both go as they are to `sandbox_child.render`.
+
+        Errors: `InvalidParameter`: what the child says, or that a limit was met, of `param`; `RequestFailed`.
+        """
+        job = marshal.dumps((marshal.dumps(template), arguments))
+        child, began = self._take(), time.monotonic()
+        timer = threading.Timer(self._seconds, child.kill)
+        timer.start()
+        status, text = _ask(child, job)
+        timer.cancel()
+        if status in ("text", "refused"):
+            self._idle.append(child)
+            if status == "text":
+                return text
+            named, _, message = text.partition("\n")
+            raise InvalidParameter(message, param=named or param)
+        _end(child)
+        limit = f"made more than {MOST_TEXT >> 20} MiB of text" if status == "long" else (
+            f"took more than {self._seconds:g} s" if time.monotonic() - began >= self._seconds
+            else f"took more than {self._memory >> 20} MiB of memory")
+        raise InvalidParameter(f"rendering the chat template {limit} and was ended: send less, or use a simpler "
+                               "template.", param=param)
+
+    def close(self) -> None:
+        """End the children; idempotent, and new ones are started if somebody renders again."""
+        _end_all(self._idle)
+
+    def _take(self) -> Child:
+        with suppress(IndexError):
+            while True:
+                child = self._idle.pop()
+                if child.poll() is None:
+                    return child
+        # -P: no module of the folder in which the server was started; a session of its own: no Ctrl-C
+        command = [sys.executable, "-P", "-m", CHILD, str(math.ceil(self._seconds) + 1), str(self._memory)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert child.stdout is not None
+        if child.stdout.readline() != READY:
+            _end(child)
+            raise RequestFailed("the process for chat templates cannot be started; the log says more.", code="sandbox")
+        return child
+
+
+def _ask(child: Child, job: bytes) -> tuple[str, str]:
+    """(how it ended, text); "dead" when there is no whole answer."""
+    assert child.stdin is not None and child.stdout is not None
+    with suppress(OSError, ValueError):
+        child.stdin.write(len(job).to_bytes(8) + job)
+        child.stdin.flush()
+        status, size = child.stdout.readline(40).decode().split()
+        data = child.stdout.read(min(int(size), MOST_TEXT))
+        if len(data) == int(size):
+            return status, data.decode("utf-8", "surrogatepass")
+    return "dead", ""
+
+
+def _end(child: Child) -> None:
+    child.kill()
+    with suppress(OSError):  # what was never sent
+        child.communicate()
+
+
+def _end_all(idle: list[Child]) -> None:
+    while idle:
+        _end(idle.pop())

@@ -1,0 +1,185 @@
+"""A template's rendering with a bill: what it costs is known before it is spent, and it ends when the bill is too high.
+
+Jinja's sandbox bounds what a template can touch; this bounds how long it runs and what it keeps. Calls, iterations and
+text are paid for as they come, and whatever can cost more than it shows (`*` of a text, a width, a filter that nobody
+priced) is not done at all. `TooCostly` says nothing bad: `sandbox` renders the same with time and memory to spare.
+"""
+
+from types import BuiltinMethodType, MethodType
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes, pass_context
+from jinja2.runtime import Context, LoopContext, Macro, Undefined
+from jinja2.visitor import NodeTransformer
+from markupsafe import soft_str
+
+from quire.text.jinja import ChatEnvironment, GenerationTag, PlainNamespace, to_json
+
+BUDGET = 2**21  # of characters that are made; with STEP, at most 16,000 iterations and calls, 0.01 to 0.3 s
+STEP = 128  # an iteration or a call, which take some microseconds
+ITEM = 64  # a value in a list
+MOST_SOURCE = 2**17  # characters of a template, which take up to 5 s to compile; the longest in use has 17,000
+FREE_METHODS = frozenset(
+    "split rsplit splitlines strip lstrip rstrip startswith endswith removeprefix removesuffix lower upper title "
+    "capitalize find rfind index count partition rpartition isdigit isalpha isspace items keys values get".split())
+FREE_FILTERS = frozenset("trim length count selectattr rejectattr select reject map first last default d safe items "
+                         "lower upper capitalize title int float".split())
+CONSTANT = (nodes.Const, nodes.Pair, nodes.List, nodes.Tuple, nodes.Dict)
+DICT_NAMES = frozenset(dir(dict))
+HARMLESS = (str, LoopContext, PlainNamespace)  # nothing of them is unsafe but what is internal
+
+
+class TooCostly(Exception):
+    """This rendering costs more than can be spent here."""
+
+
+class Bill(Context):
+    """The context of one rendering, and what may still be spent in it; most methods are filters."""
+
+    left = BUDGET
+
+    def pay(self, cost: int) -> None:
+        """Errors: `TooCostly`."""
+        self.left -= cost
+        if self.left < 0:
+            raise TooCostly
+
+    @pass_context
+    def keep(self, value: Any) -> Any:
+        """Pay for a value that lives on."""
+        if isinstance(value, (str, list, tuple)):
+            self.pay(len(value) if isinstance(value, str) else ITEM * len(value))
+        return value
+
+    @pass_context
+    def show(self, value: Any) -> Any:
+        """Pay for a value as text, if it is a plain one."""
+        if not (value is None or isinstance(value, (str, int, float, Undefined))):
+            raise TooCostly
+        return self.keep(value)
+
+    @pass_context
+    def build(self, value: Any) -> Any:
+        """Pay for a list or object of plain values: the text of what is nested again and again has no end."""
+        for part in value.values() if isinstance(value, dict) else value:
+            self.show(part)
+        return value
+
+    @pass_context
+    def loop(self, values: Any, cost: int) -> Any:
+        """Pay for an iteration over all values."""
+        values = values if hasattr(values, "__len__") else list(values)
+        self.pay(cost * len(values))
+        return values
+
+    @pass_context
+    def json(self, value: Any, *more: Any, **options: Any) -> str:
+        """The filter `tojson`. Values are as they came: what a template builds itself is nowhere in them."""
+        if more or len(str(options)) > 100 or len(str(options.get("indent", ""))) > 2:
+            raise TooCostly
+        return str(self.keep(to_json(value, **options)))
+
+
+class MeteredEnvironment(ChatEnvironment):
+    """Makes templates that pay."""
+
+    context_class = Bill
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(finalize=Bill.show)
+        self.filters = {name: filter if name in FREE_FILTERS else _unpriced for name, filter in self.filters.items()}
+        self.filters |= {"tojson": Bill.json, "string": pass_context(lambda bill, value: soft_str(bill.show(value))),
+                         "list": pass_context(lambda bill, values: list(bill.loop(values, ITEM))), "format": _format,
+                         "quire show": Bill.show, "quire keep": Bill.keep, "quire loop": Bill.loop,
+                         "quire build": Bill.build}
+        self.known = [self.globals[name] for name in ("range", "namespace", "raise_exception", "strftime_now")]
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(_Tolls().visit(source), *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As in Jinja, without its detours: most of what templates ask for are keys of messages."""
+        if type(obj) is dict and attribute in obj and attribute not in DICT_NAMES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As in Jinja, sooner."""
+        return not attr.startswith("_") if type(obj) in HARMLESS else super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Numbers only, and none that grows without end."""
+        if operator == "**" or not all(isinstance(side, (int, float)) and abs(side) < 2**63 for side in (left, right)):
+            raise TooCostly
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pay for a call, what goes in and what comes out; only macros, and methods and functions of known cost."""
+        kind = type(__obj)
+        if kind is BuiltinMethodType:
+            known = __obj.__name__ in FREE_METHODS and type(__obj.__self__) in (str, dict, list)
+        else:
+            known = (kind is Macro or isinstance(__obj, Undefined) or any(__obj is one for one in __self.known)
+                     or kind is MethodType and isinstance(__obj.__self__, GenerationTag))
+        if not known:
+            raise TooCostly
+        __context.pay(STEP)
+        for value in (*args, *kwargs.values()):
+            __context.keep(value)
+        return __context.keep(__context.call(__obj, *args, **kwargs))
+
+
+class _Tolls(NodeTransformer):
+    """Puts a toll on what makes a rendering long or large: loops, what is built and what is kept."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        node.iter = _toll(node.iter, "loop", nodes.Const(STEP + text))
+        return node
+
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:
+        self.generic_visit(node)
+        node.node = _toll(node.node, "keep")
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        node.nodes = [_toll(part, "show") for part in node.nodes]
+        return node
+
+    def visit_List(self, node: Any) -> Any:
+        self.generic_visit(node)
+        if getattr(node, "ctx", "load") != "load" or all(isinstance(n, CONSTANT) for n in node.find_all(nodes.Node)):
+            return node
+        return _toll(node, "build")
+
+    visit_Tuple = visit_Dict = visit_List
+
+    def visit_Block(self, node: nodes.Node) -> NoReturn:
+        raise TooCostly  # it has a context of its own
+
+    visit_With = visit_Include = visit_Import = visit_FromImport = visit_Extends = visit_Block
+
+
+def compile_metered(source: str) -> jinja2.Template | None:
+    """A template that pays; None when it cannot, or is too much to compile. Errors: `jinja2.TemplateSyntaxError`."""
+    try:
+        return MeteredEnvironment().from_string(source) if len(source) <= MOST_SOURCE else None
+    except (TooCostly, RecursionError):
+        return None
+
+
+def _toll(node: Any, name: str, *args: nodes.Expr) -> Any:
+    return nodes.Filter(node, f"quire {name}", list(args), [], None, None, lineno=node.lineno)
+
+
+@pass_context
+def _format(bill: Bill, text: Any, *values: Any, **named: Any) -> Any:
+    return text % tuple(map(bill.show, values)) if text == "%s" and not named else _unpriced()
+
+
+def _unpriced(*args: Any, **kwargs: Any) -> NoReturn:
+    raise TooCostly

@@ -1,0 +1,275 @@
+"""What a model wrote, taken apart while it comes: reasoning, content, tool calls.
+
+The events do not depend on how the text was cut. A call is one when its name is a tool's and its arguments have begun
+(in Python's form: are closed); its arguments are then passed on as they come. What turns out malformed before that is
+content, as it was written. After that the call stays, its arguments end where the fault is, and what follows is
+content; we never close arguments, so that half a command is no command.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, TypeVar
+
+from quire.contracts.errors import ConfigError
+from quire.text.chat import ChatTemplate
+from quire.text.tool_formats import CALL_ID, PLAIN, REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
+from quire.text.tool_formats import OutputStyles as OutputStyles
+from quire.text.tool_grammar import tool_grammar as tool_grammar
+from quire.text.tool_reader import BLANK, MAX_DEPTH, Malformed, Read, Reader, Reads, Sink
+from quire.text.tool_values import ANY, STRING, UNREADABLE, kinds_of, python_arguments, typed
+from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
+
+TOOL_PARSERS = tuple(name for row in TOOL_FORMATS for name in row.names)
+REASONING_PARSERS = tuple(name for row in REASONING_FORMATS for name in row.names)
+TURN = re.compile(r"<\||<｜|\[/?INST\]")  # what separates the turns of a prompt
+NO_QUOTE, PYTHON_ESCAPES = re.compile(r"[^()\[\]{}'\"]*"), "\n\\'\"abfnrtvxuUN01234567"
+QUOTED = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
+Format = TypeVar("Format", ToolFormat, ReasoningFormat)
+
+
+def choose_styles(template: ChatTemplate | None, tool_parser: str | None = None,
+                  reasoning_parser: str | None = None) -> OutputStyles:
+    """The styles of these names ("none": none), else those whose marks are in the chat template.
+
+    Errors: `ConfigError` with the known names for an unknown one.
+    """
+    sources = template.sources if template else {}
+    text = "\n".join(sources.get(name, "") for name in ("default", "tool_use"))
+    tools, why = _choose("tool_parser", tool_parser, TOOL_FORMATS, text)
+    reasoning, because = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, text)
+    return OutputStyles(tools, reasoning, f"tool calls: {why}; reasoning: {because}")
+
+
+def _choose(flag: str, name: str | None, rows: Sequence[Format], text: str) -> tuple[Format | None, str]:
+    for row in rows:
+        if name in row.names:
+            return row, f"{row.names[0]}, as asked"
+        if name is None and row.marks and all(mark in text for mark in row.marks):
+            return row, f"{row.names[0]}, for {row.marks[0]!r} in the chat template"
+    if name in (None, "none"):
+        return None, "none, as asked" if name else "none, no tag that is known is in the chat template"
+    known = ", ".join(name for row in rows for name in row.names)
+    raise ConfigError(f"{flag}={name!r} is not known: give one of {known}, or none.")
+
+
+def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:
+    """Whether a rendered prompt ends within an open block of reasoning."""
+    if styles.reasoning is None or styles.reasoning.start not in prompt:
+        return False
+    after = prompt.rpartition(styles.reasoning.start)[2]
+    return styles.reasoning.end not in after and not TURN.search(after)
+
+
+class OutputParser:
+    """The events of one answer. `num_calls`: calls so far."""
+
+    def __init__(self, styles: OutputStyles, *, tools: Sequence[Mapping[str, Any]] | None = None,
+                 thinking: bool = False, parallel: bool = True) -> None:
+        """tools      OpenAI's tool objects; without any, the text of a call is content. A model without a format is
+                      read in the `plain` one, to which `tool_grammar` holds it
+        thinking   the prompt ended within reasoning;  parallel: if not, calls after the first are left out
+        """
+        self.num_calls = 0
+        self._tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
+        self._form, self._reasoning = styles.tools or PLAIN, styles.reasoning
+        self._thinking = self._lead = thinking and styles.reasoning is not None  # lead: white space here is dropped
+        self._said = self._muted = self._calling = False  # content was; nothing more is; a call's arguments have begun
+        self._parallel = parallel
+        self._event: Callable[[str], Event] | None = None  # of the call's arguments; None: they are left out
+        self._blank: list[str] = []  # white space that counts when more follows
+        self._out: list[tuple[Callable[[str], Event], str]] = []
+        self._in = Reader()
+        self._reading = self._read()
+        next(self._reading)
+
+    def finish(self) -> list[Event]:
+        """What the end of the text tells."""
+        return self.feed("", over=True)
+
+    def feed(self, text: str, *, over: bool = False) -> list[Event]:
+        """What more text tells;  over: it is the last."""
+        self._in.push(text, over=over)
+        next(self._reading, None)
+        out, self._out = self._out, []
+        joined = ((event, "".join(text for _, text in pairs)) for event, pairs in groupby(out, lambda pair: pair[0]))
+        return [event(text) for event, text in joined if text]
+
+    def _say(self, text: str) -> None:
+        """Content or reasoning, without the white space around it, but for that of content without calls."""
+        self._in.held.clear()
+        text = text.lstrip() if self._lead else text
+        if text and not self._muted:
+            body, self._lead = text.rstrip(), False
+            if body:
+                self._out += [(Thought if self._thinking else Words, piece) for piece in (*self._blank, body)]
+                self._said, self._blank = self._said or not self._thinking, []
+            self._blank.append(text[len(body) :])
+
+    def _think(self, thinking: bool) -> None:
+        self._thinking, self._lead, self._blank = thinking, True, []
+        self._in.held.clear()
+
+    def _begin(self, name: str, call_id: str = "") -> None:
+        if self._thinking:  # a call ends it
+            self._think(False)
+        self._calling, self._event = True, None
+        if self._parallel or not self.num_calls:
+            # Mistral's templates take ids of nine characters only
+            drawn = secrets.token_hex(5)[1:] if CALL_ID in self._form.between else f"call_{secrets.token_hex(12)}"
+            begins = CallBegins(self.num_calls, call_id or drawn, name)
+            self._out.append((lambda _: begins, name))
+            self._event = partial(CallArguments, self.num_calls)
+            self.num_calls += 1
+        self._in.held.clear()
+
+    def _send(self, text: str) -> None:
+        self._in.held.clear()
+        self._out += [(self._event, text)] if self._event else []
+
+    def _read(self) -> Read:
+        while tag := (yield from self._in.until(self._tags(), self._say)):
+            if self._reasoning and tag in (self._reasoning.start, self._reasoning.end):
+                if self._said and not self._thinking:
+                    self._say(tag)
+                else:
+                    self._think(not self._thinking)
+                continue
+            try:
+                yield from self._calls(self._form, tag)
+            except Malformed:
+                if self._calling and self._in.at_end:  # cut within a call: this is no text
+                    self._in.held.clear()
+            self._calling = False
+            self._say("".join(self._in.held))
+        if not self._thinking and not self.num_calls:
+            self._out += [(Words, piece) for piece in self._blank]
+
+    def _tags(self) -> tuple[str, ...]:
+        """What may end a run of text. Reasoning stands before content, and no mere bracket ends it."""
+        form, reasoning = self._form, self._reasoning
+        tags = form.starts + form.opens[: form.bare] if self._tools else ()
+        if reasoning and self._thinking:
+            return (reasoning.end, *(tag for tag in tags if len(tag) > 1))
+        return (reasoning.start, *tags) if reasoning and not self._said else tags
+
+    def _calls(self, form: ToolFormat, tag: str) -> Read:
+        """The calls after `tag`, a start or what opens one. Errors: `Malformed`."""
+        opened = (yield from self._in.need(*form.opens)) if tag in form.starts else tag
+        again = ","
+        while again:
+            if form.python:
+                yield from self._python_call()
+            elif form.key:
+                yield from self._tagged_call(form)
+            elif opened in ("{", "["):
+                yield from self._object_call("{" if opened == "[" else "")
+            else:
+                yield from self._named_call(form)
+            self._calling = False
+            self._in.held.clear()
+            again = (yield from self._in.need(",", "")) if opened == "[" else ""
+        while (yield from self._in.need(*form.closes, "")):
+            self._in.held.clear()
+        self._muted = form.drops
+
+    def _object_call(self, brace: str) -> Read:
+        """{"name": ..., "arguments": {...}}, the members in any order; from `brace` on."""
+        yield from self._in.need(brace)
+        texts, early, more = {"name": "", "id": ""}, "", ","
+        while more == ",":
+            key = yield from self._text()
+            yield from self._in.need(":")
+            if self._calling:
+                yield from self._in.json(len)
+            elif key in ("name", "id", "type"):
+                texts[key] = yield from self._text()
+            elif key in ("arguments", "parameters") and not early:
+                early = yield from self._arguments(texts["name"], texts["id"])
+            else:
+                raise Malformed
+            if early and texts["name"] in self._tools and not self._calling:
+                self._begin(texts["name"], texts["id"])
+                self._send(early)
+            more = yield from self._in.need(",", "}")
+        if not self._calling:
+            raise Malformed
+
+    def _named_call(self, form: ToolFormat) -> Read:
+        """A name and an object."""
+        yield from self._in.need(form.before)
+        name = yield from self._in.need(*self._tools)
+        call_id: list[str] = []
+        if (yield from self._in.need(*form.between)) == CALL_ID:
+            yield from self._in.until(form.between[:1], call_id.append)
+        yield from self._arguments(name, "".join(call_id))
+
+    def _arguments(self, name: str, call_id: str) -> Reads:
+        """An object of arguments, passed on, or where there is no name yet, returned."""
+        yield from self._in.need("{")
+        if (name and name not in self._tools) or (yield from self._in.span(BLANK)) not in ('"', "}"):
+            raise Malformed
+        early: list[str] = []
+        out: Sink = self._send if name else early.append
+        if name:
+            self._begin(name, call_id)
+        out("{")
+        yield from self._in.json(out, "{")
+        return "".join(early)
+
+    def _text(self) -> Reads:
+        """The value of a JSON string."""
+        pieces: list[str] = []
+        yield from self._in.string(pieces.append)
+        return str(json.loads("".join(pieces)))
+
+    def _tagged_call(self, form: ToolFormat) -> Read:
+        """A name and arguments in tags, each typed by its tag or its schema; a string is passed on as it comes."""
+        name = yield from self._in.need(*self._tools)
+        schema = self._tools[name]
+        types = schema.get("properties") if isinstance(schema, dict) else None
+        closed = (yield from self._in.need(*form.between)) == '"/>'
+        tag = form.end if closed else (yield from self._in.need(form.key, form.end))
+        self._begin(name)
+        before = "{"
+        while tag != form.end:
+            key: list[str] = []
+            value: list[str] = []
+            key_end = yield from self._in.until(form.key_ends, key.append)
+            if form.value:
+                yield from self._in.need(form.value)
+            kinds = STRING if "true" in key_end else ANY if "false" in key_end else kinds_of(
+                types.get("".join(key)) if isinstance(types, dict) else None)
+            self._send(f"{before}{json.dumps(''.join(key), ensure_ascii=False)}: " + '"' * (kinds == STRING))
+            end = yield from self._in.until(form.value_ends, self._send_quoted if kinds == STRING else value.append)
+            self._send("".join(value) if not end else '"' if kinds == STRING else typed("".join(value), kinds))
+            tag = form.key if end.endswith(form.key) else (yield from self._in.need(form.key, form.end))
+            before = ", "
+        self._send("{}" if before == "{" else "}")
+
+    def _send_quoted(self, text: str) -> None:
+        self._send(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _python_call(self) -> Read:
+        """f(a=1), passed on when it is closed: only then is it known to be one."""
+        name = yield from self._in.need(*self._tools)
+        yield from self._in.need("(")
+        call, depth = ["f("], 1
+        while 0 < depth <= MAX_DEPTH and (char := (yield from self._in.span(NO_QUOTE, call.append))):
+            call.append(self._in.take())
+            if char in QUOTED:
+                while (yield from self._in.span(QUOTED[char], call.append)) == "\\":  # one that escapes nothing stays
+                    escape = yield from self._in.peek(2)
+                    call.append(self._in.take(2) if escape[1:] in PYTHON_ESCAPES else "\\" + self._in.take())
+                call.append(self._in.take())
+            else:
+                depth += 1 if char in "([{" else -1
+        try:
+            arguments = python_arguments("".join(call))
+        except UNREADABLE:
+            raise Malformed from None
+        self._begin(name)
+        self._send(arguments)

@@ -1,0 +1,90 @@
+"""Hidden states become one vector for each request that asks for one: rows of a step are summed by slot, and what the
+chunks of a prompt add up to stays on the device until its end. Rows after the final norm, sums in float32."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.step import F32, POOL, StepPlan
+from quire.worker.scoring import back, sent
+
+Vectors = dict[int, F32]
+
+
+@dataclass
+class _Prompt:
+    """A slot's prompt: how it is pooled, how much of it was computed, and what that adds up to, [hidden] float32."""
+
+    method: str
+    length: int
+    computed: int
+    total: Tensor | None = None
+
+    def rows(self, first: int, count: int) -> range:
+        """Which of its `count` rows from `first` on belong to the vector; they count as computed from then on."""
+        begins, self.computed = self.computed == 0, self.computed + count
+        if self.method == "mean":
+            return range(first, first + count)
+        end = first + count
+        return range(first, first + begins) if self.method == "cls" else range(end - self.ended, end)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it was computed."""
+        return self.computed == self.length
+
+
+class Pooler:
+    """Pools what the steps of a worker compute; `norm` is the model's last, [R, hidden] -> [R, hidden]."""
+
+    def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
+        self._norm = norm
+        self._prompts: dict[int, _Prompt] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Requests leave their slots, and others take them; before `run`."""
+        if self._prompts:
+            for slot in plan.released.tolist():
+                self._prompts.pop(slot, None)
+        for a in plan.admitted:
+            if a.pool:
+                self._prompts[a.slot] = _Prompt(a.pool, a.sampler.num_prompt, a.num_computed)
+
+    def run(self, plan: StepPlan, hidden: Tensor) -> Callable[[], Vectors] | None:
+        """Pool hidden states [T, hidden] that no norm has seen yet. Launches the work and the copy; what is returned
+        may be called once the device has come past them: slot -> [hidden], of the prompts that ended in this step."""
+        asked = np.flatnonzero(plan.outputs & POOL).tolist() if self._prompts else ()
+        if not asked:
+            return None
+        prompts = [self._prompts[int(plan.slots[i])] for i in asked]
+        counts, starts = plan.num_tokens[asked].tolist(), (np.cumsum(plan.num_tokens) - plan.num_tokens)[asked].tolist()
+        spans = [prompt.rows(*place) for prompt, *place in zip(prompts, starts, counts, strict=True)]
+        sums, ended = self._sums(spans, hidden), dict[int, tuple[int, int]]()
+        for row, prompt in enumerate(prompts):
+            if prompt.total is not None:
+                sums[row] += prompt.total
+            if prompt.ended:
+                ended[int(plan.slots[asked[row]])] = row, prompt.length if prompt.method == "mean" else 1
+            else:
+                prompt.total = sums[row].clone()
+        if not ended:
+            return None
+        host = back(sums)
+        return lambda: {slot: host[row].numpy() / count for slot, (row, count) in ended.items()}
+
+    def _sums(self, spans: list[range], hidden: Tensor) -> Tensor:
+        """The sums [S, hidden] float32 of S spans of rows, empty ones included."""
+        device, rows = hidden.device, [row for span in spans for row in span]
+        if not rows:
+            return torch.zeros((len(spans), hidden.shape[1]), device=device)
+        ends, states = sent(np.cumsum([0, *map(len, spans)]).tolist(), device), self._norm(hidden[sent(rows, device)])
+        # Without `unsafe` it would wait for the device, to look at the ends.
+        return torch.segment_reduce(states.float(), "sum", offsets=ends, axis=0, unsafe=True)
+
+
+def unsound(vectors: Vectors) -> dict[int, str]:
+    """Slots whose vectors hold something that is no number."""
+    return {slot: "nan_hidden" for slot, vector in vectors.items() if not np.isfinite(vector).all()}

@@ -1,0 +1,50 @@
+"""The `anthropic` package against `quire serve`: every answer is what `LLM.chat` says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+
+from .serving import MOCK, PATIENCE, running_server
+from .test_clients import FLAGS, KEY, QUESTIONS
+
+FOLDER = Path(sys.prefix, "anthropic")  # where the package lies, with all that it needs
+PROGRAM = Path(__file__).with_name("anthropic_scenario.py")
+
+
+@pytest.fixture(scope="module")
+def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two running servers, and a file that says where they are and what is right."""
+    if not FOLDER.is_dir():
+        pytest.skip(f"anthropic is not in {FOLDER}; scripts/test puts it there")
+    greedy = SamplingParams(temperature=0.0, max_tokens=60)
+    chats = [talker_model.chat([{"role": "user", "content": question}], greedy, use_tqdm=False)[0].outputs[0].text
+             for question in QUESTIONS]
+    beginning = chats[0][: len(chats[0]) // 2].rstrip()
+    rest = talker_model.chat(
+        [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": beginning}], greedy,
+        use_tqdm=False, add_generation_prompt=False, continue_final_message=True)[0].outputs[0].text
+    with running_server(*FLAGS, "--reasoning-parser", "qwen3") as server, running_server(*MOCK, "--api-key", KEY, wait="/ready") as keyed:
+        path = tmp_path_factory.mktemp("anthropic") / "facts.json"
+        path.write_text(json.dumps({
+            "url": server.url, "keyed_url": keyed.url, "key": KEY, "chats": dict(zip(QUESTIONS, chats, strict=True)),
+            "continued": [QUESTIONS[0], beginning, rest]}))
+        yield path
+        assert "Traceback" not in server.stderr + keyed.stderr
+
+
+def test_every_scenario(facts: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANTHROPIC_")}
+    run = subprocess.run([sys.executable, str(PROGRAM), str(facts)], env=environment | {"PYTHONPATH": str(FOLDER)},
+                         capture_output=True, text=True, timeout=PATIENCE)
+    version, *done = run.stdout.splitlines() or ["nothing"]
+    assert run.returncode == 0, f"{version}, after {done}:\n{run.stderr}"
+    scenarios = re.findall(r"^def (\w+)\(facts", PROGRAM.read_text(), re.MULTILINE)
+    assert version.startswith("anthropic ") and done == scenarios

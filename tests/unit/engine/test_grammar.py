@@ -1,0 +1,289 @@
+"""Requests with a grammar: compiled beside the loop, masked by the token before, ended by their form or alone."""
+
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.config.engine import SchedulerConfig
+from quire.contracts.errors import InvalidParameter
+from quire.contracts.request import BlockReason, FinishReason, RequestState
+from quire.contracts.structured import StructuredOutputsParams
+from quire.engine import grammar as engine_grammar
+from quire.engine.core import EngineCore
+
+LETTERS, VOCAB = "abcdefg", 7
+
+
+def form(**fields: Any) -> str:
+    return StructuredOutputsParams(**fields).spec()
+
+
+def text(rig: Any, handle: int) -> str:
+    return "".join(LETTERS[token] for token in rig.tokens[handle])
+
+
+def small(rig_class: Any, depth: int, **sizes: Any) -> Any:
+    return rig_class(depth, vocab=VOCAB, **sizes)
+
+
+@pytest.mark.parametrize("spec, pattern", [
+    (form(regex="[ab]{3}c+d"), "[ab]{3}c+d"),
+    (form(choice=["abba", "cafe", "face"]), "abba|cafe|face"),
+    (form(grammar='root ::= "a" root "b" | "c"'), "a*cb*"),
+])  # fmt: skip
+def test_every_token_is_of_the_form(Rig: Any, depth: int, spec: str, pattern: str) -> None:
+    """Beside requests that are free, which get what they would have got without."""
+    rig = small(Rig, depth)
+    formed = [rig.add([i % 3, 1], 20, seed=i, grammar=spec) for i in range(6)]
+    free = [rig.add([i % 3, 1], 6, seed=i) for i in range(3)]
+    rig.drain()
+    for handle in (*formed, *free):
+        rig.judge(handle)
+    ended = [handle for handle in formed if rig.finish[handle].reason is FinishReason.STOP]
+    assert ended and all(re.fullmatch(pattern, text(rig, handle)) for handle in ended)
+    assert not any(re.fullmatch(pattern, text(rig, handle)) for handle in free)
+    assert all(rig.finish[handle].stop_id is None for handle in ended)
+
+
+@pytest.mark.parametrize("grammar, order", [(None, "S0 R0 S1 R1 C0 S2 R2 C1"),
+                                            (form(regex="a{9}"), "S0 R0 S1 C0 R1 S2 C1 R2")])  # fmt: skip
+def test_the_step_before_is_collected_before_masks_are_made(Rig: Any, grammar: str | None, order: str) -> None:
+    """Two in flight. Without a grammar nothing waits for a token."""
+    rig, log = small(Rig, 2), []
+    submit, release, collect = rig.mock.submit, rig.mock.release, rig.mock.collect
+    rig.mock.submit = lambda plan: (log.append(f"S{plan.step}"), submit(plan))
+    rig.mock.release = lambda step, late: (log.append(f"R{step}"), release(step, late))
+    rig.mock.collect = lambda: (result := collect(), log.append(f"C{result.step}"))[0]
+    handle = rig.add([1, 2], 4, grammar=grammar)
+    rig.drain()
+    assert " ".join(log).startswith(order)
+    rig.judge(handle)
+
+
+def test_only_rows_that_sample_have_masks(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth, budget=4)
+    rig.add([1] * 11, 3, grammar=form(regex="a{9}"))
+    rig.add([2] * 3, 3)
+    rig.drain()
+    masked = [(len(plan.grammar), int(plan.num_rows.sum())) for plan in rig.plans]
+    assert masked[0] == (0, 0) and (1, 1) in masked and sum(count for count, _ in masked) >= 3
+    for plan in rig.plans:
+        assert set(plan.grammar.tolist()) <= set(plan.slots[plan.num_rows > 0].tolist())
+
+
+def test_it_waits_for_its_grammar_and_nobody_else_does(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    jobs, rig.jobs.jobs = rig.jobs.jobs, rig.jobs.jobs.__class__()
+    slow = rig.add([1], 3, grammar=form(regex="a{3}"))
+    jobs.extend(rig.jobs.jobs), rig.jobs.jobs.clear()
+    other = rig.add([1], 3)
+    rig.step(6)
+    request = rig.request(slow)
+    assert (request.state, request.blocked_on) == (RequestState.BLOCKED, BlockReason.GRAMMAR)
+    assert rig.outputs.stats.num_blocked == 1 and rig.finish[other].reason is FinishReason.LENGTH
+    rig.jobs.jobs.extend(jobs)
+    rig.drain()
+    assert text(rig, slow) == "aaa" and rig.finish[slow].reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "too slow"])
+def test_a_request_may_end_while_its_grammar_is_compiled(Rig: Any, depth: int, how: str) -> None:
+    rig = small(Rig, depth)
+    rig.jobs.run_one = lambda: None
+    handle = rig.add([1], 3, grammar=form(regex="a{3}"), deadline=5.0 if how == "deadline" else None)
+    child = rig.add([1], 3, grammar=form(regex="a{3}"), parent=handle)
+    assert rig.request(child).blocked_on is BlockReason.PARENT and len(rig.jobs.jobs) == 1
+    rig.step()
+    if how == "abort":
+        rig.abort(handle)
+        assert rig.request(child).blocked_on is BlockReason.GRAMMAR
+        rig.abort(child)
+    rig.now += 20.0
+    rig.step(2)
+    finish = rig.finish[handle]
+    assert (finish.reason, finish.error) == {"abort": (FinishReason.ABORT, None),
+                                             "deadline": (FinishReason.ERROR, "deadline"),
+                                             "too slow": (FinishReason.ERROR, "invalid_grammar")}[how]
+    assert how != "too slow" or "not compiled within 10 s" in finish.message
+    assert rig.finish.keys() == {handle, child} and len(rig.core._grammars) == 0
+    assert all(future.cancelled() for future, _ in rig.jobs.jobs), "nobody waits for it, and it is compiled"
+    del rig.jobs.run_one
+    again = rig.add([1], 3, grammar=form(regex="a{3}"))
+    rig.drain()
+    assert text(rig, again) == "aaa"
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    bad = rig.add([1], 5, grammar=form(regex="(a"))
+    child = rig.add([1], 5, grammar=form(regex="(a"), parent=bad)
+    good = rig.add([1], 5, grammar=form(regex="a{5}"))
+    rig.drain()
+    for handle in (bad, child):
+        finish = rig.finish[handle]
+        assert (finish.reason, finish.error) == (FinishReason.ERROR, "invalid_grammar")
+        assert "unclosed group" in finish.message and rig.tokens[handle] == []
+    assert text(rig, good) == "aaaaa"
+
+
+def test_a_fault_in_compiling_is_told_without_its_details(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    rig.compiler._load = lambda: 1 / 0
+    handle = rig.add([1], 5, grammar=form(regex="a"))
+    rig.drain()
+    assert rig.finish[handle].error == "internal" and "zero" not in rig.finish[handle].message
+
+
+def test_a_matcher_that_gives_up_ends_its_request_alone(Rig: Any, depth: int) -> None:
+    """An ambiguous grammar reaches its limits after some tokens; what it shared is not handed to the next."""
+    rig = small(Rig, depth, max_len=512, blocks=200)
+    spec = form(grammar='start: s\ns: s s | s s s | "a"')
+    doomed, good = rig.add([1], 400, grammar=spec), rig.add([2], 40, grammar=form(regex="b{99}"))
+    rig.drain()
+    finish = rig.finish[doomed]
+    assert (finish.reason, finish.error) == (FinishReason.ERROR, "grammar_failed")
+    assert "Too many items" in finish.message
+    assert set(text(rig, doomed)) == {"a"} and text(rig, good) == "b" * 40
+    assert spec not in rig.core._grammars._cache and form(regex="b{99}") in rig.core._grammars._cache
+
+
+def test_a_token_that_the_grammar_forbids_ends_its_request_alone(Rig: Any, depth: int) -> None:
+    """A device that does not do as the mask says."""
+    rig = small(Rig, depth)
+    run = rig.mock._run
+    rig.mock._run = lambda plan, masks: run(plan, {slot: mask for slot, mask in masks.items() if plan.step < 3})
+    wild = rig.add([1], 30, grammar=form(regex="[ab]{30}"))
+    rig.drain()
+    assert rig.finish[wild].error == "grammar_failed" and set(text(rig, wild)[:-1]) <= set("ab")
+
+
+def test_nothing_left_to_sample_fails_the_request_alone(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    run = rig.mock._run
+    rig.mock._run = lambda plan, masks: run(plan, {slot: mask & 0 for slot, mask in masks.items()})
+    none, other = rig.add([1], 5, grammar=form(regex="a{9}")), rig.add([1], 5)
+    rig.drain()
+    assert rig.finish[none].error == "no_token" and rig.finish[other].reason is FinishReason.LENGTH
+
+
+def test_completions_of_one_prompt_have_matchers_of_their_own(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    spec = form(regex="([abc]{4}d?){2}")
+    first = rig.add([1, 2, 0, 1, 2], 12, seed=0, grammar=spec)
+    others = [rig.add([1, 2, 0, 1, 2], 12, seed=seed, grammar=spec, parent=first) for seed in range(1, 6)]
+    rig.drain()
+    for handle in (first, *others):
+        rig.judge(handle)
+    assert len({text(rig, handle) for handle in (first, *others)}) > 3 and rig.jobs.num_done == 1
+
+
+def test_a_preempted_request_goes_on_in_its_form(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth, blocks=12, slots=4)
+    handles = [rig.add([i % 3] * 5, 25, seed=i, grammar=form(regex="([ab]c)*d|[efd]{30}")) for i in range(4)]
+    rig.drain()
+    assert rig.scheduler.num_preempted > 0
+    for handle in handles:
+        rig.judge(handle)
+        assert re.match(r"([ab]c)*[abd]?$|[efd]+$", text(rig, handle))
+
+
+def test_before_the_text_that_ends_the_reasoning_everything_may_come(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    handles = [rig.add([i % 3], 60, seed=i, grammar=form(regex="a{3}b", after="cc")) for i in range(8)]
+    rig.drain()
+    for handle in handles:
+        rig.judge(handle)
+    answers = [text(rig, handle).partition("cc") for handle in handles]
+    assert all(answer == "aaab" for _, found, answer in answers if found) and sum(bool(a[1]) for a in answers) > 3
+    assert any(set(before) > set("ab") for before, _, _ in answers)
+
+
+@pytest.mark.parametrize("stop_ids, min_tokens, expected", [
+    ((), 0, ("aaa", None)), ((3,), 0, ("aaa", None)), ((3,), 2, ("aaa", None)), ((3,), 9, ("aaa", None)),
+])  # fmt: skip
+def test_a_finished_form_ends_the_output_whatever_stops_it_otherwise(
+    Rig: Any, depth: int, stop_ids: tuple[int, ...], min_tokens: int, expected: tuple[str, int | None]
+) -> None:
+    """With the end of sequence ignored, and before min_tokens."""
+    rig = small(Rig, depth)
+    handle = rig.add([1], 20, grammar=form(regex="a{3}"), stop_ids=stop_ids, min_tokens=min_tokens)
+    rig.drain()
+    assert (text(rig, handle), rig.finish[handle].stop_id) == expected
+    assert rig.finish[handle].reason is FinishReason.STOP
+
+
+def test_a_stop_id_may_come_where_the_form_may_end_and_not_before_min_tokens(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    handles = [rig.add([1], 20, seed=i, grammar=form(regex="(ab)*"), stop_ids=(4,), min_tokens=3) for i in range(8)]
+    rig.drain()
+    for handle in handles:
+        rig.judge(handle)
+        assert re.fullmatch("(ab){2,}(e|a?)", text(rig, handle))
+    assert any(rig.finish[handle].stop_id == 4 for handle in handles)
+
+
+def test_max_tokens_cuts_and_a_form_that_is_complete_then_has_stopped(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    cut, whole = (rig.add([1], count, grammar=form(regex="a{4}")) for count in (3, 4))
+    scored = rig.add([1, 2, 0], 0, scored=True, grammar=form(regex="a{4}"))
+    rig.drain()
+    assert [rig.finish[h].reason for h in (cut, whole, scored)] == [
+        FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]  # fmt: skip
+    assert text(rig, cut) == "aaa" and len(rig.rows[scored]) == 2
+
+
+def test_a_form_of_nothing_ends_before_its_first_token(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    handle, other = rig.add([1], 4, grammar=form(choice=[""])), rig.add([1], 4)
+    rig.drain()
+    assert rig.tokens[handle] == [] and rig.finish[handle].reason is FinishReason.STOP
+    rig.judge(other)
+
+
+def test_one_grammar_is_compiled_once_and_the_last_used_are_kept(Rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_grammar, "KEPT", 2)
+    rig = small(Rig, 1)
+    for pattern in ("a", "b", "a", "c", "a", "b"):
+        rig.add([1], 2, grammar=form(regex=pattern))
+        rig.drain()
+    assert rig.jobs.num_done == 4
+    assert list(rig.core._grammars._cache) == [form(regex="a"), form(regex="b")]
+
+
+def test_an_engine_without_a_tokenizer_refuses(Rig: Any) -> None:
+    rig = small(Rig, 1)
+    rig.core = EngineCore(rig.mock, SchedulerConfig(max_num_seqs=8), rig.allocator, root_key=bytes(32))
+    with pytest.raises(InvalidParameter, match="needs a tokenizer"):
+        rig.add([1], 2, grammar=form(regex="a"), stop_ids=(3,))
+    assert not rig.core.handles and not rig.core._finisher._num_stopping.any()
+    rig.core.check()
+
+
+def test_threads_compile_and_an_idle_core_waits_for_them(Rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in production: the threads, a nap of the loop, and an end of the threads with the core."""
+    monkeypatch.undo()
+    rig = small(Rig, 2)
+    rig.core._grammars._pool, compile_now = None, rig.compiler.compile
+    rig.compiler.compile = lambda spec: (time.sleep(0.2), compile_now(spec))[1]  # type: ignore[method-assign]
+    handle, steps = rig.add([1], 3, grammar=form(regex="a{3}")), 0
+    while handle not in rig.finish:
+        rig.step()
+        steps += 1
+    assert text(rig, handle) == "aaa" and steps < 2000
+    rig.core.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        rig.core._grammars._pool.submit(print)
+
+
+def test_masks_reach_the_device_in_the_order_of_the_plan(Rig: Any, depth: int) -> None:
+    rig = small(Rig, depth)
+    lates, release = [], rig.mock.release
+    rig.mock.release = lambda step, late: (lates.append(late), release(step, late))
+    handles = [rig.add([1], 2, grammar=form(regex=letter * 2)) for letter in "fbd"]
+    rig.drain()
+    late = next(late for late in lates if len(late) == 3)
+    assert late.dtype == np.int32 and late[:, 0].tolist() == [1 << 5, 1 << 1, 1 << 3]
+    assert [text(rig, handle) for handle in handles] == ["ff", "bb", "dd"]

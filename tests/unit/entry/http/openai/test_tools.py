@@ -1,0 +1,250 @@
+"""What a request asks of its tools and of the form of its answer, and what is refused of that, by name."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.text.chat import ChatTemplate
+from quire.text.grammar import GrammarCompiler
+from quire.text.load import TextSide
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def tool(name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
+@pytest.fixture(autouse=True)
+def roomy(scripted: Any) -> None:
+    scripted.ready = msgspec.structs.replace(scripted.ready, max_model_len=2**17)
+    scripted.text = replace(scripted.text, parsers=(None, "deepseek_r1"))
+
+
+@pytest.fixture
+def sent(begin: Any, scripted: Any, make_client: Callable[..., Any], output: Any) -> Callable[..., Any]:
+    """What reaches the engine of a request: (the prompt's text, parameters)."""
+
+    def call(serve: Any = None, path: str = PATH, **fields: Any) -> Any:
+        async def main() -> Any:
+            body = fields if path != PATH else {"messages": USER, **fields}
+            task, reply, _, stream = await begin(make_client(scripted, **(serve or {})), path, body)
+            stream.put(output("a", finish="stop"))
+            stream.put(None)
+            await task
+            assert reply.status == 200, reply.body
+            return str(scripted.prompts[-1][0].text), scripted.params[-1]
+
+        return asyncio.run(main())
+
+    return call
+
+
+@pytest.fixture
+def refused(scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
+    """The error that a request gets."""
+
+    def call(path: str = PATH, **fields: Any) -> Any:
+        body = fields if path != PATH else {"messages": USER, **fields}
+        reply = asyncio.run(make_client(scripted).post(path, body))
+        assert reply.status == 400, reply.body
+        return reply.error
+
+    return call
+
+
+def test_tools_are_shown_in_the_order_models_know(sent: Callable[..., Any]) -> None:
+    bare = {"function": {"description": "d", "strict": False, "name": "f"}, "type": "function"}
+    prompt, params = sent(tools=[bare])
+    assert ('{"type": "function", "function": {"name": "f", "description": "d", "parameters": '
+            '{"type": "object", "properties": {}}}}') in prompt
+    assert params.structured_outputs is None
+
+
+def test_idle_tools_are_shown_unless_the_server_hides_them(sent: Callable[..., Any]) -> None:
+    fields = {"tools": [tool("lookup")], "tool_choice": "none"}
+    assert "lookup" in sent(**fields)[0]
+    assert "lookup" not in sent({"exclude_tools_when_tool_choice_none": True}, **fields)[0]
+    assert "lookup" in sent({"exclude_tools_when_tool_choice_none": True}, tools=[tool("lookup")])[0]
+
+
+@pytest.mark.parametrize(("fields", "bound"), [
+    ({}, False), ({"tool_choice": "auto"}, False), ({"tool_choice": "none"}, False),
+    ({"tool_choice": "required"}, True), ({"tool_choice": named("f")}, True),
+    ({"tool_choice": allowed("auto", "f", "g")}, False), ({"tool_choice": allowed("auto", "g")}, True),
+    ({"tool_choice": allowed("required", "f", "g")}, True),
+    ({"tools": [tool("f", strict=True)]}, True),
+], ids=str)
+def test_a_grammar_binds_only_where_it_is_asked_for(
+    sent: Callable[..., Any], fields: dict[str, Any], bound: bool
+) -> None:
+    _, params = sent(**{"tools": [tool("f"), tool("g")], **fields})
+    assert (params.structured_outputs is not None) == bound
+    assert not bound or params.structured_outputs.grammar
+
+
+def test_the_grammar_holds_what_may_be_called(sent: Callable[..., Any]) -> None:
+    tools = [tool("first"), tool("second"), tool("third")]
+    for choice, names in ((named("second"), {"second"}), (allowed("required", "third", "first"), {"first", "third"}),
+                          ("required", {"first", "second", "third"})):
+        grammar = sent(tools=tools, tool_choice=choice)[1].structured_outputs.grammar
+        assert {t["function"]["name"] for t in tools if t["function"]["name"] in grammar} == names
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"tools": [tool("a b")]}, "tools", "A-Za-z0-9_-"),
+    ({"tools": [tool("a" * 65)]}, "tools", "A-Za-z0-9_-"),
+    ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "tools[2].function.name"),
+    ({"tools": [tool("f", parameters={"type": "array"})]}, "tools", "tools[0].function.parameters"),
+    ({"tools": [tool("f", parameters="{}")]}, "tools", "an object"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "one of function"),
+    ({"tools": [tool(f"f{i}") for i in range(513)]}, "tools", "at most 512"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tool_choice": "any", "tools": [tool()]}, "tool_choice", "auto, none, required"),
+    ({"tool_choice": named("g"), "tools": [tool()]}, "tool_choice", "'g'"),
+    ({"tool_choice": named("g")}, "tool_choice", "'g'"),
+    ({"tool_choice": allowed("auto", "g"), "tools": [tool()]}, "tool_choice", "'g'"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, "tool_choice", "needs allowed_tools"),
+    ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice", "needs function"),
+    ({"functions": [{"name": "f"}]}, "functions", "send tools"),
+    ({"function_call": {"name": "f"}}, "function_call", "send tool_choice"),
+    ({"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": ""}}]},
+     "messages", "send tool_calls"),
+], ids=str)
+def test_bad_tools(refused: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
+    error = refused(**fields)
+    assert error["param"] == param and words in error["message"], error
+
+
+def test_a_template_without_tools_says_so(
+    refused: Callable[..., Any], sent: Callable[..., Any], scripted: Any
+) -> None:
+    scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": "{{ messages[0].content }}"}))
+    error = refused(tools=[tool()])
+    assert error["param"] == "tools" and "--chat-template" in error["message"] and '"none"' in error["message"]
+    assert sent(tools=[tool()], tool_choice="none")[0] == "hi"
+
+
+def test_a_reasoning_effort_of_none_switches_thinking_off(sent: Callable[..., Any], scripted: Any) -> None:
+    source = "{{ messages[0].content }} {{ enable_thinking }}"
+    scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": source}))
+    assert sent(reasoning_effort="none")[0] == "hi False"
+    assert sent(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})[0] == "hi True"
+    assert sent({"default_chat_template_kwargs": {"enable_thinking": 1}})[0] == "hi 1"
+    assert sent({"default_chat_template_kwargs": {"enable_thinking": 1}},
+                chat_template_kwargs={"enable_thinking": 2})[0] == "hi 2"
+
+
+# --- the form of an answer ------------------------------------------------------------------------------------------
+
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": CITY}}
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+@pytest.mark.parametrize(("fields", "kind", "value"), [
+    ({"response_format": {"type": "json_object"}}, "json_object", True),
+    ({"response_format": JSON_SCHEMA}, "json", CITY),
+    ({"structured_outputs": {"json": CITY}}, "json", CITY),
+    ({"structured_outputs": {"json": "{}"}}, "json", "{}"),
+    ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+    ({"structured_outputs": {"grammar": "start: /a/"}}, "grammar", "start: /a/"),
+    ({"structured_outputs": {"json_object": True, "regex": None}}, "json_object", True),
+], ids=str)
+def test_a_form_reaches_the_engine(
+    sent: Callable[..., Any], path: str, fields: dict[str, Any], kind: str, value: Any
+) -> None:
+    body = fields if path == PATH else {"prompt": "a", **fields}
+    structured = sent(path=path, **body)[1].structured_outputs
+    assert getattr(structured, kind) == value and not structured.disable_any_whitespace
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"json": None}},
+], ids=str)
+def test_free_text_stays_free(sent: Callable[..., Any], fields: dict[str, Any]) -> None:
+    assert sent(**fields)[1].structured_outputs is None
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"response_format": {"type": "xml"}}, "response_format", "json_object, json_schema, text"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "response_format", "is missing"),
+    ({"structured_outputs": {"json": CITY, "regex": "a"}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "yaml"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "null"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "structured_outputs", "one of"),
+    ({"guided_json": CITY}, "guided_json", 'structured_outputs instead: {"json"'),
+], ids=str)
+def test_bad_forms(refused: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
+    error = refused(**fields)
+    assert error["param"] == param and words in error["message"], error
+
+
+def test_a_form_holds_after_the_reasoning(sent: Callable[..., Any]) -> None:
+    form = {"response_format": JSON_SCHEMA}
+    assert sent(**form)[1].structured_outputs.after is None
+    thinking = sent(**form, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs
+    assert thinking.after == "</think>" and thinking.json == CITY
+
+
+SMALL = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"answer": {}}}}}
+
+
+def test_beside_tools_an_answer_is_calls_or_the_form(sent: Callable[..., Any], refused: Callable[..., Any]) -> None:
+    both = {"tools": [tool("lookup")], "response_format": SMALL}
+    form = sent(**both)[1].structured_outputs
+    assert "start: form | calls" in form.grammar and '"answer"' in form.grammar and "lookup" in form.grammar
+    assert form.after is None
+    assert sent(**both, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs.after == "</think>"
+    assert "answer" not in sent(**both, tool_choice="required")[1].structured_outputs.grammar
+    assert sent(**both, tool_choice="none")[1].structured_outputs.json
+    error = refused(tools=[tool()], structured_outputs={"regex": "a"})
+    assert error["param"] == "tools" and '"none"' in error["message"]
+
+
+@pytest.mark.parametrize("texts", [('{"answer": 1}',), ('<tool_call>\n{"name": "lookup", "arguments": {"city": "Rome"}}'
+                                                       "\n</tool_call>",)], ids=["form", "call"])
+def test_the_grammar_of_both_takes_both(
+    sent: Callable[..., Any], text_side: TextSide, texts: tuple[str, ...]
+) -> None:
+    spec = sent(tools=[tool("lookup")], response_format=SMALL)[1].structured_outputs.spec()
+    tokenizer = text_side.tokenizer
+    assert tokenizer is not None
+    matcher = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size).compile(spec).fork()
+    # By characters: as one token a tag may be none that a grammar speaks of.
+    assert all(matcher.consume_token(i) for text in texts for char in text for i in tokenizer.encode(char, False))
+    assert matcher.is_accepting()
+
+
+def test_reasoning_that_a_model_begins_by_itself_is_begun_for_it(sent: Callable[..., Any], scripted: Any) -> None:
+    """Its template shows how, where it switches it off; else nobody would know whether a form holds from the start."""
+    source = "{{ messages[0].content }}:{% if enable_thinking is false %}{{ '\\n<think>\\n\\n</think>' }}{% endif %}"
+    scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": source}))
+    form = {"response_format": SMALL}
+    prompt, params = sent(**form)
+    assert prompt == "hi:\n<think>" and params.structured_outputs.after == "</think>"
+    assert sent()[0] == "hi:"
+    prompt, params = sent(**form, chat_template_kwargs={"enable_thinking": False})
+    assert prompt.endswith("</think>") and params.structured_outputs.after is None
+
+
+def test_tags_that_are_special_tokens_are_shown(sent: Callable[..., Any], scripted: Any) -> None:
+    assert not sent()[1].skip_special_tokens  # <think> is one in this vocabulary
+    scripted.text = replace(scripted.text, parsers=(None, "none"))
+    assert sent()[1].skip_special_tokens
+    assert not sent(tools=[tool()])[1].skip_special_tokens
