@@ -4,8 +4,8 @@
 
 The file says where the servers are and what the right answers are: `url` and `keyed_url` with `key`; `texts`, by
 prompt: 24 greedy tokens; `chats`, by question: greedy answers to their end; `numbers` of one prompt: log-probabilities
-of prompt and answer; `embeddings`, by prompt; `drawn`: two seeded texts. Prints one line per scenario; the first wrong answer ends it with a
-traceback.
+of prompt and answer; `embeddings`, by prompt; `drawn`: two seeded texts. Prints one line per scenario; the first wrong
+answer ends it with a traceback.
 """
 
 import asyncio
@@ -292,8 +292,8 @@ def leaving_early(facts: Facts) -> None:
     assert metric(facts, "request_aborts_total") == aborted + 1
 
 
-SCENARIOS = (models, vectors, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors, ids_and_raw_answers,
-             extensions, many_at_once, leaving_early)
+SCENARIOS = (models, vectors, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors,
+             ids_and_raw_answers, extensions, many_at_once, leaving_early)
 
 
 def main(path: str) -> None:

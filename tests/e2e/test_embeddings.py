@@ -186,8 +186,8 @@ def test_a_caller_that_leaves_midway_leaves_nothing(
     embedding_folder: Path, prompts: list[list[int]], truth: Any, depth: int
 ) -> None:
     long = [i % 90 + 1 for i in range(250)]
-    llm = AsyncLLM(str(embedding_folder), dtype="float32", num_threads=1, skip_tokenizer_init=True, max_num_seqs=4,
-                   kv_cache_memory_bytes=1 << 22, max_num_batched_tokens=4, async_depth=depth, use_tqdm_on_load=False)  # fmt: skip
+    llm = AsyncLLM(embedding_folder, dtype="float32", num_threads=1, skip_tokenizer_init=True, max_num_seqs=4,
+                   kv_cache_memory_bytes=1 << 22, max_num_batched_tokens=4, async_depth=depth, use_tqdm_on_load=False)
     core = llm.engine.core
 
     async def run() -> None:

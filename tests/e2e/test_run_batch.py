@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-RUN = "import sys; from quire.entry.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; " \
-      "sys.exit(code)"
+RUN = "import sys; from quire.entry.cli.main import main; code = main(sys.argv[1:]); " \
+      "assert 'torch' not in sys.modules; sys.exit(code)"
 USER = [{"role": "user", "content": "hi"}]
 
 

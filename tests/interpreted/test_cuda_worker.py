@@ -232,7 +232,8 @@ def test_the_same_vectors_as_on_a_cpu(cuda_worker: Callable[..., CudaWorker], si
 
 def test_a_vector_that_is_not_a_number_fails_alone(cuda_worker: Callable[..., CudaWorker]) -> None:
     worker = cuda_worker()
-    worker.submit(plan(1, (0, 1), (5, 6), (POOL, POOL), admitted=(pooled(0, 9, (1,), "mean"), pooled(1, 9, (2,), "mean"))))
+    admitted = (pooled(0, 9, (1,), "mean"), pooled(1, 9, (2,), "mean"))
+    worker.submit(plan(1, (0, 1), (5, 6), (POOL, POOL), admitted=admitted))
     worker.collect()
     for view in worker._kv:
         view.k[2] = float("nan")
@@ -338,6 +339,44 @@ def test_a_batch_goes_through_what_its_rows_need(cuda_worker: Callable[..., Cuda
     assert sampler.mode(i32(0, 2)) == Mode.FULL
     sampler.release(0)
     assert sampler.mode(i32(0, 1)) == Mode.PLAIN and sampler.mode(i32()) == Mode.GREEDY
+
+
+@pytest.mark.parametrize("sizes", [(), (2, 4)])
+def test_a_step_with_a_grammar_samples_when_its_masks_are_there(
+    cuda_worker: Callable[..., CudaWorker], sizes: tuple[int, ...]
+) -> None:
+    """The layers run when it is submitted, and the step before is collected in between; beside a row that is free."""
+    oracle = cpu_worker()
+    worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
+    admitted = (admission(2, 33, (1, 2, 3), grammar=True), admission(0, 5, (4,), seed=6, temperature=0.7),
+                admission(1, 5, (5,), seed=7, temperature=0.9, top_k=20, grammar=True))  # fmt: skip
+    plans = (
+        plan(1, (2, 0, 1), (30, 5, 5), (0, SAMPLE, SAMPLE), admitted=admitted, grammar=i32(1)),
+        plan(2, (2, 0, 1), (3, 1, 1), (SAMPLE, SAMPLE, SAMPLE), grammar=i32(2, 1)),
+        plan(3, (0, 1), (1, 1), (SAMPLE, SAMPLE), grammar=i32(1)),
+        plan(4, (0,), (1,), (SAMPLE,), released=i32(1)),
+        plan(5, (0, 2), (1, 1), (SAMPLE, SAMPLE), grammar=i32(2)),
+    )  # fmt: skip
+    bits = np.random.default_rng(0).random((5, 3, VOCAB)) < 0.1
+    lates = [np.packbits(bits[i, : len(p.grammar)], axis=1, bitorder="little").view(np.int32)
+             for i, p in enumerate(plans)]  # fmt: skip
+    found: list[StepResult] = []
+    for number, (each, late) in enumerate(zip(plans, lates, strict=True)):
+        worker.submit(each)
+        assert len(worker._running) == (number > 0) + (not len(each.grammar))
+        if number:
+            found.append(worker.collect())
+        if len(late):
+            worker.release(late)
+    found.append(worker.collect())
+    for i, (each, late, result) in enumerate(zip(plans, lates, found, strict=True)):
+        expected = oracle.run(each, lambda late=late: late)
+        assert result.tokens.tolist() == expected.tokens.tolist() and result.failed == expected.failed == {}
+        for slot, token in zip(result.slots.tolist(), result.tokens[:, 0].tolist(), strict=True):
+            masked = each.grammar.tolist()
+            assert slot not in masked or bits[i, masked.index(slot), token]
+    graphs = worker.graphs
+    assert isinstance(graphs, Recording) and [key[0] for key in graphs.ran[:4]].count("sample") == (2 if sizes else 4)
 
 
 def test_steps_make_no_events(cuda_worker: Callable[..., CudaWorker]) -> None:

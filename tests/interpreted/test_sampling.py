@@ -78,8 +78,12 @@ class Both:
     def mode(self):
         return self.gpu.mode(self.slots.numpy().astype(np.int32))
 
-    def run(self, logits, mode=None):
-        """(tokens, codes) on the device and as the CPU says."""
+    def run(self, logits, mode=None, masks=None):
+        """(tokens, codes) on the device and as the CPU says; masks  slot -> words."""
+        masks = masks or {}
+        if masks:
+            masked = np.array(list(masks), np.int32)
+            self.gpu.take_masks(self.slots.numpy().astype(np.int32), masked, np.stack(list(masks.values())))
         before, rows = logits.clone(), len(logits)
         self.gpu.tokens.fill_(-7)
         self.gpu.codes.fill_(77)
@@ -88,7 +92,7 @@ class Both:
         scratch = self.gpu._scratch
         assert not scratch.counters.any() and not scratch.broken.any() and not scratch.tally.any()
         slots, positions = self.slots[:rows], self.positions[:rows]
-        expected = Sampler(self.cpu).sample(logits.float(), slots, positions, self.cpu.history)
+        expected = Sampler(self.cpu).sample(logits.float(), slots, positions, self.cpu.history, masks)
         device = (self.gpu.tokens[:rows].tolist(), self.gpu.codes[:rows].tolist())
         return device, (expected.tokens.tolist(), expected.codes.tolist())
 
@@ -220,7 +224,7 @@ def test_the_mode_is_the_least_that_serves_all_rows():
         SamplerSpec(seed=2, num_prompt=1),
         SamplerSpec(seed=3, num_prompt=1, top_k=5),
         SamplerSpec(seed=4, num_prompt=1, frequency_penalty=0.5),
-        SamplerSpec(seed=5, num_prompt=1, allowed_ids=(3, 4)),
+        SamplerSpec(seed=5, num_prompt=1, grammar=True),
     ]
     both = Both(specs, [PROMPT] * 5, vocab)
     slots = np.arange(6, dtype=np.int32)
@@ -287,6 +291,54 @@ def test_rows_of_the_padding_slot_are_greedy():
     for mode in (Mode.PLAIN, Mode.FILTERED, Mode.FULL):
         both.gpu.sample(logits, mode)
         assert int(both.gpu.tokens[1]) == int(logits[1].argmax())
+
+
+def random_masks(slots, vocab, share, seed=0):
+    bits = np.random.default_rng(seed).random((len(slots), -(-vocab // 32) * 32)) < share
+    return dict(zip(slots, np.packbits(bits, axis=1, bitorder="little").view(np.int32), strict=True))
+
+
+@pytest.mark.parametrize("vocab", [300, 2080])
+def test_only_what_a_mask_allows_is_drawn(vocab):
+    """Of rows of every kind, beside rows without a mask; ranks of masks are not those of rows, nor of slots."""
+    fields = [
+        {"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.9, "min_p": 0.01}, {"allowed_ids": tuple(range(40, 60))},
+        {"repetition_penalty": 1.7, "logit_bias": ((7, 9.0), (8, 9.0), (9, 9.0))}, {"bad_words": ((3, 8), (17,))},
+        {"stop_ids": (4, 5), "min_length": 99, "temperature": 0.0},
+    ]  # fmt: skip
+    specs = [SamplerSpec(seed=i, num_prompt=2, grammar=i % 4 != 1, **field) for i, field in enumerate(fields * 3)]
+    both = Both(specs, [PROMPT] * len(specs), vocab)
+    slots = [i + 1 for i, spec in enumerate(specs) if spec.grammar]
+    for share in (0.5, 0.02):
+        masks = random_masks(slots, vocab, share)
+        logits = model_like(len(specs), vocab)
+        device, cpu = both.run(logits, masks=masks)
+        assert device == cpu
+        for slot, words in masks.items():
+            token, code = device[0][slot - 1], device[1][slot - 1]
+            assert code == 2 or words.view(np.uint8)[token // 8] >> token % 8 & 1
+        free = [i for i, spec in enumerate(specs) if not spec.grammar]
+        assert any(device[0][i] for i in free) and not any(device[1][i] for i in free)
+
+
+def test_masks_are_read_only_where_a_slot_may_have_one_and_fail_rows_alone():
+    """What an earlier step has left of masks touches nobody; a mask of nothing, and one that hides a NaN."""
+    specs = [SamplerSpec(seed=i, num_prompt=1, temperature=0.0, presence_penalty=0.1, grammar=i < 3) for i in range(4)]
+    both = Both(specs, [PROMPT] * 4, 300)
+    logits = model_like(4, 300)
+    logits[2, 5] = torch.nan
+    masks = random_masks([1, 2, 3], 300, 0.5) | {2: np.zeros(10, np.int32)}
+    masks[3][0] &= ~(1 << 5)
+    device, cpu = both.run(logits, masks=masks)
+    assert device == cpu and device[1] == [0, 2, 1, 0]
+    for slot in (1, 2, 3):
+        both.gpu.release(slot)
+        both.cpu.release(slot)
+        spec = SamplerSpec(seed=slot, num_prompt=1, temperature=0.0, presence_penalty=0.1)
+        both.cpu.admit(slot, spec, np.array(PROMPT, np.int32))
+        written(both.gpu.admit(slot, spec))
+    device, cpu = both.run(model_like(4, 300))
+    assert device == cpu and device[1] == [0] * 4
 
 
 def test_ids_outside_the_vocabulary_are_left_out():

@@ -261,7 +261,8 @@ class MockExecutor:
         """The vector of a prompt that has just ended."""
         assert state.pool == "last" or len(state.seen) == state.num_prompt, "pooling over tokens that were not computed"
         seen = {"mean": state.seen, "last": state.seen[-1:], "cls": state.seen[:1]}[state.pool]
-        return np.mean([mock_hidden(state.digests[position], self._width) for position in seen], 0, np.float32)
+        vector: F32 = np.mean([mock_hidden(state.digests[at], self._width) for at in seen], 0, np.float32)
+        return vector
 
     def _alternatives(self, state: _Slot, tokens: list[int], values: list[float], count: int) -> RowLogprobs:
         """Rows of made-up alternatives: the token itself, then the ids after it, each HALVING less likely."""

@@ -21,7 +21,9 @@ def render(plan: Plan, full: bool = False) -> Tree:
     if full:
         _layer(tree, plan["layers"], full=True)
         return tree
-    for line in (*(f"note: {note}" for note in plan["model"]["notes"]), f"embeddings: {plan['model']['embedding']}", f"device: {plan['machine']}"):
+    model = plan["model"]
+    for line in (*(f"note: {note}" for note in model["notes"]), f"embeddings: {model['embedding']}",
+                 f"device: {plan['machine']}"):  # fmt: skip
         _add(tree, line)
     _kernels(_add(tree, "kernels, and why not others"), plan)
     layers = _add(tree, "layers: weights from the checkpoint, then the calls of a step in order")

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
 MAX_REASON = 500  # characters of what is wrong with a grammar
-# Of llguidance, lower than its own: a mask of an ambiguous grammar takes 60 ms at most and not 6 s, an object of many
+# Of llguidance, lower than its own: a token of an ambiguous grammar takes 60 ms at most and not 6 s, an object of many
 # properties (3 to 8 symbols each, and time is worse than linear) 3 s and not minutes; a state takes 1 kB.
-LIMITS: dict[str, Any] = {"step_max_items": 10_000, "max_lexer_states": 50_000, "max_grammar_size": 20_000,
-                          "initial_lexer_fuel": 500_000, "verbose_errors": False}  # fmt: skip
+LIMITS: dict[str, Any] = {
+    "step_max_items": 10_000, "max_items_in_row": 1000, "max_lexer_states": 50_000, "max_grammar_size": 20_000,
+    "initial_lexer_fuel": 500_000, "verbose_errors": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choic
 
     choice     "required": one or more calls, one if not `parallel`; a tool's name: one call of it; "auto": text, calls
     thinking   the answer begins within reasoning, which ends first; if not, it may begin with some
-    Arguments obey their schemas. What llguidance does not know of a schema is an error there if the tool is `strict`,
-    else left out. Errors: `InvalidParameter` when `choice` names no tool.
+    Arguments obey their schemas. What llguidance does not know of one is an error there if the tool is `strict`, else
+    left out. Errors: `InvalidParameter` when `choice` names no tool, or for what a bare string cannot be held to.
     """
     form, reasoning = styles.tools or PLAIN, styles.reasoning
     wanted = [tool["function"] for tool in tools if choice in ("auto", "required", tool["function"]["name"])]
@@ -110,6 +110,9 @@ def _tagged(form: ToolFormat, key: str, schema: Any, shared: Mapping[str, Any], 
         if bare and ("enum" in part or "const" in part):
             rules.append(f"{name}: {' | '.join(_quoted(str(word)) for word in part.get('enum') or [part['const']])}")
         elif bare:
+            if {"pattern", "format"} & part.keys() and "lenient" not in shared["x-guidance"]:
+                raise InvalidParameter(f"{key!r}: this model writes strings bare, which cannot be held to a pattern or "
+                                       "a format: send neither, or the tool without strict.", param="tools")
             length = f"/(?s:.{{{part.get('minLength', 0)},{part.get('maxLength', '')}}})/"
             body = name
             rules += [f"{name}[suffix={end}]: {name.upper()}",

@@ -155,6 +155,15 @@ def test_refused_by_name(config: dict[str, Any], named: str) -> None:
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_a_model_without_head_embeds_and_says_so() -> None:
+    args = parse_checkpoint_config(changed(architectures=["Qwen3Model"], tie_word_embeddings=False))
+    assert args.tie_word_embeddings and any("no head" in note for note in args.notes)
+    assert not parse_checkpoint_config(QWEN3).notes
+    for key, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        with pytest.raises(UnsupportedModel, match=key):
+            parse_checkpoint_config(changed(**{key: value}))
+
+
 def test_unknown_architecture_lists_ours() -> None:
     with pytest.raises(UnsupportedModel) as refusal:
         parse_checkpoint_config(changed(model_type="gpt2", architectures=["GPT2LMHeadModel"]))

@@ -114,6 +114,9 @@ def test_a_note_says_why_as_a_sentence() -> None:
     (["--tensor_parallel_size=1", "-pp", "1", "-dp", "1.0", "--data-parallel-size-local", "1"], {}),
     (["--speculative-config", "{}", "--hf-overrides", "{ }", "--structured-outputs-config", '{"backend":"auto"}'], {}),
     (["-tp", "2", "-tp", "1"], {}),
+    (["--runner", "pooling", "--convert", "embed", "--task=embed"], {}),
+    (["--override-pooler-config", '{"pooling_type": "MEAN"}'], {"pooler_config": {"pooling_type": "MEAN"}}),
+    (["--pooler-config.pooling_type", "CLS"], {"pooler_config": {"pooling_type": "CLS"}}),
 ])
 def test_values(args: list[str], values: dict[str, object]) -> None:
     assert settings(args).values == values

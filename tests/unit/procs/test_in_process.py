@@ -7,12 +7,13 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from quire.contracts.errors import EngineDead
 from quire.contracts.protocols import ExecutorFacts
-from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.step import NO_MASKS, StepPlan, StepResult
 from quire.procs.in_process import InProcessExecutor, Late, Run
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
@@ -82,6 +83,41 @@ def test_after_its_thread_has_ended_it_runs_plans_itself() -> None:
     worker.submit(plan(1))
     assert [worker.collect().step, worker.collect().step] == [0, 1]
     assert ran[0] is not threading.current_thread() and ran[1] is threading.current_thread()
+
+
+def masked(step: int) -> StepPlan:
+    return msgspec.structs.replace(plan(step), grammar=np.array([3], np.int32))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_samples_when_its_masks_are_there(depth: int) -> None:
+    """At depth 2 it computes meanwhile; steps without a grammar ask for nothing."""
+    seen: list[object] = []
+    begun = threading.Event()
+
+    def run(plan: StepPlan, late: Late) -> StepResult:
+        begun.set()
+        seen.append((plan.step, late().tolist() if len(plan.grammar) else None))
+        return echo(plan, late)
+
+    worker = executor(run, depth)
+    worker.submit(plan(0))
+    worker.release(0, NO_MASKS)
+    for step in (1, 2):
+        assert worker.collect().step == step - 1
+        begun.clear()
+        worker.submit(masked(step))
+        assert begun.wait(5.0 * (depth - 1)) == (depth > 1) and len(seen) == step
+        worker.release(step, np.full((1, 2), step, np.int32))
+    assert worker.collect().step == 2 and seen == [(0, None), (1, [[1, 1]]), (2, [[2, 2]])]
+    worker.shutdown()
+
+
+def test_an_executor_can_be_shut_down_while_a_step_waits_for_masks() -> None:
+    worker = executor(lambda plan, late: (late(), echo(plan, late))[1])
+    worker.submit(masked(0))
+    worker.shutdown()
+    assert worker.collect().step == 0 and not workers()
 
 
 PROGRAM = """

@@ -43,7 +43,8 @@ PLAN = StepPlan(
                         num_computed=16, sampler=SPEC, pool="mean"),),
     appended=ints(3, 0, 9, 3, 0, 10).reshape(2, 3), released=ints(7), shared=(SharedPrefix(ints(1, 3), 2),))
 RESULT = StepResult(step=5, slots=ints(2), tokens=ints(8).reshape(1, 1), num_accepted=ints(1), logprobs={2: rows(1, 3)},
-                    pooled={6: np.array([0.1, -2.0], np.float32)}, failed={4: "nan_logits"}, num_computed=65, timings=StepTimings(0.25, 0.5))
+                    pooled={6: np.array([0.1, -2.0], np.float32)}, failed={4: "nan_logits"}, num_computed=65,
+                    timings=StepTimings(0.25, 0.5))
 OUTPUTS = StepOutputs(
     handles=ints(10, 2**31 - 1), tokens=ints(5, 6), cached={10: 32},
     prefixes={10: PrefixReport(num_reused=2, num_blocks=4, block=2, position=32, why=Miss.TOKENS, differs_at=40)},

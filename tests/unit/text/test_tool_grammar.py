@@ -147,6 +147,19 @@ def test_schemas_that_llguidance_does_not_know(vocabulary: Any) -> None:
             assert bool(problem) == strict, (name, problem)
 
 
+@pytest.mark.parametrize("keyword", ["pattern", "format"])
+def test_what_a_bare_string_cannot_be_held_to_is_refused(keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", keyword: "date"}}}
+    for name, form in FORMATS.items():
+        for strict in (True, False):
+            tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+            if strict and form.key:
+                with pytest.raises(InvalidParameter, match="'a': this model writes strings bare"):
+                    tool_grammar(OutputStyles(form, None, ""), [tool], "f", parallel=True)
+            else:
+                assert tool_grammar(OutputStyles(form, None, ""), [tool], "f", parallel=True), name
+
+
 def test_a_tool_without_parameters_takes_none(vocabulary: Any) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     grammar = tool_grammar(OutputStyles(FORMATS["llama3_json"], None, ""), [tool], "required", parallel=True)

@@ -319,6 +319,20 @@ def test_a_fault_within_arguments_ends_them_unclosed(arguments: str, sent: str) 
     assert joined(events, Words) == arguments[len(sent):]
 
 
+@pytest.mark.parametrize(("name", "text", "sent"), [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 12', '{"a": 12'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x', '{"a": "x'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": tr', '{"a": tr'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),
+    ("qwen3_coder", "<function=f><parameter=a>\nx</para", '{"a": "x</para'), ("mistral", '[TOOL_CALLS]f{"a" ', '{"a" '),
+    ("qwen3_coder", "<function=f><parameter=b>1", '{"b": 1'), ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_v", ""),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value> </tool_", '{"a": "x"'),
+])
+def test_a_text_that_ends_within_arguments_ends_them(name: str, text: str, sent: str) -> None:
+    assert parse(style(name), text, tools=TOOLS) == [
+        CallBegins(0, "", "f"), *([CallArguments(0, sent)] if sent else [])]
+
+
 @pytest.mark.parametrize("text", [
     "not json", '{"name": "g", "arguments": {"a": 1}}', '{"name": "f"}', '{"name": "f", "arguments": 1}',
     '{"name": "f", "arguments": {a: 1}}', '{"name": "f", "size": 1, "arguments": {}}', '{"arguments": {"a": 1}}',

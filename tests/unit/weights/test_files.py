@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.contracts.errors import WeightsError
-from quire.weights.files import INDEX, read_checkpoint
+from quire.weights.files import INDEX, read_checkpoint, stored_in
 
 
 def write(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
@@ -35,6 +35,18 @@ def test_shards(tmp_path: Path, index: bool) -> None:
     b = checkpoint.tensors["b"]
     assert (b.dtype, b.shape, b.num_bytes, b.file.name) == ("BF16", (3,), 6, "model-00001-of-00002.safetensors")
     assert b.offset == checkpoint.tensors["a"].offset + 8
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_names_of_a_model_without_head_are_those_of_a_whole_one(tmp_path: Path, index: bool) -> None:
+    names = ["embed_tokens.weight", "layers.0.input_layernorm.weight", "norm.weight"]
+    write(tmp_path / "model.safetensors", {name: ("F32", [2], bytes(8)) for name in names})
+    if index:
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    full = [f"model.{name}" for name in names]
+    found = read_checkpoint(tmp_path).tensors
+    assert list(found) == [stored.name for stored in found.values()] == full
+    assert stored_in(tmp_path) == dict.fromkeys(full, "model.safetensors")
 
 
 def test_second_copies_are_not_read(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class _Refusals:
             return error_answer(404, f"there is no {path[:200]!r} here.{hint}", "unknown_path")
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
-            message = f"{path} does not take {method}: use {allowed}."
+            message = f"{path[:200]} does not take {method[:20]}: use {allowed}."
             return error_answer(405, message, "method_not_allowed", headers=error.headers)
         return error_answer(error.status_code, str(error.detail), headers=error.headers)
 

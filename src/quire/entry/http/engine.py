@@ -37,6 +37,7 @@ from quire.weights.folder import resolve_folders
 LOG = logging.getLogger("quire")
 CORE_MODULE = "quire.entry.core_process"
 RECENT = 256  # ended prompts that are remembered
+NO_CHAT = "the model has no chat template (a base model?): /v1/completions works, chats need --chat-template"
 
 
 class EngineState(StrEnum):
@@ -111,7 +112,8 @@ class ServedEngine:
             loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder)
             text, ready = await asyncio.gather(loading, starting)
             text = replace(text, parsers=(self._serve.tool_call_parser, self._serve.reasoning_parser))
-            ready = msgspec.structs.replace(ready, notes=(*ready.notes, text.styles.why))
+            note = text.styles.why if text.chat_template is not None else NO_CHAT
+            ready = msgspec.structs.replace(ready, notes=(*ready.notes, note))
         except BaseException as error:
             starting.cancel()  # nobody waits for it any more
             words = f"the engine was not started ({type(error).__name__})."

@@ -81,11 +81,12 @@ def test_errors_of_the_application_are_both_answer_and_error(files: Callable[...
 
 @pytest.mark.parametrize("bad, name, words", [
     ("nonsense", None, "no request"), ("[1]", None, "no request"), ('{"custom_id": "x"', None, "no request"),
-    ("\udc80".encode("utf-8", "surrogateescape").decode("latin-1"), None, "no request"), ("[" * 5000, None, "no request"),
+    ("\x80", None, "no request"), ("[" * 5000, None, "no request"),
     ("{}", None, "custom_id"), (line(""), "", "custom_id"), (line(5), None, "custom_id"), (line([]), None, "custom_id"),
     ('{"custom_id": "x", "url": "/a", "method": "GET", "body": {}}', "x", "POST"),
     ('{"custom_id": "x", "body": {}}', "x", "url"), ('{"custom_id": "x", "url": 5, "body": {}}', "x", "url"),
-    ('{"custom_id": "x", "url": "/a"}', "x", "no request"), ('{"custom_id": "x", "url": "/a", "body": [1]}', "x", "no "),
+    ('{"custom_id": "x", "url": "/a"}', "x", "no request"),
+    ('{"custom_id": "x", "url": "/a", "body": [1]}', "x", "no request"),
     (line("x", stream=True), "x", "stream"), (line("x", long="y" * 1000), "x", "--max-body-bytes"),
 ])
 def test_a_bad_line_is_an_error_and_stops_nothing(files: Callable[..., Any], bad: str, name: Any, words: str) -> None:
@@ -128,7 +129,8 @@ def test_what_is_answered_is_not_asked_again(files: Callable[..., Any]) -> None:
         file.write('{"id": "torn", "custom_id": "7"')
     app = App()
     results = run(paths, app)
-    assert {body["n"] for _, body in app.asked} == set(range(10)) - {int(name) for name in kept} | {1} & set(map(int, kept))
+    faults = {1} & set(map(int, kept))  # of the engine, not of the request
+    assert {body["n"] for _, body in app.asked} == set(range(10)) - set(map(int, kept)) | faults
     assert [r["custom_id"] for r in results] == [str(i) for i in range(10)] and results[1]["error"] is None
     more = App()
     results = run(files(line("new", n=0), *(line(str(i), n=i) for i in range(1, 10))), more)

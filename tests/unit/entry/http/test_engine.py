@@ -389,6 +389,17 @@ def test_who_waits_too_long_is_told() -> None:
     run(work())
 
 
+def test_what_answers_consist_of_is_told_at_the_start() -> None:
+    async def work() -> None:
+        async with serving() as (engine, _):
+            assert engine.ready is not None and "hermes" in engine.ready.notes[-1]
+        with pytest.raises(ConfigError, match="hermes"):
+            async with serving(tool_call_parser="nonsense"):
+                pass
+
+    run(work())
+
+
 def test_who_takes_too_long_fails_alone() -> None:
     async def work() -> None:
         async with serving(mock_step_ms=5.0, request_timeout=30.0) as (engine, _):

@@ -48,19 +48,18 @@ def _structured(request: SamplingFields) -> StructuredOutputsParams | None:
     """The form that a request asks for, None when it leaves the text free."""
     form, asked = request.response_format, request.structured_outputs
     given = {name: value for name in KINDS if (value := getattr(asked, name, None)) not in (None, False)}
-    if form is not None and form.type != "text":
-        if given:
-            raise InvalidParameter("response_format and structured_outputs both give the answer a form: send one of "
-                                   "them.", param="structured_outputs")
-        if form.type == "json_object":
-            return StructuredOutputsParams(json_object=True)
-        if form.json_schema is None:
-            raise InvalidParameter("response_format of type json_schema needs json_schema, with a schema in it.",
-                                   param="response_format")
-        return StructuredOutputsParams(json=form.json_schema.schema)
-    if asked is None or not given:
-        return None
-    return StructuredOutputsParams(**given, disable_any_whitespace=bool(asked.disable_any_whitespace))
+    if form is None or form.type == "text":
+        tight = asked is not None and bool(asked.disable_any_whitespace)
+        return StructuredOutputsParams(**given, disable_any_whitespace=tight) if given else None
+    if given:
+        raise InvalidParameter("response_format and structured_outputs both give the answer a form: send one of them.",
+                               param="structured_outputs")
+    if form.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if form.json_schema is None:
+        raise InvalidParameter("response_format of type json_schema needs json_schema, with a schema in it.",
+                               param="response_format")
+    return StructuredOutputsParams(json=form.json_schema.schema)
 
 
 def check_choices(num_prompts: int, request: SamplingFields) -> None:

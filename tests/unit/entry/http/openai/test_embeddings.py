@@ -80,7 +80,8 @@ def test_a_model_without_files_answers_and_says_what_it_did(
     reply = post(client, "/v1/embeddings", input="a fox")
     assert vectors(reply).shape == (1, mock_engine.text.pooling.width)
     assert "last token" in reply.header("x-quire-warning") and mock_engine.seen[0][2]["pool"] == "last"
-    for path, fields in (("/v1/rerank", {"query": "a", "documents": ["b"]}), ("/v1/score", {"text_1": "a", "text_2": "b"})):
+    ranking = {"query": "a", "documents": ["b"]}, {"text_1": "a", "text_2": "b"}
+    for path, fields in zip(("/v1/rerank", "/v1/score"), ranking, strict=True):
         error = post(client, path, **fields).error
         assert error["code"] == "invalid_value" and "pooler_config" in error["message"]
 

@@ -100,6 +100,7 @@ def test_a_stream_adds_up_to_the_answer(ask: Callable[..., Any]) -> None:
     (part,) = whole["output"][0]["content"]
     assert "".join(delta["delta"] for delta in deltas) == part["text"]
     assert [entry for delta in deltas for entry in delta["logprobs"]] == part["logprobs"]
+    assert next(event for event in events if event["type"].endswith("text.done"))["logprobs"] == part["logprobs"]
     assert len(part["logprobs"]) == 4 and all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
     assert events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
 
@@ -127,7 +128,8 @@ def test_tools_and_forms_reach_the_engine(
     scripted: Any, make_client: Callable[..., Client], begin: Callable[..., Any]
 ) -> None:
     async def asked(**fields: Any) -> Any:
-        task, *_ = await begin(make_client(scripted), PATH, {"input": "a", **fields})
+        task, reply, *_ = await begin(make_client(scripted), PATH, {"input": "a", **fields})
+        assert not task.done(), reply.body
         task.cancel()
         await asyncio.wait({task})
         return scripted.params[-1].structured_outputs, scripted.prompts[-1][0].text

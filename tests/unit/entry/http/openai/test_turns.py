@@ -203,6 +203,9 @@ def test_reasoning_tokens_are_counted(
     assert unfinished["choices"][0]["finish_reason"] == "length"
     assert unfinished["usage"]["completion_tokens_details"]["reasoning_tokens"] >= count - 1
     assert play(cut("Hello")).json["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    one, two = "<think>I muse.</think>Hello", "<think>I muse.</think>\n<think>I muse.</think>Hello"
+    counts = [play(cut(said)).json["usage"]["completion_tokens_details"]["reasoning_tokens"] for said in (one, two)]
+    assert counts[1] == 2 * counts[0] > 0
     running = play(cut(text, 17, len(text) - 2), **THINK, stream=True, stream_options={"continuous_usage_stats": True})
     counts = [e["usage"]["completion_tokens_details"]["reasoning_tokens"] for e in running.events if e.get("usage")]
     assert counts[0] == 0 and counts[-2:] == [count, count]
