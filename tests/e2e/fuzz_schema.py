@@ -11,7 +11,8 @@ from typing import Any
 from .fuzz_bodies import HEADERS, LARGE, ODD, Raw, Shot, dump
 
 WORDS = ["", "a", "hi", "once upon a time", "user", "assistant", "system", "tool", "text", "function", "auto",
-         "\u00e9\U0001f642", "<|im_end|>", "{{ 7 * 7 }}", "{\"a\": 1}", "[a-z]+", "root: \"a\"", "quire-tiny", "input_text", "message"]
+         "\u00e9\U0001f642", "<|im_end|>", "{{ 7 * 7 }}", "{\"a\": 1}", "[a-z]+",
+         "root: \"a\"", "quire-tiny", "input_text", "message"]
 NUMBERS = [0, 1, 2, 3, 7, 8, 100, 255, 8191, 2**31 - 1, 2**53, -1, 0.5, 1.5, -0.0, 1e-9, 1e308]
 NAMES = ["a", "enable_thinking", "type", "properties", "5", "name", "__class__"]
 DEPTH = 6  # below which everything is as small as it may be

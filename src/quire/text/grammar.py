@@ -16,6 +16,7 @@ import numpy as np
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import I32
 from quire.contracts.structured import StructuredOutputsParams
+from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
 MAX_REASON = 500  # characters of what is wrong with a grammar
+TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
 # Of llguidance, lower than its own: a token of an ambiguous grammar takes 60 ms at most and not 6 s, an object of many
 # properties (3 to 8 symbols each, and time is worse than linear) 3 s and not minutes; a state takes 1 kB.
 LIMITS: dict[str, Any] = {
@@ -50,6 +52,23 @@ class _Vocabulary:
     tokenizer: "Tokenizer"
     tokens: "LLTokenizer"
     end: int
+
+
+class _Words:
+    """A tokenizer in llguidance's terms. Reading a tokenizer.json by itself, it has every added token that looks like
+    <think> for one that no text holds, and yet masks that ask for it; here those are special, but for tags of calls and
+    reasoning, which vocabularies have as either."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: "Tokenizer", size: int, end: int) -> None:
+        self._encode, self.eos_token_id = tokenizer.encode, end
+        self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
+        self.special_token_ids = [i for i in sorted(tokenizer.all_special_ids)
+                                  if i == end or tokenizer.token_text(i) not in TAGS]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, False)
 
 
 class GrammarCompiler:
@@ -114,18 +133,17 @@ class GrammarCompiler:
     def _vocabulary(self) -> _Vocabulary:
         with self._lock:
             if self._made is None:
-                from llguidance import LLTokenizer
+                from llguidance import LLTokenizer, TokenizerWrapper
 
                 tokenizer = self._load()
+                if tokenizer.pieces is None:
+                    raise InvalidParameter("structured_outputs: this model's tokenizer is of a kind that grammars are "
+                                           "not implemented for.", param="structured_outputs")
                 end = tokenizer.eos_token_id
                 if end is None:
                     end = min(tokenizer.all_special_ids, default=tokenizer.vocab_size - 1)
                 size = max(self._vocab_size, tokenizer.vocab_size)
-                try:
-                    tokens = LLTokenizer(tokenizer.to_json(), n_vocab=size, eos_token=end)
-                except ValueError as error:
-                    raise InvalidParameter(f"structured_outputs: this model's tokenizer is of a kind that grammars are "
-                                           f"not implemented for ({error}).", param="structured_outputs") from error
+                tokens = LLTokenizer(TokenizerWrapper(_Words(tokenizer, size, end)), n_vocab=size, eos_token=end)
                 self._made = _Vocabulary(tokenizer, tokens, end)
             return self._made
 

@@ -12,7 +12,6 @@ import jinja2
 from jinja2 import nodes, pass_context
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.visitor import NodeTransformer
-from markupsafe import soft_str
 
 from quire.text.jinja import ChatEnvironment, GenerationTag, PlainNamespace, to_json
 
@@ -75,8 +74,11 @@ class Bill(Context):
 
     @pass_context
     def json(self, value: Any, *more: Any, **options: Any) -> str:
-        """The filter `tojson`. Values are as they came: what a template builds itself is nowhere in them."""
-        if more or len(str(options)) > 100 or len(str(options.get("indent", ""))) > 2:
+        """The filter `tojson`. What a template builds itself is flat, and may hold the same thing often."""
+        parts = value if isinstance(value, list) else ()
+        self.pay(sum(len(part) for part in parts if isinstance(part, str)))
+        nested = [id(part) for part in parts if isinstance(part, (list, dict))]
+        if len(set(nested)) < len(nested) or more or len(str(options)) > 100 or len(str(options.get("indent", ""))) > 2:
             raise TooCostly
         return str(self.keep(to_json(value, **options)))
 
@@ -90,7 +92,7 @@ class MeteredEnvironment(ChatEnvironment):
     def __init__(self) -> None:
         super().__init__(finalize=Bill.show)
         self.filters = {name: filter if name in FREE_FILTERS else _unpriced for name, filter in self.filters.items()}
-        self.filters |= {"tojson": Bill.json, "string": pass_context(lambda bill, value: soft_str(bill.show(value))),
+        self.filters |= {"tojson": Bill.json, "string": _string,
                          "list": pass_context(lambda bill, values: list(bill.loop(values, ITEM))), "format": _format,
                          "quire show": Bill.show, "quire keep": Bill.keep, "quire loop": Bill.loop,
                          "quire build": Bill.build}
@@ -174,6 +176,11 @@ def compile_metered(source: str) -> jinja2.Template | None:
 
 def _toll(node: Any, name: str, *args: nodes.Expr) -> Any:
     return nodes.Filter(node, f"quire {name}", list(args), [], None, None, lineno=node.lineno)
+
+
+@pass_context
+def _string(bill: Bill, value: Any) -> str:
+    return value if isinstance(value, str) else str(bill.show(value))
 
 
 @pass_context

@@ -73,6 +73,7 @@ class Reader:
             yield
         if found := [len(tag) for tag in tags if text.startswith(tag)]:
             return self.take(max(found))
+        self.take(len(text) if any(tag.startswith(text) for tag in tags) else 0)  # the text ends within a tag
         raise Malformed
 
     def until(self, tags: tuple[str, ...], out: Sink) -> Reads:

@@ -279,8 +279,8 @@ def test_reasoning_is_told_from_content() -> None:
     assert parse(styles, " \n") == [Words(" \n")]
     assert parse(OutputStyles(None, None, ""), "<think>a</think>", thinking=True) == [Words("<think>a</think>")]
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert parse(styles, f"a <tool_call>{{ {call}", thinking=True, tools=TOOLS) == [
-        Thought("a <tool_call>{"), CallBegins(0, "", "f"), CallArguments(0, "{}")]
+    assert parse(styles, f"a <tool_call>{{ {call} b", thinking=True, tools=TOOLS) == [
+        Thought("a <tool_call>{"), CallBegins(0, "", "f"), CallArguments(0, "{}"), Words("b")]
     assert parse(style("llama3_json"), 'a {"name": "f", "parameters": {}}</think>b', thinking=True, tools=TOOLS) == [
         Thought('a {"name": "f", "parameters": {}}'), Words("b")]
 
@@ -360,6 +360,13 @@ def test_bare_values_take_the_type_of_their_schema(value: str, schema: Any, read
     assert json.loads(arguments) == {"k": read}
 
 
+def test_a_tag_that_says_the_type_wins() -> None:
+    text = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>'
+    text += '<｜DSML｜parameter name="b" string="true">1</｜DSML｜parameter></｜DSML｜invoke>'
+    assert calls_of(parse(style("deepseek_v32"), text, tools=TOOLS)) == [("f", '{"a": 1, "b": "1"}')]
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("text", "read"), [
     ("[f(a='x', b=-1)]", {"a": "x", "b": -1}),
     ("[f(**{'a-b': true, 'c': [null, 1.5]})]", {"a-b": True, "c": [None, 1.5]}),
