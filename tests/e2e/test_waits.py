@@ -41,10 +41,10 @@ COLLECT = "LaunchingExecutor.collect"  # the one function of the engine's thread
 
 # Reads inside READ_BACK: tokens and slots, each moved and viewed, whether any row failed, who asked for logprobs.
 RESULT_READS = 6
-# More of them for each batch of rows that is scored: ids, values and ranks, each moved and viewed.
-LOGPROB_READS = 6
-TOP_READS = 1  # ... and which rows tie at the last alternative
-PROMPT_READS = 1  # ... and where in its prompt a scored chunk starts
+# More of them for rows that are scored: which rows tie at the last alternative, and
+TOP_READS = 1
+LOGPROB_READS = 4  # ... for each batch of sampled rows: ids, values and ranks, moved together and each viewed
+PROMPT_READS = 7  # ... for each chunk of a prompt: where it starts; ids, values and ranks, each moved and viewed
 
 # Reads before READ_BACK: place, call, how many per what (see `Step.count`). Each is one the CPU can afford and a GPU
 # could not: its kernels take lengths, edits and draws on the device. A number here may only go down.
@@ -220,7 +220,7 @@ class Step:
         """Reads inside READ_BACK."""
         groups = {s.logprob_ids for s in self.rows if s.logprob_ids or s.num_logprobs is not None}
         top = TOP_READS * (() in groups)
-        prompts = self.scored * (LOGPROB_READS + TOP_READS + PROMPT_READS)
+        prompts = self.scored * (PROMPT_READS + TOP_READS)
         return RESULT_READS + len(groups) * LOGPROB_READS + top + prompts
 
     @property

@@ -119,6 +119,8 @@ class MoE(nn.Module):
 
     def _ahead(self, tokens: int) -> tuple[Tensor, ...]:
         """The first experts' weights, where most experts are hit and reading them is what a step waits for."""
+        if not self.asks:
+            return ()
         routing, packed = self.router.routing, self.experts.packed
         waits = 2 * routing.num_experts <= tokens * routing.top_k <= MOST_PAIRS * routing.num_experts
-        return (packed[0],) if self.asks and waits and isinstance(packed, tuple) else ()
+        return (packed[0],) if waits and isinstance(packed, tuple) else ()
