@@ -41,10 +41,11 @@ COLLECT = "LaunchingExecutor.collect"  # the one function of the engine's thread
 
 # Reads inside READ_BACK: tokens and slots, each moved and viewed, whether any row failed, who asked for logprobs.
 RESULT_READS = 6
-# More of them for each batch of rows that is scored: ids, values and ranks, each moved and viewed.
-LOGPROB_READS = 6
-TOP_READS = 1  # ... and which rows tie at the last alternative
-PROMPT_READS = 1  # ... and where in its prompt a scored chunk starts
+# More of them for each batch of sampled rows that is scored: which rows, which ids or else which rows tie at the last
+# alternative; ids, values and ranks, moved together and each viewed.
+LOGPROB_READS = 5
+# ... and for each chunk of a scored prompt: where it starts, ties; ids, values and ranks, each moved and viewed.
+PROMPT_READS = 8
 
 # Reads before READ_BACK: place, call, how many per what (see `Step.count`). Each is one the CPU can afford and a GPU
 # could not: its kernels take lengths, edits and draws on the device. A number here may only go down.
@@ -219,9 +220,7 @@ class Step:
     def result(self) -> int:
         """Reads inside READ_BACK."""
         groups = {s.logprob_ids for s in self.rows if s.logprob_ids or s.num_logprobs is not None}
-        top = TOP_READS * (() in groups)
-        prompts = self.scored * (LOGPROB_READS + TOP_READS + PROMPT_READS)
-        return RESULT_READS + len(groups) * LOGPROB_READS + top + prompts
+        return RESULT_READS + len(groups) * LOGPROB_READS + self.scored * PROMPT_READS
 
     @property
     def hot(self) -> Counter[tuple[str, str]]:

@@ -84,6 +84,19 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 60, 64, 200, 256, 300])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_project(rows: int, heads: int) -> None:
+    """Both products with the projection of latents, queries as they lie beside the rotated ones."""
+    q = torch.randn(rows, heads * (P + R) + 576, device=DEVICE).to(torch.bfloat16)[:, :-576]
+    q, up = q.unflatten(1, (heads, -1))[..., :P], torch.randn(heads, P + V, L, device=DEVICE).to(torch.bfloat16)
+    sums = torch.randn(rows, heads, L, device=DEVICE).to(torch.bfloat16)
+    for x, weights in ((q, up[:, :P]), (sums, up[:, P:].transpose(1, 2))):
+        out = torch.full((rows, heads, weights.shape[2]), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+        expected = torch.einsum("thk,hkn->thn", x.float(), weights.float())
+        torch.testing.assert_close(triton.project(x, weights, out).float(), expected, rtol=8e-3, atol=2e-2)
+
+
 @pytest.mark.parametrize("heads", [16, 20, 128])
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("name", [name for name in STEPS if name not in ("chunk", "prompts")])

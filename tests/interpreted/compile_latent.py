@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta, triton_plan
-from quire.kernels.latent import LatentView, hopper, triton
+from quire.kernels.latent import LatentView, hopper, triton, triton_project
 
 
 def check(made: Made) -> None:
@@ -31,7 +31,11 @@ def launch(tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype 
     down = empty(tokens, heads * 192 + 576)
     q = down[:, :-576].view(tokens, heads, 192)
     triton.prepare(q, down[:, -576:], empty(512), 1e-6, empty(tokens, 64), empty(tokens, 64), cache, slots)
-    triton.absorbed(empty(tokens, heads, 512), q[..., 128:], cache, meta, 0.1)
+    up, latents = empty(heads, 256, 512), empty(tokens, heads, 512)
+    triton.absorbed(latents, q[..., 128:], cache, meta, 0.1)
+    for rows in (min(tokens, most) for most in (1, 3, 16, triton_project.MOST)):
+        triton.project(q[:rows, :, :128], up[:, :128], latents[:rows])
+        triton.project(latents[:rows], up[:, 128:].transpose(1, 2), empty(rows, heads, 128))
     if prompts is not None:
         for module in (triton, hopper):
             module.expanded(q, empty(heads, 256, 512), cache, meta, 0.1, empty(tokens, heads, 128))

@@ -110,6 +110,23 @@ def test_absorbed(case: Case, dtype: torch.dtype) -> None:
     check(triton.absorbed(q_latent, q_rope, cache, given, 0.2), expected)
 
 
+@pytest.mark.parametrize(("rows", "heads", "deep", "width", "dtype"), [
+    (1, 16, 128, 512, torch.float16), (1, 3, 12, 20, torch.float32), (2, 3, 20, 12, torch.float32),
+    (3, 2, 96, 40, torch.float32), (4, 2, 512, 128, torch.float16), (5, 3, 12, 20, torch.float32),
+    (70, 2, 130, 70, torch.float32), (256, 1, 16, 24, torch.float32), (257, 1, 16, 24, torch.float32),
+])  # fmt: skip
+@pytest.mark.parametrize("across", [True, False])
+def test_project(rows: int, heads: int, deep: int, width: int, dtype: torch.dtype, across: bool) -> None:
+    """Heads are parts of longer rows, matrices parts of larger ones; inputs or outputs are neighbours in memory."""
+    x = torch.randn(rows, heads * (deep + 8) + 24).to(dtype)[:, :-24].unflatten(1, (heads, -1))[..., :deep]
+    up = torch.randn(heads, 3 + (deep if across else width), width if across else deep).to(dtype)[:, 3:]
+    weights, out = up if across else up.transpose(1, 2), torch.empty(rows, heads, width, dtype=dtype)
+    assert triton.project(x, weights, out) is out
+    expected = torch.einsum("thk,hkn->thn", x.double(), weights.double()).to(dtype)
+    rtol, atol = (1e-3, 2e-2) if dtype == torch.float16 else (1e-5, 1e-4)
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("decode_len", [0, 1, 3])
 def test_wherever_decodes_end(decode_len: int) -> None:
     """Rows are right whether a sequence is decoded or cut into tiles. 0 promises that there are no decodes."""
@@ -281,4 +298,5 @@ def test_compiles_for_hopper() -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {"_prepare_kernel", "_plan_kernel", "absorbed_kernel", "merge_kernel",
+                                         "_few_kernel", "_some_kernel",
                                         "expanded_kernel", "hopper._expanded_kernel"}  # fmt: skip

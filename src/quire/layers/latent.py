@@ -115,6 +115,6 @@ class LatentAttention(nn.Module):
         keys, values = up.split([self.sizes.nope_dim, self.sizes.v_dim], dim=1)
         plain, turned = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=2)
         latents = q.new_empty(len(q), self.num_heads, self.sizes.kv_rank)
-        torch.bmm(plain.transpose(0, 1), keys, out=latents.transpose(0, 1))
+        self.kernel.project(plain, keys, latents)
         sums = self.kernel.absorbed(latents, turned, kv, meta, self.sizes.scale)
-        torch.bmm(sums.transpose(0, 1), values.transpose(1, 2), out=out.transpose(0, 1))
+        self.kernel.project(sums, values.transpose(1, 2), out)

@@ -64,7 +64,7 @@ def _latent(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
         yield from _normed("attention.q_norm.weight", ("attention.q.weight",), linear)
     yield Call("latent.prepare", ("attention.kv_norm.weight",))
     few, many = (f"{than} {sizes.break_even:.0f} rows of a sequence" for than in ("up to", "more than"))
-    up = Call("torch.bmm", ("attention.kv_up.weight",), few)
+    up = Call("latent.project", ("attention.kv_up.weight",), few)
     yield from (up, Call("latent.absorbed", when=few), up)  # keys into queries, values out of sums
     yield Call("latent.expanded", up.parameters, many)
 

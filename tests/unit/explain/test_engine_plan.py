@@ -130,7 +130,7 @@ def test_what_multiplies_with_the_projection_of_latents_is_named(folders: Folder
     """The absorbed form reads it outside of its kernel, the other one inside."""
     calls = plan_engine(config(folders("deepseek_v3"))).describe()["layers"][1]["calls"]
     reads = [call["function"].split(".")[-1] for call in calls if "attention.kv_up.weight" in call["parameters"]]
-    assert reads == ["bmm", "bmm", "expanded"]
+    assert reads == ["project", "project", "expanded"]
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> Counter[str]:

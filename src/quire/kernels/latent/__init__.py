@@ -7,9 +7,11 @@ prepare(q [T, H, P + R], kv [T, L + R], norm [L], eps, cos [T, R], sin [T, R], c
     The last R of every query head and of kv are rotated (`quire.kernels.rope`: sin is signed), q in its own memory; the
     first L of kv are normalized (`quire.kernels.norm`). What comes of kv is written to the cache at slot = block *
     block_size + offset; block 0 takes padding.
+project(x [T, H, K], weights [H, K, N], out [T, H, N]) -> out
+    Every head times a matrix of its own: plain queries times the key rows of kv_up are `q_latent`, sums of latents
+    times its value rows, transposed, are what attention gives.
 absorbed(q_latent [T, H, L], q_rope [T, H, R], cache, meta, scale) -> [T, H, L]
-    score = scale * (q_latent . latent + q_rope . rope); the softmax-weighted sums of latents. With q_latent the plain
-    queries times their head's key rows, and the result times its value rows, this is attention.
+    score = scale * (q_latent . latent + q_rope . rope); the softmax-weighted sums of latents.
 expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]) -> out
     The same from the other end, for `meta.prompts` alone: keys and values of every head are made of the latents. More
     arithmetic per token of context, less per row and token.

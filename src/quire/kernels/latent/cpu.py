@@ -15,9 +15,9 @@ from quire.kernels.attention import AttentionMeta, KVView, Prompt
 from quire.kernels.attention.cpu import attend_chunk
 from quire.kernels.attention.plan import ChunkPlan, plan_chunk
 from quire.kernels.latent import LatentView, sequences
-from quire.kernels.latent.ref import prepare
+from quire.kernels.latent.ref import prepare, project
 
-__all__ = ["absorbed", "expanded", "prepare"]
+__all__ = ["absorbed", "expanded", "prepare", "project"]
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:

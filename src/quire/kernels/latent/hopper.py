@@ -27,7 +27,7 @@ if hopper is not None:
 ROWS, STAGES = 128, 2  # of a tile of queries; tiles of STEP keys in flight
 PLAIN, TURNED, VALUE = 128, 64, 128  # values of a head
 
-prepare, absorbed = triton.prepare, triton.absorbed
+prepare, project, absorbed = triton.prepare, triton.project, triton.absorbed
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:

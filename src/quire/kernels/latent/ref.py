@@ -22,6 +22,12 @@ def prepare(
     return q
 
 
+def project(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """See `quire.kernels.latent`."""
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+    return out
+
+
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
     """See `quire.kernels.latent`."""
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)

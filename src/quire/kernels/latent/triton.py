@@ -1,4 +1,5 @@
-"""Latent attention on NVIDIA GPUs: what leads to the cache (here), few rows (triton_absorbed), many (triton_expanded).
+"""Latent attention on NVIDIA GPUs: what leads to the cache (here), few rows (triton_project, triton_absorbed), many
+(triton_expanded).
 
 Made for latents of 512, rotated keys of 64 and 16 to 128 heads; other sizes are right. Nothing is read from the device:
 steps without `meta.prompts` can be captured.
@@ -19,7 +20,10 @@ from quire.kernels.attention.triton_tiles import LOG2E, finite
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
+from quire.kernels.latent.triton_project import project
 from quire.kernels.triton_runtime import jit, tl
+
+__all__ = ["absorbed", "expanded", "prepare", "project"]
 
 # Of `absorbed`, by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in flight,
 # and programs that run on a multiprocessor at the same time. ALONE: of 16 lanes for few rows.
@@ -102,7 +106,9 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     shape = Shape(heads, group, dim, cache.block_size, 0, few[1], many[0], few[4], PARTS)
     plan = plan_step(replace(meta, shared=None), shape, tokens)
     groups, rows = heads // group, plan.limit * group
-    sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "ROWS": rows, "HEADS": groups}
+    in_pdl = pdl.in_use()
+    sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "ROWS": rows, "HEADS": groups, "PDL": in_pdl}
+    sizes |= pdl.options(in_pdl)
     for records, words, cut in ((plan.items, ITEM_WORDS, few), (plan.tiles, TILE_WORDS, many)):
         lanes, keys, warps, stages, _ = cut
         if len(records):

@@ -26,8 +26,12 @@ def absorbed_kernel(
     stride_rope_head, latent_block, rope_block, stride_table, scale, DECODES: tl.constexpr, EXACT: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs: records (items when DECODES, else tiles) times HEADS groups of GROUP heads, side by side."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     work, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     record = records + work * WORDS
     row, num_rows, position = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -69,8 +73,12 @@ def absorbed_kernel(
 def merge_kernel(
     out, items, sums_at, stats_at, stride_out, L: tl.constexpr, LP: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Add up a sequence's parts, always in the same order. Programs: items, HEADS and LANES of the ROWS lanes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     CHUNKS: tl.constexpr = (ROWS + LANES - 1) // LANES
     work, head = tl.program_id(0) // (CHUNKS * HEADS), tl.program_id(0) // CHUNKS % HEADS
     record = items + work * WORDS
