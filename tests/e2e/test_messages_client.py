@@ -31,7 +31,8 @@ def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     rest = talker_model.chat(
         [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": beginning}], greedy,
         use_tqdm=False, add_generation_prompt=False, continue_final_message=True)[0].outputs[0].text
-    with running_server(*FLAGS, "--reasoning-parser", "qwen3") as server, running_server(*MOCK, "--api-key", KEY, wait="/ready") as keyed:
+    with (running_server(*FLAGS, "--reasoning-parser", "qwen3") as server,
+          running_server(*MOCK, "--api-key", KEY, wait="/ready") as keyed):
         path = tmp_path_factory.mktemp("anthropic") / "facts.json"
         path.write_text(json.dumps({
             "url": server.url, "keyed_url": keyed.url, "key": KEY, "chats": dict(zip(QUESTIONS, chats, strict=True)),

@@ -55,7 +55,8 @@ class Worker:
         if self.on_logits is not None:
             self.on_logits(inputs.sample_slots, inputs.sample_positions, logits)
         history = self.tables.sampling.history
-        masks = dict(zip(plan.grammar.tolist(), late())) if len(plan.grammar) else {}  # or none: it is shut down
+        # None come to a step that is shut down.
+        masks = dict(zip(plan.grammar.tolist(), late(), strict=False)) if len(plan.grammar) else {}
         out = self.sampler.sample(logits, inputs.sample_slots, inputs.sample_positions, history, masks)
         self.tables.advance(inputs.slots, inputs.seq_lens)
         self.tables.sampling.append(inputs.sample_slots, inputs.sample_positions, out.tokens)

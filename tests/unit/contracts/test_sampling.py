@@ -113,7 +113,7 @@ def test_accepted_together() -> None:
     ("temprature", "SamplingParams has no field 'temprature': did you mean 'temperature'?"),
     ("top-p", "SamplingParams has no field 'top-p': did you mean 'top_p'?"),
     ("best_of", "SamplingParams: best_of is not implemented: ask for n and choose by cumulative_logprob."),
-    ("guided_jsn", "SamplingParams has no field 'guided_jsn', and guided_json is not implemented: use structured_outputs="),
+    ("guided_jsn", "SamplingParams has no field 'guided_jsn', and guided_json is not implemented: use "),
 ])
 def test_unknown_fields_are_refused_by_name_with_what_was_meant(name: str, message: str) -> None:
     for make in (SamplingParams, SamplingParams().clone):

@@ -57,8 +57,8 @@ HOSTILE = {
     "printed often": DOUBLE % ("'a'", 20, "ns.x + ns.x") + "{% for i in range(100000) %}{{ ns.x }}{% endfor %}",
     "constants": "{% for i in range(15000) %}" + "x" * 10000 + "{% endfor %}",
     "doubled JSON": "{% set ns = namespace(l=[], s='b') %}{% for i in range(16) %}{% set ns.s = ns.s ~ ns.s %}"
-                    "{% endfor %}{% set ns.l = [ns.s] %}{% for i in range(14) %}{% set ns.l = ns.l + ns.l %}{% endfor %}"
-                    "{{ ns.l | tojson }}",
+                    "{% endfor %}{% set ns.l = [ns.s] %}{% for i in range(14) %}{% set ns.l = ns.l + ns.l %}"
+                    "{% endfor %}{{ ns.l | tojson }}",
     "doubled messages": DOUBLE % ("messages", 14, "ns.x + ns.x") + "{{ (ns.x | tojson * 1000) | length }}",
     "shared list": DOUBLE % ("[1]", 60, "[ns.x, ns.x]") + "{{ ns.x }}",
     "shared dict": DOUBLE % ("1", 60, "dict(a=ns.x, b=ns.x)") + "{{ ns.x | string }}",

@@ -2,7 +2,8 @@
 
     prepare    copies what the grammar's mask leaves of the row (nothing but -inf where only some ids are allowed) and
                counts the history into `tally`
-    edit       allowed ids (as far as the mask leaves them), bad words, stop ids, bias: edits.py, from the slot's words as `encode_edits` lays them out
+    edit       allowed ids (as far as the mask leaves them), bad words, stop ids, bias: edits.py, from the slot's words
+               as `encode_edits` lays them out
     penalize   each id of the history once: who takes its tally sets the logit, and leaves the tally 0 again
 
 A slot's edits are int32 words at the address in its row:
