@@ -34,10 +34,11 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 
 def test_the_whole_stays_small(sources: list[rules.Source], capsys: pytest.CaptureFixture[str]) -> None:
-    count = sum(len(source.text.splitlines()) for source in sources)
+    kernels = sum(len(source.text.splitlines()) for source in sources if source.room == "kernels")
+    count = sum(len(source.text.splitlines()) for source in sources) - kernels
     with capsys.disabled():
-        print(f"\nquire: {count:,} of {rules.MAX_TOTAL:,} lines in {len(sources)} files")
-    assert count < rules.MAX_TOTAL
+        print(f"\nquire: {count:,} of {rules.MAX_TOTAL:,} lines, and {kernels:,} of {rules.MAX_KERNELS:,} in kernels/")
+    assert count < rules.MAX_TOTAL and kernels < rules.MAX_KERNELS
 
 
 def run_python(code: str) -> str:
