@@ -25,10 +25,12 @@ class Malformed(Exception):
 
 
 class Reader:
-    """held: texts read since it was last cleared, which are given back if they turn out to be nothing."""
+    """held: texts read since it was last cleared, which are given back if they turn out to be nothing; read: characters
+    read in all."""
 
     def __init__(self) -> None:
         self.held: list[str] = []
+        self.read = 0
         self._text, self._at, self._over = "", 0, False
 
     @property
@@ -44,6 +46,7 @@ class Reader:
         """The next characters, which are there."""
         self.held.append(self._text[self._at : self._at + count])
         self._at += count
+        self.read += len(self.held[-1])
         return self.held[-1]
 
     def peek(self, count: int) -> Reads:

@@ -65,7 +65,8 @@ def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:
 
 
 class OutputParser:
-    """The events of one answer. `num_calls`: calls so far."""
+    """The events of one answer. `num_calls`: calls so far; `thoughts`: where in the text reasoning stands, as [first
+    character, one behind the last]."""
 
     def __init__(self, styles: OutputStyles, *, tools: Sequence[Mapping[str, Any]] | None = None,
                  thinking: bool = False, parallel: bool = True) -> None:
@@ -74,6 +75,7 @@ class OutputParser:
         thinking   the prompt ended within reasoning;  parallel: if not, calls after the first are left out
         """
         self.num_calls = 0
+        self.thoughts: list[tuple[int, int]] = []
         self._tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
         self._form, self._reasoning = styles.tools or PLAIN, styles.reasoning
         self._thinking = self._lead = thinking and styles.reasoning is not None  # lead: white space here is dropped
@@ -104,6 +106,11 @@ class OutputParser:
         text = text.lstrip() if self._lead else text
         if text and not self._muted:
             body, self._lead = text.rstrip(), False
+            if body and self._thinking:
+                end = self._in.read - len(text) + len(body)
+                begin = end - len(body) - sum(map(len, self._blank))
+                goes_on = self.thoughts and self.thoughts[-1][1] == begin
+                self.thoughts.append((self.thoughts.pop()[0] if goes_on else begin, end))
             if body:
                 self._out += [(Thought if self._thinking else Words, piece) for piece in (*self._blank, body)]
                 self._said, self._blank = self._said or not self._thinking, []

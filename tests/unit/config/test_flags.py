@@ -91,7 +91,8 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
     texts = {"--dtype": "half", "--load-format": "dummy",
              "--routing": "uniform", "--scheduling-policy": "priority", "--device": "cpu",
-             "--override-generation-config": '{"top_k": 5}'}
+             "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
+             "--override-pooler-config": '{"pooling_type": "MEAN"}'}
     boolean = f"--no-{flag[2:]}" in FLAGS
     args = [flag] if boolean else [flag, texts.get(flag, "1")]
     (name, value), = options(args).items()

@@ -197,7 +197,7 @@ REFUSED = [
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
     ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
     ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),
-    ("serve intfloat/e5-mistral-7b-instruct --task embed", "--task embed: only text generation"),
+    ("serve BAAI/bge-reranker-v2-m3 --task classify", "--task classify: one engine generates text and embeds it"),
 ]
 
 

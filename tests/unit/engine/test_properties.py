@@ -138,11 +138,12 @@ def test_state_machine(Rig: Any, depth: int, full: bool) -> None:
 
 def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int) -> None:
     """Requests come, grow and go at random until all are done; `seen` counts what happened."""
+    forms = rng.choice([[], FORMS])  # a request that has one keeps the engine at depth 2
     while len(rig.asked) < num_requests or rig.core.has_work:
         if len(rig.asked) < num_requests and rng.random() < 0.5:
             prompt = [rng.randrange(3) for _ in range(rng.randint(1, 24))]
             max_tokens = rng.choice([0, 1, 5, 16])
-            grammar = rng.choice([None] * 7 + FORMS)
+            grammar = rng.choice([None] * 7 + forms)
             fields = {"stop_ids": rng.choice([(), (), (3, 5)]), "scored": rng.random() < 0.2,
                       "fail_after": rng.choice([None] * 5 + [3]), "grammar": grammar}
             parent = rig.add(prompt, max_tokens, **fields)
@@ -169,7 +170,7 @@ def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int) -
 def test_a_long_run_meets_everything(Rig: Any, depth: int) -> None:
     """The same on fixed seeds, so that what was exercised can be counted and compared with zero."""
     seen: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(18):
         rng = random.Random(seed)
         rig = Rig(depth, blocks=rng.choice([11, 14, 20]), slots=rng.choice([3, 6]), budget=rng.choice([7, 16]),
                   vocab=VOCAB, caching=seed % 4 > 0, policy=rng.choice(["fcfs", "priority"]))
@@ -190,7 +191,7 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int) -> None:
         seen["dropped"] += sum(int((p.outputs & SAMPLE).sum()) for p in rig.plans) - sum(map(len, rig.tokens.values()))
     expected = {"preempted": 30, "evicted": 100, "hits": 500, "resumed": 100, "blocked": 50, "scored": 20,
                 "shared with the parent": 20, "dropped": 20, "abort waiting": 3, "abort running": 1,
-                "compiled": 100, "masked tokens": 500, "ended by its form": 30,
+                "compiled": 50, "masked tokens": 200, "ended by its form": 20,
                 **{f"finish {reason.value}": 10 for reason in FinishReason}}
     if depth >= 2:
         expected |= {"token after preemption": 10, "abort running in flight": 5}

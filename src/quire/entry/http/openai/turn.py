@@ -49,8 +49,8 @@ class Turn:
             plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel)
         self._hidden = tokenizer.all_special_ids if tokenizer and params.skip_special_tokens else frozenset[int]()
         self.num_thought = 0
-        # What goes on of a reasoning; text and tokens so far, but for what `_count` has left behind.
-        self._thought, self._text, self._tokens = list[str](), list[str](), list[int]()
+        # Text and tokens so far, but for what `_count` has left behind: that many characters.
+        self._behind, self._text, self._tokens = 0, list[str](), list[int]()
 
     def events(self, piece: CompletionOutput) -> list[Event]:
         """What a piece adds: its text may be any part of the whole, "" included; the last one has a finish reason."""
@@ -61,13 +61,9 @@ class Turn:
             events = [*events, *self._parser.finish()]
         self._text.append(piece.text)
         self._tokens += piece.token_ids
-        for event in events:
-            if isinstance(event, Thought):
-                self._thought.append(event.text)
-            elif self._thought:
-                self._count()
-        if piece.finish_reason is not None and self._thought:
-            self._count()
+        over = piece.finish_reason is not None or any(not isinstance(event, Thought) for event in events)
+        if over and self._parser.thoughts:
+            self._count(self._parser.thoughts)
         return events if self._plan.thoughts else [event for event in events if not isinstance(event, Thought)]
 
     def finish_reason(self, piece: CompletionOutput) -> str | None:
@@ -75,17 +71,17 @@ class Turn:
         called = self._parser is not None and self._parser.num_calls > 0 and not self._plan.named
         return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
 
-    def _count(self) -> None:
-        """A reasoning has ended: count the tokens whose bytes are in it, and leave all up to there behind."""
-        text, thought = "".join(self._text), "".join(self._thought)
-        begin = max(text.find(thought), 0)
-        low, high = len(text[:begin].encode()), len(text[: begin + len(thought)].encode())
-        at = past = 0
-        for token in self._tokens:
-            if at >= high or self._tokenizer is None:
-                break
-            size = 0 if token in self._hidden else len(self._tokenizer.token_bytes(token))
-            self.num_thought += bool(size) and at + size > low
-            at, past = at + size, past + 1
-        self._text, self._thought = [text.encode()[at:].decode("utf-8", "ignore")], []
+    def _count(self, thoughts: list[tuple[int, int]]) -> None:
+        """Reasoning has ended: count the tokens whose bytes are in it, and leave all up to there behind."""
+        text, at, past = "".join(self._text), 0, 0
+        for span in thoughts:
+            low, high = (len(text[: place - self._behind].encode()) for place in span)
+            while at < high and past < len(self._tokens) and self._tokenizer is not None:
+                token = self._tokens[past]
+                size = 0 if token in self._hidden else len(self._tokenizer.token_bytes(token))
+                self.num_thought += bool(size) and at + size > low
+                at, past = at + size, past + 1
+        thoughts.clear()
+        rest = text.encode()[at:].decode("utf-8", "ignore")
+        self._behind, self._text = self._behind + len(text) - len(rest), [rest]
         del self._tokens[:past]
