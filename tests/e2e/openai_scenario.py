@@ -16,9 +16,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 
 MODEL = "quire-tiny"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
@@ -201,8 +202,12 @@ def errors(facts: Facts) -> None:
     error = refusal(openai.BadRequestError, lambda: ask(prompt="word " * 3000))
     assert error.code == "context_length_exceeded"
     error = refusal(openai.BadRequestError, lambda: client.chat.completions.create(
-        messages=messages("Hi"), response_format={"type": "json_object"}, **GREEDY))
-    assert (error.param, error.code) == ("response_format", "unsupported_parameter")
+        messages=messages("Hi"), modalities=["text", "audio"], **GREEDY))
+    assert (error.param, error.code) == ("modalities", "unsupported_parameter")
+    error = refusal(openai.BadRequestError, lambda: client.chat.completions.create(
+        messages=messages("Hi"), response_format={"type": "json_schema", "json_schema": {
+            "name": "a", "schema": {"type": "strange"}}}, **GREEDY))
+    assert error.code == "invalid_grammar" and "strange" in error.body["message"]
     error = refusal(openai.BadRequestError, lambda: client.chat.completions.create(
         messages=[{"role": "pirate", "content": "Hi"}], **GREEDY))  # type: ignore[typeddict-item]
     assert error.param == "messages"
@@ -211,6 +216,54 @@ def errors(facts: Facts) -> None:
     assert (error.status_code, error.code, error.type) == (401, "invalid_api_key", "authentication_error")
     known = facts.client(base_url=facts.keyed_url + "/v1", api_key=facts.key)
     assert known.models.list().data and known.completions.create(prompt="Once", max_tokens=3, model=MODEL).choices
+
+
+class Ball(pydantic.BaseModel):
+    """A form that every text of has an end: a model that was not trained for it would write numbers without one."""
+
+    colour: Literal["red", "green", "blue"]
+    round: bool
+    sizes: Annotated[list[Literal[1, 2, 3]], pydantic.Field(max_length=3)]
+
+
+class Forecast(pydantic.BaseModel):
+    """What the weather will be."""
+
+    place: Literal["Oslo", "Rome"]
+    days: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+def forms(facts: Facts) -> None:
+    """The client turns classes into schemas, and answers into their objects."""
+    client = facts.client()
+    for question in facts.chats:
+        asked: Any = {"messages": messages(question), "max_tokens": 200, "response_format": Ball, **GREEDY}
+        answer = client.chat.completions.parse(**asked)
+        assert isinstance(answer.choices[0].message.parsed, Ball) and answer.choices[0].finish_reason == "stop"
+        with client.chat.completions.stream(**asked) as stream:
+            assert [e for e in stream if e.type == "content.done"][0].parsed == answer.choices[0].message.parsed
+    said = client.chat.completions.create(messages=messages(facts.question), max_tokens=200, **GREEDY)
+    assert not said.choices[0].message.content.startswith("{")
+
+
+def tools(facts: Facts) -> None:
+    """Calls that are asked for come, streamed or not, and their results go back."""
+    client, tool = facts.client(), openai.pydantic_function_tool(Forecast, name="forecast")
+    named = {"type": "function", "function": {"name": "forecast"}}
+    for choice, reason in (("required", "tool_calls"), (named, "stop")):
+        asked: Any = {"messages": messages(facts.question), "max_tokens": 200, "tools": [tool], "tool_choice": choice,
+                      "parallel_tool_calls": False, **GREEDY}
+        answer = client.chat.completions.parse(**asked).choices[0]
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "forecast" and isinstance(call.function.parsed_arguments, Forecast)
+        assert answer.finish_reason == reason and answer.message.content is None
+        with client.chat.completions.stream(**asked) as stream:
+            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed.function.arguments == call.function.arguments and streamed.id
+    turns = [*messages(facts.question), answer.message.to_dict(),
+             {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
+    asked |= {"messages": turns, "tool_choice": "none", "max_tokens": 8}
+    assert client.chat.completions.create(**asked).choices[0].message.tool_calls is None
 
 
 def ids_and_raw_answers(facts: Facts) -> None:
@@ -292,7 +345,7 @@ def leaving_early(facts: Facts) -> None:
     assert metric(facts, "request_aborts_total") == aborted + 1
 
 
-SCENARIOS = (models, vectors, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors,
+SCENARIOS = (models, vectors, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors, forms, tools,
              ids_and_raw_answers, extensions, many_at_once, leaving_early)
 
 

@@ -191,10 +191,14 @@ def test_a_caller_that_leaves_midway_leaves_nothing(
     core = llm.engine.core
 
     async def run() -> None:
-        leaving = [asyncio.create_task(llm.embed(long)) for _ in range(3)]
-        staying = asyncio.create_task(llm.embed(prompts[4]))
-        while not all(request is not None for request in core.scheduler.table.requests[:3]):
-            await asyncio.sleep(0.001)
+        while True:  # a thread that got no processor may see them only when they are done
+            leaving = [asyncio.create_task(llm.embed(long)) for _ in range(3)]
+            staying = asyncio.create_task(llm.embed(prompts[4]))
+            while not all(core.scheduler.table.requests[:3]) and not any(task.done() for task in leaving):
+                await asyncio.sleep(0.001)
+            if not any(task.done() for task in leaving):
+                break
+            await asyncio.gather(*leaving, staying)
         for task in leaving:
             task.cancel()
         assert all(isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(

@@ -16,6 +16,8 @@ import numpy as np
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import I32
 from quire.contracts.structured import StructuredOutputsParams
+from quire.text.grammar_trial import GrammarTrial
+from quire.text.json_schema import holdable, holdable_in_lark
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
+LAYOUT = r" ?(\r?\n[ \t]{0,60})?"  # between the parts of JSON: as it is printed in any style, but without end
 MAX_REASON = 500  # characters of what is wrong with a grammar
 TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
 # Of llguidance, lower than its own: a token of an ambiguous grammar takes 60 ms at most and not 6 s, an object of many
@@ -50,6 +53,7 @@ class _Vocabulary:
     """A tokenizer as llguidance sees it. `end`: an id that no text has, whose bit says that the text may end here."""
 
     tokenizer: "Tokenizer"
+    words: "_Words"
     tokens: "LLTokenizer"
     end: int
 
@@ -76,10 +80,11 @@ class GrammarCompiler:
 
     load   the tokenizer, called when the first form comes;  vocab_size  of the model: it may be wider than the
            tokenizer's, whose ids are then the only ones that may come
+    trial  where a form is tried before it is compiled here; None: nowhere, and one that hurts hurts this process
     """
 
-    def __init__(self, load: "Callable[[], Tokenizer]", vocab_size: int) -> None:
-        self._load, self._vocab_size = load, vocab_size
+    def __init__(self, load: "Callable[[], Tokenizer]", vocab_size: int, trial: GrammarTrial | None = None) -> None:
+        self._load, self._vocab_size, self._trial = load, vocab_size, trial
         self._lock = threading.Lock()
         self._made: _Vocabulary | None = None
         self._executor: LLExecutor | None = None
@@ -89,8 +94,12 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         form = msgspec.json.decode(spec, type=StructuredOutputsParams)
-        limits = LLParserLimits(**LIMITS)
-        matcher = LLMatcher(self._vocabulary().tokens, _source(form), log_level=0, limits=limits)
+        vocabulary, source = self._vocabulary(), _source(form)
+        words = vocabulary.words
+        if self._trial and (
+                error := self._trial.run(source, LIMITS, (words.tokens, words.special_token_ids, vocabulary.end))):
+            raise _refusal(_reason(error))
+        matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=LLParserLimits(**LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that no text matches is found out here
         if matcher.is_error():
@@ -143,14 +152,19 @@ class GrammarCompiler:
                 if end is None:
                     end = min(tokenizer.all_special_ids, default=tokenizer.vocab_size - 1)
                 size = max(self._vocab_size, tokenizer.vocab_size)
-                tokens = LLTokenizer(TokenizerWrapper(_Words(tokenizer, size, end)), n_vocab=size, eos_token=end)
-                self._made = _Vocabulary(tokenizer, tokens, end)
+                words = _Words(tokenizer, size, end)
+                tokens = LLTokenizer(TokenizerWrapper(words), n_vocab=size, eos_token=end)
+                self._made = _Vocabulary(tokenizer, words, tokens, end)
             return self._made
 
 
 def error_of(matcher: "LLMatcher") -> str:
     """What a matcher met, in words; "" for one that is sound."""
-    error = matcher.get_error().replace("<non-verbose/>", "").strip()
+    return _reason(matcher.get_error())
+
+
+def _reason(error: str) -> str:
+    error = error.replace("<non-verbose/>", "").strip()
     return "no text can match it" if error == "NoExtensionBias" else error[:MAX_REASON]
 
 
@@ -170,15 +184,16 @@ def _source(form: StructuredOutputsParams) -> str:
         words = " | ".join(json.dumps(word).replace("\x7f", "\\u007f") for word in form.choice)  # only ASCII is left
         return _grammar("lark_grammar", f"start: CHOICE\nCHOICE: {words}")
     if form.grammar is not None:
-        return _grammar("lark_grammar", _lark(form.grammar))
+        return _grammar("lark_grammar", holdable_in_lark(_lark(form.grammar)))
     schema: Any = {"type": "object"} if form.json_object else form.json
     try:
         schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
         raise _refusal(f"json is no JSON: {error}") from None
-    schema = {} if schema is True else schema
-    if form.disable_any_whitespace and isinstance(schema, dict):
-        schema = schema | {"x-guidance": {"whitespace_flexible": False}}
+    schema = {} if schema is True else holdable(schema)
+    if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
+        layout = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": LAYOUT}
+        schema = schema | {"x-guidance": layout | own}
     return _grammar("json_schema", schema)
 
 

@@ -96,6 +96,16 @@ def test_what_a_mask_allows_beside_the_form(compiler: GrammarCompiler) -> None:
     assert not over and ids and not ids & TOKENIZER.all_special_ids
 
 
+def test_json_of_any_style_fits_and_white_space_without_end_does_not(compiler: GrammarCompiler) -> None:
+    value = {"a": [1, {"b": 2}], "c": {}}
+    for style in ({}, {"separators": (",", ":")}, {"indent": 4}, {"indent": "\t"}, {"indent": 0}):
+        for form in ({"json_object": True}, {"json": {"type": "object", "x-guidance": {"item_separator": ","}}}):
+            assert fits(compiler, json.dumps(value, **style), **form), (style, form)
+    assert fits(compiler, json.dumps(value, indent=1).replace("\n", "\r\n"), json_object=True)
+    for blank in ("  ", "\n\n", "\n" + " " * 61, "\t"):
+        assert not fits(compiler, '{"a":' + blank + "1}", json_object=True), blank
+
+
 def test_a_text_that_nothing_can_follow_is_over(compiler: GrammarCompiler) -> None:
     matcher = compiled(compiler, choice=["red"]).fork()
     for token in TOKENIZER.encode("red"):
@@ -129,6 +139,7 @@ def test_a_failed_matcher_is_over_and_says_why(compiler: GrammarCompiler) -> Non
     ({"json": "[1]"}, "schema must be an object or boolean"),
     ({"json": False}, "Unsatisfiable schema"),
     ({"json": {"type": "text"}}, "Invalid type: text"),
+    ({"json": {"x-guidance": 5}}, "invalid type: integer"),
     ({"json": {"not": {}}}, 'Unimplemented keys: ["not"]'),
     ({"json": {"type": "string", "format": "postcode"}}, "Unknown format: postcode"),
     ({"json": {"$ref": "#/nowhere"}}, "does not exist"),
