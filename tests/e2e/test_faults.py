@@ -41,10 +41,10 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_the_engine_whole(
     executor = llm.engine.core.executor
     prompt = [i % 90 for i in range(64)]
 
-    def interrupted(plan: Any) -> Any:
+    def interrupted(plan: Any, *late: Any) -> Any:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # while the step is on its way
         time.sleep(0.01)
-        return run(plan)
+        return run(plan, *late)
 
     executor._runner._run = interrupted  # type: ignore[attr-defined]
     worker.run = interrupted  # type: ignore[method-assign]
@@ -270,8 +270,8 @@ def test_ctrl_c_before_the_first_step_leaves_no_orphan(
             llm.generate([[1, 2, 3]], greedy(4), use_tqdm=False)
     start = llm._start
 
-    def starting(*args: Any) -> None:
-        start(*args)
+    def starting(*args: Any, **options: Any) -> None:
+        start(*args, **options)
         signal.raise_signal(signal.SIGINT)
 
     llm._start = starting  # type: ignore[method-assign]

@@ -308,10 +308,10 @@ def test_reads_of_a_step(attention: str, small: Callable[[], Engine], monkeypatc
     steps: list[tuple[Step, Reads]] = []
     slots, whole = Slots(attention), Worker.run
 
-    def watched(self: Worker, plan: StepPlan) -> StepResult:
+    def watched(self: Worker, plan: StepPlan, *late: Any) -> StepResult:
         assert threading.current_thread().name == "quire-worker"
         with Reads().watched() as reads:
-            result = whole(self, plan)
+            result = whole(self, plan, *late)
         steps.append((slots.step(plan), reads))
         return result
 

@@ -30,6 +30,7 @@ from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import DevicePlan, resolve_device
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
+from quire.text.grammar_trial import GrammarTrial
 from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_folders
@@ -115,7 +116,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
             parts = assemble_plain(config, folder, args, dtype, cpu, on_loading=loading, end_phase=phases.end,
                                    free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
     tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
-    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size)
+    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size, GrammarTrial())
     core = _build_core(parts, folder, dtype, device, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()

@@ -50,6 +50,12 @@ def client_key() -> str | None:
     return os.environ.get(variable("api_key")) or os.environ.get("OPENAI_API_KEY") or None
 
 
+def child_variables() -> dict[str, str]:
+    """What a child of ours needs of the environment: where Python and its modules are, and the time zone; no key."""
+    return {name: text for name, text in os.environ.items()
+            if name in ("PATH", "TZ", "LD_LIBRARY_PATH") or name.startswith(("PYTHON", "LC_", "LANG"))}
+
+
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
     """Variables with our prefix that nobody reads -> the variable that was probably meant."""
     known = [CACHE_DIR, *map(variable, options)]

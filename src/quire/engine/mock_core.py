@@ -16,6 +16,7 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
 from quire.text.grammar import GrammarCompiler
+from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 32
@@ -56,5 +57,6 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
         KVAllocator(BlockPool(num_blocks), geometry, num_slots=scheduler.sequences()),
         root_key=namespace_digest(model="mock", revision="", dtype="float32", block_size=size, geometry=geometry),
         prefix_caching=config.cache.enable_prefix_caching,
-        compiler=GrammarCompiler(lambda: Tokenizer.load(tokenizer_folder or folder), args.vocab_size),
+        compiler=GrammarCompiler(lambda: Tokenizer.load(tokenizer_folder or folder), args.vocab_size,
+                                 GrammarTrial()),
     )

@@ -7,6 +7,7 @@ in a child that can be stopped. Knows nothing of HTTP, of tool-call parsing or o
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -79,22 +80,27 @@ class ChatTemplate:
         """The text of the template used for a request with or without tools."""
         return self.sources[self._choose(tools)]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt for a conversation, rendered here or, when that is too costly, apart; see `render_here`."""
         try:
             return self.render_here(messages, **options)
         except TooCostly:
             return self.render_apart(messages, **options)
 
-    def render_apart(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The same in a process that can be stopped: takes a fraction of a millisecond more, and seconds at most."""
+    def render_apart(self, messages: Sequence[Mapping[str, Any]], over: Future[None] | None = None, /,
+                     **options: Any) -> str:
+        """The same in a process that can be stopped: takes a fraction of a millisecond more, and seconds at most, or
+        until nobody waits for it any more, when `over` is done."""
         param = "messages" if self._trusted else "chat_template"
-        arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
-        return self._sandbox.render((self.sources, self._variables), arguments, param)
+        try:
+            arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
+        except RecursionError:
+            raise InvalidParameter("messages, tools or variables are nested too deeply.", param=param) from None
+        return self._sandbox.render((self.sources, self._variables), arguments, param, over)
 
-    def render_here(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-                    add_generation_prompt: bool = True, continue_final_message: bool = False,
-                    adapt_tool_calls: bool = True, **kwargs: Any) -> str:
+    def render_here(self, messages: Sequence[Mapping[str, Any]], /, *,
+                    tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
+                    continue_final_message: bool = False, adapt_tool_calls: bool = True, **kwargs: Any) -> str:
         """The prompt for a conversation. Takes milliseconds at most.
 
         messages   mappings with "role"; "content" is a string, or text parts, which are joined with newlines

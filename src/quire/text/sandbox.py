@@ -12,15 +12,21 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from quire.config.env import child_variables
 from quire.contracts.errors import InvalidParameter, RequestFailed
 
 MOST_TEXT = 16 * 2**20  # bytes of a prompt; twice the largest body
 CHILD = "quire.text.sandbox_child"
 READY = b"ready 0\n"
 Child = subprocess.Popen[bytes]
+
+
+class TextTooLong(InvalidParameter):
+    """A prompt of more than MOST_TEXT bytes."""
 
 
 class Sandbox:
@@ -32,50 +38,75 @@ class Sandbox:
     def __init__(self, seconds: float = 5.0, memory: int = 512 * 2**20) -> None:
         self._seconds, self._memory = seconds, memory
         self._idle: list[Child] = []
-        self._reap = weakref.finalize(self, _end_all, self._idle)  # at exit, too
+        self._busy: set[Child] = set()
+        self._reap = weakref.finalize(self, _end_all, self._idle, self._busy)  # at exit, too
 
-    def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str) -> str:
-        """What a template makes of arguments; both go as they are to `sandbox_child.render`.
+    def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str,
+               over: Future[None] | None = None) -> str:
+        """What a template makes of arguments; both go as they are to `sandbox_child.render`. `over` ends it when done.
 
         Errors: `InvalidParameter`: what the child says, or that a limit was met, of `param`; `RequestFailed`.
         """
-        job = marshal.dumps((marshal.dumps(template), arguments))
-        child, began = self._take(), time.monotonic()
-        timer = threading.Timer(self._seconds, child.kill)
-        timer.start()
-        status, text = _ask(child, job)
-        timer.cancel()
-        if status in ("text", "refused"):
-            self._idle.append(child)
-            if status == "text":
-                return text
+        try:
+            job = marshal.dumps((marshal.dumps(template), arguments))
+        except ValueError as error:
+            raise InvalidParameter(f"the chat template's values cannot be passed on ({error}).", param=param) from None
+        over = over or Future()
+        status, used = "dead", True
+        while status == "dead" and used and not over.done():
+            (child, used), began = self._take(), time.monotonic()
+            status, text = self._run(child, job, over)
+            used &= time.monotonic() - began < self._seconds  # who killed it may have meant what it did before
+        if status == "text":
+            return text
+        if status == "refused":
             named, _, message = text.partition("\n")
             raise InvalidParameter(message, param=named or param)
-        _end(child)
         limit = f"made more than {MOST_TEXT >> 20} MiB of text" if status == "long" else (
             f"took more than {self._seconds:g} s" if time.monotonic() - began >= self._seconds
             else f"took more than {self._memory >> 20} MiB of memory")
-        raise InvalidParameter(f"rendering the chat template {limit} and was ended: send less, or use a simpler "
-                               "template.", param=param)
+        raise (TextTooLong if status == "long" else InvalidParameter)(
+            f"rendering the chat template {limit} and was ended: send less, or use a simpler template.", param=param)
 
     def close(self) -> None:
         """End the children; idempotent, and new ones are started if somebody renders again."""
-        _end_all(self._idle)
+        _end_all(self._idle, self._busy)
 
-    def _take(self) -> Child:
+    def _run(self, child: Child, job: bytes, over: Future[None]) -> tuple[str, str]:
+        """`_ask` until time is up or it is over; a child that does not answer well is ended."""
+        answered = False
+
+        def stop(over: object = None) -> None:
+            if not answered:
+                child.kill()
+
+        self._busy.add(child)
+        timer = threading.Timer(self._seconds, stop)
+        timer.start()
+        over.add_done_callback(stop)
+        status, text = _ask(child, job)
+        answered = True
+        timer.cancel()
+        self._busy.discard(child)
+        self._idle.append(child) if status in ("text", "refused") else _end(child)
+        return status, text
+
+    def _take(self) -> tuple[Child, bool]:
+        """A child, and whether it has rendered before."""
         with suppress(IndexError):
             while True:
                 child = self._idle.pop()
                 if child.poll() is None:
-                    return child
+                    return child, True
         # -P: no module of the folder in which the server was started; a session of its own: no Ctrl-C
         command = [sys.executable, "-P", "-m", CHILD, str(math.ceil(self._seconds) + 1), str(self._memory)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                                 env=child_variables())
         assert child.stdout is not None
         if child.stdout.readline() != READY:
             _end(child)
             raise RequestFailed("the process for chat templates cannot be started; the log says more.", code="sandbox")
-        return child
+        return child, False
 
 
 def _ask(child: Child, job: bytes) -> tuple[str, str]:
@@ -97,6 +128,8 @@ def _end(child: Child) -> None:
         child.communicate()
 
 
-def _end_all(idle: list[Child]) -> None:
+def _end_all(idle: list[Child], busy: set[Child]) -> None:
+    for child in list(busy):  # whoever reads from it sees to the rest
+        child.kill()
     while idle:
         _end(idle.pop())

@@ -204,7 +204,7 @@ def test_children_end_with_who_started_them(sandbox: Sandbox) -> None:
     (forgotten,) = box._idle
     del box
     assert forgotten.poll() is not None
-    child = sandbox._take()
+    child, _ = sandbox._take()
     assert child.stdin is not None and child.stdout is not None
     child.stdin.close()  # as when the parent is gone
     assert child.wait(30) == 0
@@ -218,7 +218,7 @@ def test_a_child_that_cannot_start_is_a_fault_of_ours(monkeypatch: pytest.Monkey
 
 
 def test_a_child_holds_no_torch_and_opens_nothing(sandbox: Sandbox) -> None:
-    child = sandbox._take()
+    child, _ = sandbox._take()
     limits = Path(f"/proc/{child.pid}/limits").read_text()
     maps = Path(f"/proc/{child.pid}/maps").read_text()
     assert "libtorch" not in maps and "tokenizers" not in maps

@@ -74,15 +74,17 @@ class OwnNames:
 
 
 def json_only(scope: Scope) -> Response | None:
-    """A request with a body is declared as `application/json`, or gets 415.
+    """A request with a body is declared as `application/json`, or gets 415; one without a body need not say anything.
 
     Not out of love of order: a web page may send a body of any other type, or of no type, to a server on its visitor's
     machine without asking, and may not send JSON.
     """
     if scope["method"] not in WITH_BODY or scope["path"] in OPEN_PATHS:
         return None
-    given: bytes = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    if given.partition(b";")[0].strip().lower() == b"application/json":
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    given = headers.get(b"content-type", b"")
+    empty = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
+    if given.partition(b";")[0].strip().lower() == b"application/json" or (empty and not given):
         return None
     return error_answer(415, f"Content-Type is {given[:80].decode('latin-1')!r}: bodies are JSON; send "
                              "`Content-Type: application/json`.", "unsupported_media_type")

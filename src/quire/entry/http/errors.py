@@ -91,11 +91,13 @@ def not_implemented(what: str, reason: str, param: str | None = None) -> HttpErr
 
 
 def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str) -> HttpError:
-    """400 for a prompt that does not fit the context, alone or with the `asked` tokens after it."""
-    wanted = f", and {asked} more were asked for" if asked else ""
+    """400 for a prompt that does not fit the context, alone or with the `asked` tokens after it.
+
+    By the first words litellm knows it, by "prompt is too long" langchain and clients of Anthropic's API."""
+    wanted = f", and {asked} more asked for" if asked else ""
     fix = "shorten the prompt" if not asked else "shorten the prompt or ask for fewer tokens"
-    return HttpError(400, f"the context holds {max_model_len} tokens; the prompt has {num_prompt}{wanted}: {fix}.",
-                     code="context_length_exceeded", param=param)
+    return HttpError(400, f"this model's maximum context length is {max_model_len} tokens, and the prompt is too long "
+                     f"with its {num_prompt}{wanted}: {fix}.", code="context_length_exceeded", param=param)
 
 
 def error_json(status: int, message: str, code: str | None = None) -> bytes:

@@ -64,14 +64,15 @@ class Watch:
 
 
 class Exchange:
-    """One request being answered. `size`: bytes of its body, once that was read; nothing in it is larger."""
+    """One request being answered. `size`: bytes of its body, once that was read; nothing in it is larger.
+    `warnings`: what headers tell the client."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
-        self._warnings: list[str] = []
+        self.warnings: list[str] = []
         self._stream: EventStream | None = None
         self._started = False
         # How a stream ends that fails, from the status and the body that its error would have been.
@@ -99,8 +100,8 @@ class Exchange:
 
     def warn(self, text: str) -> None:
         """Tell the client something in an `x-quire-warning` header; a few are kept."""
-        if len(self._warnings) < MAX_WARNINGS and text not in self._warnings:
-            self._warnings.append(text)
+        if len(self.warnings) < MAX_WARNINGS and text not in self.warnings:
+            self.warnings.append(text)
 
     async def body(self) -> bytes:
         """The whole request body. Errors: `ClientGone`."""
@@ -145,5 +146,5 @@ class Exchange:
             await self.reply(answer.body(), status=answer.status, headers=answer.headers)
 
     def _own_headers(self) -> list[tuple[bytes, bytes]]:
-        warnings = [(b"x-quire-warning", text.encode("ascii", "replace")) for text in self._warnings]
+        warnings = [(b"x-quire-warning", text.encode("ascii", "replace")) for text in self.warnings]
         return [(b"x-request-id", self.request_id.encode("latin-1")), *warnings]

@@ -34,7 +34,7 @@ BODIES: dict[str, tuple[type | None, type | None]] = {  # path -> request body, 
     "/detokenize": (schema.DetokenizeRequest, schema.DetokenizeResponse),
     "/tokenizer_info": (None, schema.TokenizerInfo),
 }
-STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 TEXT_ONLY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take a body, and do not ask the engine
 REASONS = {
     400: "the request is not valid", 401: "no key, or an unknown one", 403: "called by a foreign name",
@@ -42,6 +42,7 @@ REASONS = {
     413: "the body is too large", 415: "the body is not declared as application/json", 429: "there is no room now",
     500: "an internal error", 503: "the engine starts, stops or is dead", 504: "its time is up",
     529: "there is no room now"}
+NEEDED = {"/v1/messages": ["max_tokens"]}  # fields that this path has to be given, and others of its type have not
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -72,7 +73,7 @@ def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {} if answer is None else {"schema": _reference(answer)}}
     if path in STREAMED:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}  # OpenAPI 3.1 has no words for events
     form = {} if OWN_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
     error = {"application/json": form}
     responses = {str(status): {"description": REASONS[status], "content": error}
@@ -82,7 +83,9 @@ def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
     operation: dict[str, Any] = {"operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}",
                                  "responses": responses}
     if request is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(request)}}}
+        needed: dict[str, Any] = {"required": NEEDED[path]} if path in NEEDED else {}
+        operation["requestBody"] = {
+            "required": True, "content": {"application/json": {"schema": _reference(request) | needed}}}
     if names := re.findall(r"\{(\w+)\}", path):
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]

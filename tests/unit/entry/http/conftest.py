@@ -175,6 +175,7 @@ def call(app: Any, path: str, method: str = "GET", body: bytes = b"", **headers:
         sent.append(message)
 
     raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    raw += [(b"content-length", b"%d" % len(body))] if body else []
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
              "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": raw,
              "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "state": {}}

@@ -141,6 +141,8 @@ def test_bodies_are_json(engine: FakeEngine, content_type: str) -> None:
             answer = call(app, path, method, b"{}", **headers)
             assert answer.status == 415 and "application/json" in answer.error["message"], path
             assert call(app, path, method, b"{}", content_type="Application/JSON; charset=utf-8").status != 415
+            assert call(app, path, method, transfer_encoding="chunked", **headers).status == 415  # may be a body
+            assert (call(app, path, method, **headers).status == 415) == bool(content_type)  # says it has one; has none
 
 
 def test_unknown_paths_and_methods_are_answered_in_openais_form(engine: FakeEngine) -> None:
@@ -310,6 +312,10 @@ def test_openapi_describes_every_route(engine: FakeEngine) -> None:
             assert ("security" in operation) == (path not in OPEN_PATHS)
             assert ("requestBody" in operation) == (
                 method == "POST" and path not in ("/ping", "/v1/responses/{response_id}/cancel"))
+            streams = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+            assert ("text/event-stream" in operation["responses"]["200"]["content"]) == (streams and method == "POST")
+    body = document["paths"]["/v1/messages"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["required"] == ["max_tokens"]  # which counting tokens, with the same type, can do without
     text = str(document)
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in document["components"]["schemas"]

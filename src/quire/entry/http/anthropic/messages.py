@@ -18,7 +18,8 @@ from quire.entry.http.openai import decode, generate, prompts, sampling, schema,
 from quire.text.tokenizer import Tokenizer
 from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
 
-DECODER, ENCODE = decode.RequestDecoder(MessagesRequest), msgspec.json.Encoder().encode
+DECODER, ENCODE = decode.RequestDecoder(
+    MessagesRequest, refused="../anthropic/refused_fields.txt"), msgspec.json.Encoder().encode
 CALL_PREFIX = "toolu_"  # of a call's id on its way out; taken away on its way back, since templates show ids
 BLOCKS = {  # the types of a role's blocks, and what each needs
     "system": {"text": ("text",)}, "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
@@ -74,8 +75,11 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
     if (config := request.output_config) is not None:
         given["reasoning_effort"] = config.effort
         if config.format is not None:
-            given["response_format"] = schema.ResponseFormat(type="json_schema", json_schema=config.format)
+            given["response_format"] = schema.ResponseFormat(
+                type="json_schema", json_schema=schema.JsonSchema(schema=config.format.schema))
     if (choice := request.tool_choice) is not None:
+        if choice.type == "tool" and not choice.name:
+            raise InvalidParameter("tool_choice.name is missing: a tool_choice of type tool needs it.", param="tool_choice")
         named = schema.ToolChoice(type="function", function=schema.FunctionReference(name=choice.name or ""))
         given["tool_choice"] = CHOICES.get(choice.type, named)
         given["parallel_tool_calls"] = not choice.disable_parallel_tool_use

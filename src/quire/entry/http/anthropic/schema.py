@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.entry.http.openai.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Count, JsonSchema, Share
+from quire.entry.http.openai.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Count, Effort, Share
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -42,7 +42,7 @@ class CustomTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class ToolPick(msgspec.Struct, kw_only=True):
+class ToolPick(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Which tool: as the model likes, any of them, the one with this name, or none."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -50,7 +50,7 @@ class ToolPick(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, kw_only=True):
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether the model thinks first, where its template has a switch for that, and whether its thoughts are shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -58,11 +58,19 @@ class Thinking(msgspec.Struct, kw_only=True):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputConfig(msgspec.Struct, kw_only=True):
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The schema that an answer fits; one with a name, as other APIs have it, is as good."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any] | bool
+    name: str | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How hard the model thinks, where its template reads that, and the schema that its answer fits."""
 
-    effort: str | None = None
-    format: JsonSchema | None = None
+    effort: Effort | None = None
+    format: OutputFormat | None = None
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):

@@ -18,7 +18,7 @@ from quire.entry.http.openai.sampling import sampling_params
 from quire.text.tokenizer import Tokenizer
 from quire.text.turn import CallBegins, Event, Thought, Words
 
-DECODER = RequestDecoder(schema.ChatRequest, not_here=frozenset({"suffix", "best_of"}))
+DECODER = RequestDecoder(schema.ChatRequest)
 ENCODE = msgspec.json.Encoder().encode
 
 

@@ -1,7 +1,7 @@
 """Request bodies to typed requests: the one validator of every route, and error messages that name field and range.
 
 msgspec decodes strictly (no "3" for 3, no NaN, no bare surrogates) but takes an integer where a number is asked for.
-Names that neither a schema nor the tables of fields know are told back in a header.
+A field of another route is refused; names that neither a type nor the tables know are told back in a header.
 """
 
 import json
@@ -13,24 +13,31 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import inspect
 
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.text_table import read_rows
+from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange
+from quire.entry.http.openai import schema, schema_embeddings
+from quire.entry.http.openai.responses_schema import ResponseRequest
 
 LOG = logging.getLogger("quire")
 T = TypeVar("T", bound=msgspec.Struct)
 PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 STEP = re.compile(r"\w+|\[[^]]*\]")
 MISSING = re.compile(r"missing required field `(\w+)`")
+UNKNOWN = re.compile(r"contains unknown field `(.*)`")
 GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
 JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
               "array": "a list", "object": "an object"}
 MAX_NAME = 64
 MAX_UNKNOWN, MAX_LOGGED = 10, 100  # names that are told back, and logged: more would let a client fill the log
+MAX_DEPTH = 128  # of lists and objects in one another: what renders or compiles them calls itself for each
+NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -43,32 +50,42 @@ class Refused(NamedTuple):
 
 
 def _refused(table: str) -> Iterator[tuple[str, Refused]]:
-    for names, reason, *harmless in read_rows(Path(__file__).with_name(table)):
+    for names, reason, *harmless in read_rows(Path(__file__).parent / table):
         for name in names.split():
             yield name, Refused(reason, json.loads(harmless[0]) if harmless else [])
 
 
 REFUSED = dict(_refused("refused_fields.txt"))
+ELSEWHERE = "-"  # the reason of a field that some routes read, in whose place those that do not have words of their own
+ROUTES: dict[str, frozenset[str]] = {path: frozenset(kind.__struct_fields__) for path, kind in (
+    ("/v1/chat/completions", schema.ChatRequest), ("/v1/completions", schema.CompletionRequest),
+    ("/v1/responses", ResponseRequest), ("/v1/messages", MessagesRequest),
+    ("/v1/embeddings", schema_embeddings.EmbeddingRequest), ("/v1/rerank", schema_embeddings.RerankRequest),
+    ("/v1/score", schema_embeddings.ScoreRequest), ("/tokenize", schema.TokenizeRequest),
+    ("/detokenize", schema.DetokenizeRequest))}
+ALIKE = [line.split() for line in (  # fields for the same, of which each route has some
+    "max_tokens max_completion_tokens max_output_tokens", "stop stop_sequences", "instructions system messages input",
+    "messages prompt input", "response_format structured_outputs text output_config", "truncation truncate_prompt_tokens",
+    "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
 # Do not change the answer here, and are taken silently: who asks, what OpenAI keeps and where it runs; hints (what the
 # answer will mostly be, how long it should be); how pictures would be read; backends, of which there is one.
 IGNORED = frozenset(
     "user safety_identifier session_id metadata store service_tier prompt_cache_key prompt_cache_retention "
     "prompt_cache_options prediction verbosity media_io_kwargs mm_processor_kwargs guided_decoding_backend "
-    "parallel_tool_calls include_reasoning cache_control".split())
+    "cache_control".split())
 
 
 class RequestDecoder(Generic[T]):
     """Decodes the bodies of one route."""
 
-    def __init__(self, kind: type[T], *, not_here: frozenset[str] = frozenset(), refused: str = "") -> None:
-        """`not_here`: names of IGNORED and REFUSED fields that mean nothing to this route, hence unknown.
-        `refused`: a table of fields that this route refuses, though its type or others may know them."""
+    def __init__(self, kind: type[T], *, refused: str = "") -> None:
+        """`refused`: a table of fields that this route refuses, though its type or others may know them."""
         self._decoder = msgspec.json.Decoder(kind)
         self._type = inspect.type_info(kind)
-        self._fields = frozenset(kind.__struct_encode_fields__)
-        self._refused = {name: rule for name, rule in REFUSED.items() if name not in not_here | self._fields}
+        fields = frozenset(kind.__struct_encode_fields__)
+        self._refused = {name: rule for name, rule in (REFUSED | _foreign(fields)).items() if name not in fields}
         self._refused |= dict(_refused(refused)) if refused else {}
-        self._known = self._fields | (IGNORED - not_here) | self._refused.keys()
+        self._known = fields | IGNORED | self._refused.keys()
 
     async def read(self, context: ServerContext, exchange: Exchange) -> T:
         """The request in an exchange's body; fields that nobody knows are told back and logged. Errors: `decode`'s."""
@@ -90,14 +107,17 @@ class RequestDecoder(Generic[T]):
             names = NAMES.decode(body)
             self._refuse(names)
             request = self._decoder.decode(body)
+            if _depth(body) > MAX_DEPTH:
+                raise RecursionError
         except msgspec.ValidationError as error:
-            raise self._explain(str(error)) from error
+            raise self.explain(str(error)) from error
         except msgspec.DecodeError as error:
             raise HttpError(400, f"the body is not valid JSON: {error}.", code="invalid_json") from error
         except UnicodeDecodeError as error:
             raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
         except RecursionError as error:
-            raise HttpError(400, "the body is nested too deeply.", code="invalid_json") from error
+            raise HttpError(400, f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another.",
+                            code="invalid_json") from error
         unknown = (ascii(name[:MAX_NAME]) for name in names if name not in self._known)
         return request, list(islice(unknown, MAX_UNKNOWN))
 
@@ -111,13 +131,16 @@ class RequestDecoder(Generic[T]):
                     raise HttpError(400, f"{name} is not read: {rule.reason}", code="unsupported_parameter", param=name)
                 raise not_implemented(name, rule.reason)
 
-    def _explain(self, problem: str) -> InvalidParameter:
+    def explain(self, problem: str) -> InvalidParameter:
         """An error in our words from one of msgspec's: "Expected `int` <= 128 - at `$.n`"."""
         found, missing = PATH.search(problem), MISSING.search(problem)
         path = found[2] if found is not None else ""
         if missing is not None:
             path = f"{path}.{missing[1]}".lstrip(".")
             return InvalidParameter(f"{path} is missing: it must be {self._words(path)}.", param=_field(path))
+        if (unknown := UNKNOWN.search(problem)) is not None:
+            return InvalidParameter(f"{path} has an unknown field {ascii(unknown[1][:MAX_NAME])}: leave it out.",
+                                    param=_field(path))
         reason = _reason(problem[: found.start() if found is not None else None].replace("`", ""))
         if not path:
             return InvalidParameter(f"the body must be a JSON object{reason}.")
@@ -130,6 +153,27 @@ class RequestDecoder(Generic[T]):
         for step in STEP.findall(path):
             kinds = [inner for kind in kinds for inner in _inside(kind, step)]
         return " or ".join(dict.fromkeys(map(words, kinds))) or "left out"
+
+
+def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
+    """The rules for what any route reads, for one that has these fields."""
+    rules: dict[str, Refused] = {}
+    for path, names in ROUTES.items():
+        for name in names - rules.keys() - IGNORED:
+            given = REFUSED.get(name, Refused(ELSEWHERE, []))
+            ours = dict.fromkeys(other for group in ALIKE if name in group for other in group if other in fields)
+            words = f"send {' or '.join(ours)} instead." if ours else f"send it to {path}; here, nothing reads it."
+            rules[name] = given._replace(reason=words) if given.reason == ELSEWHERE else given
+    return rules
+
+
+def _depth(body: bytes) -> int:
+    """How many lists and objects of valid JSON are in one another at most; a bound where they are few."""
+    if (most := body.count(b"[") + body.count(b"{")) <= MAX_DEPTH:
+        return most
+    marks = body.replace(rb"\\", b"").replace(rb'\"', b"").translate(None, NO_MARKS)
+    brackets = np.frombuffer(re.sub(rb'"[^"]*"', b"", marks), np.uint8)
+    return int(np.cumsum(np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)).max())
 
 
 def _reason(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ from quire.entry.http.openai.tools import plan_turn, tool_use
 from quire.entry.http.openai.turn import TurnPlan
 from quire.entry.prompts import Prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
+from quire.text.fim import around_gap
 from quire.text.load import TextSide
 from quire.text.sandbox_meter import TooCostly
 from quire.text.special import SpecialTokens
@@ -64,10 +66,16 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
     check_choices(len(given), request)
     longest = _longest(context, request)
     texts = [item for item in given if isinstance(item, str)]
+    after = request.suffix or ""
+    for name in ("echo", "truncate_prompt_tokens") if after else ():
+        if getattr(request, name):
+            raise InvalidParameter(f"suffix excludes {name}: leave one of them out.", param="suffix")
     if texts:
         tokenizer, special = tokenizer_of(context.text(), "prompt"), request.add_special_tokens is not False
         prompts = await away(context, exchange.size, lambda: [
-            encoded(tokenizer, text, special, longest, "prompt") for text in texts])
+            encoded(tokenizer, text, special, longest, "prompt", after=after) for text in texts])
+    elif after:
+        raise InvalidParameter("suffix needs a prompt that is a text: token ids may hold the gap's own.", param="suffix")
     else:
         prompts = [Prompt(token_ids=item) for item in given if not isinstance(item, str)]
     return [fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts], TurnPlan()
@@ -126,8 +134,13 @@ async def conversation_prompt(
     try:
         return await away(context, exchange.size, lambda: encode(render(template.render_here)))
     except TooCostly:
-        async with context.sandbox():
-            rendered = await asyncio.to_thread(render, template.render_apart)
+        over = Future[None]()
+        try:
+            async with exchange.watch(), context.sandbox():
+                rendered = await asyncio.to_thread(
+                    render, lambda given, **more: template.render_apart(given, over, **more))
+        finally:  # neither the thread nor its child goes on for a client that is gone
+            over.set_result(None)
         return await away(context, len(rendered), lambda: encode(rendered))
 
 
@@ -157,12 +170,15 @@ def _longest(context: ServerContext, request: SamplingFields) -> int | None:
     return context.ready().max_model_len if request.truncate_prompt_tokens is None else None
 
 
-def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str) -> Prompt:
-    """The prompt of a text. Errors: 400, without the work, when it surely has more than `longest` tokens."""
-    if longest is not None and (fewest := tokenizer.fewest_tokens(text)) > longest:
-        raise HttpError(400,
-                        f"the context holds {longest} tokens; the prompt has at least {fewest}: shorten the prompt.",
-                        code="context_length_exceeded", param=param)
+def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str, *,
+            after: str = "") -> Prompt:
+    """The prompt of a text, or of the gap between it and the text `after`. Errors: 400, without the work, when it surely
+    has more than `longest` tokens."""
+    if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
+        raise HttpError(400, f"this model's maximum context length is {longest} tokens, and the prompt is too long "
+                        f"with at least {fewest}: shorten the prompt.", code="context_length_exceeded", param=param)
+    if after:
+        return Prompt(token_ids=around_gap(tokenizer, text, after, special))
     return Prompt(text=text, token_ids=tokenizer.encode(text, special))
 
 
@@ -240,6 +256,9 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
         if message.function_call is not None:
             raise InvalidParameter(
                 f"messages[{at}].function_call is not read: send tool_calls instead.", param="messages")
+        if message.prefix:
+            raise InvalidParameter(f"messages[{at}].prefix is not read: send continue_final_message instead.",
+                                   param="messages")
         fields = msgspec.to_builtins(message)
         if message.role == "developer" and not knows_developer:
             fields["role"] = "system"

@@ -22,8 +22,7 @@ from quire.entry.http.openai.responses_schema import Item, ResponseRequest
 from quire.entry.http.openai.responses_store import Kept, ResponseStore
 from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
 
-DECODER = RequestDecoder(ResponseRequest, not_here=frozenset({"suffix", "best_of", "include_reasoning"}),
-                         refused="refused_response_fields.txt")
+DECODER = RequestDecoder(ResponseRequest, refused="refused_response_fields.txt")
 REFERENCE = "item_reference"
 ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -68,8 +67,9 @@ async def _respond(context: ServerContext, exchange: Exchange, request: Response
     gone, asked = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, str]:
-        """Nobody is there who could hang up, until somebody cancels. First called when the engine's turn comes."""
-        asked.set_result(None)
+        """Nobody is there who could hang up, until somebody cancels. When the engine's turn comes there is a writer."""
+        if made and not asked.done():
+            asked.set_result(None)
         await gone.wait()
         return {"type": "http.disconnect"}
 
@@ -77,7 +77,7 @@ async def _respond(context: ServerContext, exchange: Exchange, request: Response
         """Nobody listens: the writer keeps what there is."""
 
     alone = Exchange({**exchange.scope, "state": {"request_id": name}}, receive, send)
-    alone.size = exchange.size
+    alone.size, alone.warnings = exchange.size, exchange.warnings
     task = asyncio.create_task(answering(alone))
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.entry.http.openai.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ContentPart, SamplingFields
+from quire.entry.http.openai.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ContentPart, Effort, SamplingFields
 
 MAX_METADATA = 16
 Key = Annotated[str, Meta(max_length=64)]
@@ -35,10 +35,10 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(msgspec.Struct, kw_only=True):
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How much the model is to reason; with a summary, the reasoning is told as that, whole, and not as content."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "detailed"] | None = None
 
 

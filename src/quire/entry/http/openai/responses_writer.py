@@ -156,7 +156,8 @@ class ResponseWriter(Writer):
             return []
         item, field = self._output[-1], "text" if kind[2] else "arguments"
         self._part[field], item["status"] = text, status
-        more = {"logprobs": self._part["logprobs"]} if kind is MESSAGE else {}
+        name = {"name": item["name"]} if kind is CALL else {}  # clients of the second major need it
+        more = {"logprobs": self._part["logprobs"]} if kind is MESSAGE else name
         frames = [self._event(f"{kind[5]}.done", **self._place, **{field: text}, **more)]
         if kind[2]:
             frames.append(self._event(f"{kind[4]}.done", **self._place, part=self._part))

@@ -35,6 +35,7 @@ Messages = Annotated[list["Message"], Meta(min_length=1, max_length=MAX_MESSAGES
 Logprobs = Annotated[int, Meta(ge=-1)]
 Tools = Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)]
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FinishReason = str
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -51,14 +52,16 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(msgspec.Struct, kw_only=True):
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A schema with a name. It is always enforced, whatever `strict` says."""
 
     schema: dict[str, Any] | bool
     name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -128,9 +131,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """POST /v1/completions. `prompt`: a text, several texts, token ids, or several lists of token ids."""
+    """POST /v1/completions. `prompt`: a text, several texts, token ids, or several lists of token ids. `suffix`: a text
+    before which the answer fits."""
 
     prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Logprobs | None = None
 
@@ -169,6 +174,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     reasoning: str | None = None
     reasoning_content: str | None = None
     function_call: Any = None
+    prefix: bool | None = None
 
 
 class FunctionSpec(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -203,7 +209,7 @@ class AllowedTools(msgspec.Struct, kw_only=True):
     tools: Annotated[list["Tool"], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-class ToolChoice(msgspec.Struct, kw_only=True):
+class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Which tools: a `function`, which must be called, or `allowed_tools`."""
 
     type: Literal["function", "allowed_tools"]
@@ -230,7 +236,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -251,7 +257,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     tools: Tools | None = None
 
 

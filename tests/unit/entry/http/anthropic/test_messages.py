@@ -165,7 +165,7 @@ def test_what_the_context_cannot_hold_is_counted_and_not_answered(make_api: Call
     api, long = make_api(longest=64), [{"role": "user", "content": "word " * 500}]
     assert api.ask(COUNT, messages=long).json["input_tokens"] > 400
     reply = api.ask(messages=long)
-    assert reply.status == 400 and "the context holds 64 tokens" in reply.json["error"]["message"]
+    assert reply.status == 400 and "this model's maximum context length is 64 tokens" in reply.json["error"]["message"]
 
 
 # --- thinking -------------------------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def test_a_prompt_that_does_not_fit_says_the_three_numbers(ask: Callable[..., An
     reply = ask([[5] * 4000], max_tokens=200)
     error = reply.error
     assert reply.status == 400 and error["code"] == "context_length_exceeded"
-    assert all(str(number) in error["message"] for number in (4000, longest, 200))
+    for words in (f"this model's maximum context length is {longest} tokens", "prompt is too long", " 4000", " 200"):
+        assert words in error["message"]  # by the first litellm knows what it is, by the second langchain
     assert ask([[5] * longest], max_tokens=None).error["code"] == "context_length_exceeded"
     assert ask([[5] * longest], max_tokens=0, echo=True).status == 200
     assert ask([[5] * (longest - 1)], max_tokens=None).json["usage"]["completion_tokens"] == 1

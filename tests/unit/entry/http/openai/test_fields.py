@@ -33,7 +33,9 @@ EXTENSIONS_CHAT = """echo add_generation_prompt continue_final_message documents
 
 def fates(name: str, kind: type, decoder: RequestDecoder[Any]) -> list[str]:
     """Every way in which a route treats a field."""
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], name: {"odd": [1]}}
+    needed = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    body = {known: needed[known] for known in needed if known in kind.__struct_fields__}  # type: ignore[attr-defined]
+    body |= {name: {"odd": [1]}}
     used, ignored = name in kind.__struct_fields__, name in IGNORED  # type: ignore[attr-defined]
     fates = ["used"] * used + ["ignored"] * (ignored and not used)
     try:

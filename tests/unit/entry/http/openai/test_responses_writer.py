@@ -118,6 +118,7 @@ def test_the_order_of_events() -> None:
         "output_item.done",
         "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
         "completed"]
+    assert (events[-3]["name"], events[-3]["arguments"]) == ("f", "{}")
     events, _ = streamed([[Thought("a")], [Words("b")]], reasoning=ReasoningOptions(summary="detailed"))
     assert names(events)[2:8] == [
         "output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",

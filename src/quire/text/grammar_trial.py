@@ -1,0 +1,153 @@
+"""A grammar is tried where it can be stopped: in a child process with little memory and time, on the same tokens.
+
+llguidance runs out of stack on some grammars, which ends a process, and takes minutes for others, which nothing can
+interrupt. What the child survives is compiled again by who asked. There is one child per thread that compiles, started
+when it is needed and killed by the first grammar that does not end well.
+"""
+
+import marshal
+import random
+import resource
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from quire.contracts.errors import InvalidParameter, RequestFailed
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+SECONDS = 5.0  # for one grammar
+MEMORY = 512 * 2**20  # bytes that it may take
+STEPS, STEP_SECONDS = 24, 0.5  # tokens that are tried, and what one may take of the CPU
+STACK = 1_500_000  # bytes, less than that of the threads which will do the same in the core
+Child = subprocess.Popen[bytes]
+Vocabulary = tuple[list[bytes], list[int], int]  # tokens, the special ones, the end
+
+
+class GrammarTrial:
+    """Tries grammars in children, as many at once as there are callers; from any thread."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+        self._idle: list[Child] = []
+        self._reap = weakref.finalize(self, _end_all, self._idle)  # at exit, too
+
+    def run(self, source: str, limits: dict[str, Any], vocabulary: Vocabulary) -> str:
+        """What is wrong with a grammar of llguidance's; "": nothing. Raises `InvalidParameter` when the child does not
+        survive it, `RequestFailed` when there is no child."""
+        child = self._take(vocabulary)
+        began, timer = time.monotonic(), threading.Timer(self._seconds, child.kill)
+        timer.start()
+        answer = _ask(child, marshal.dumps((source, limits)))
+        timer.cancel()
+        if answer and time.monotonic() - began < self._seconds:  # else it may be killed now
+            self._idle.append(child)
+            return str(marshal.loads(answer))
+        _end(child)
+        what = f"more than {self._seconds:g} s" if time.monotonic() - began >= self._seconds else "too much memory"
+        raise InvalidParameter(f"structured_outputs: the grammar cannot be used: it takes {what}: make it smaller or "
+                               "less nested.", param="structured_outputs")
+
+    def _take(self, vocabulary: Vocabulary) -> Child:
+        with suppress(IndexError):
+            while True:
+                child = self._idle.pop()
+                if child.poll() is None:
+                    return child
+        code = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}; from {__name__} import main; main()"
+        child = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                 start_new_session=True)  # fmt: skip
+        if not _ask(child, marshal.dumps(vocabulary)):
+            _end(child)
+            raise RequestFailed("the process that tries grammars cannot be started, see the log.", code="internal")
+        return child
+
+
+class _Tokens:
+    """A vocabulary in llguidance's terms; texts are cut into bytes."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = vocabulary
+        self._ids = {token: i for i, token in reversed([*enumerate(self.tokens)]) if len(token) == 1}
+
+    def __call__(self, text: str) -> list[int]:
+        return [self._ids[bytes([byte])] for byte in text.encode() if bytes([byte]) in self._ids]
+
+
+def main() -> None:
+    """Answer jobs of standard input until it ends: the vocabulary first, then grammars."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    jobs, answers = sys.stdin.buffer, sys.stdout.buffer
+    words = _Tokens(marshal.loads(_read(jobs)))
+    tokens = LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=words.eos_token_id)
+    threading.stack_size(STACK)
+    pool = ThreadPoolExecutor(1)
+    pool.submit(_try, tokens, '{"grammars":[{"lark_grammar":"start: /a/"}]}', {}).result()  # starts every thread
+    used = 0
+    with suppress(OSError):
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for kind, limit in ((resource.RLIMIT_AS, used + MEMORY if used else resource.RLIM_INFINITY),
+                        (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        with suppress(ValueError, OSError):  # macOS knows no bound of memory
+            resource.setrlimit(kind, (limit, limit))
+    _write(answers, b"ready")
+    while job := _read(jobs):
+        _write(answers, marshal.dumps(pool.submit(_try, tokens, *marshal.loads(job)).result()))
+
+
+def _try(tokens: "LLTokenizer", source: str, limits: dict[str, Any]) -> str:
+    """Compile, and take some tokens as they may come."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher, rng = LLMatcher(tokens, source, log_level=0, limits=LLParserLimits(**limits)), random.Random(0)
+    for step in range(STEPS):
+        began, mask = time.process_time(), b"" if matcher.is_error() else matcher.compute_bitmask()
+        if matcher.is_error():
+            return "" if step else str(matcher.get_error())  # later ones may have other reasons: the text was made up
+        at = rng.choice([at for at, byte in enumerate(mask) if byte])
+        token = 8 * at + rng.choice([bit for bit in range(8) if mask[at] >> bit & 1])
+        if token == tokens.eos_token or not matcher.consume_token(token):
+            break
+        if time.process_time() - began > STEP_SECONDS:
+            return f"a token of it takes more than {STEP_SECONDS:g} s: make it simpler"
+    return ""
+
+
+def _ask(child: Child, job: bytes) -> bytes:
+    """b"" when there is no whole answer."""
+    assert child.stdin is not None and child.stdout is not None
+    with suppress(OSError, ValueError):
+        _write(child.stdin, job)
+        return _read(child.stdout)
+    return b""
+
+
+def _read(pipe: IO[bytes]) -> bytes:
+    size = int.from_bytes(pipe.read(8))
+    return data if len(data := pipe.read(size)) == size else b""
+
+
+def _write(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(8) + data)
+    pipe.flush()
+
+
+def _end(child: Child) -> None:
+    child.kill()
+    with suppress(OSError):  # what was never sent
+        child.communicate()
+
+
+def _end_all(idle: list[Child]) -> None:
+    while idle:
+        _end(idle.pop())

@@ -1,0 +1,68 @@
+"""Hundreds of schemas that nobody wrote, on the bundled model: every output is one of its schema, whatever else is
+asked and whoever is beside, and without the form hardly any is. 2,000 of them with QUIRE_FULL=1.
+"""
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+
+from .schemas import TRICKY, Maker, Schema, fault
+
+MOST = 400  # tokens of an output; with the bias none needs them
+SETTINGS: list[dict[str, Any]] = [
+    {}, {"temperature": 1.5}, {"n": 2}, {"stop": ["\u0000", "never of a text"]}, {"logprobs": 2, "top_k": 40},
+    {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": -0.1}, {"top_p": 0.9, "min_p": 0.001},
+    {"min_tokens": 3}, {"priority": -1}, {"n": 3, "temperature": 0.7, "logprobs": 0},
+]  # fmt: skip
+
+
+def enders(llm: LLM) -> dict[int, float]:
+    """A bias towards what ends values and against digits, which a small model at this temperature writes without end.
+    """
+    tokenizer, closing = llm.get_tokenizer(), (b'"', b"}", b"]")
+    texts = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)}
+    return {tokenizer.eos_token_id or 0: 6.0, **{i: 6.0 for i, text in texts.items() if text[:1] in closing},
+            **{i: -6.0 for i, text in texts.items() if text.isdigit()}}  # fmt: skip
+
+
+def forms(llm: LLM, schemas: list[Schema]) -> list[SamplingParams]:
+    bias = enders(llm)
+    return [SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": MOST, "logit_bias": bias}
+                           | {k: v for k, v in SETTINGS[i % len(SETTINGS)].items() if k != "priority"},
+                           structured_outputs=StructuredOutputsParams(json=schema, disable_any_whitespace=True))
+            for i, schema in enumerate(schemas)]  # fmt: skip
+
+
+def ask(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.core.check()
+    return outputs
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
+    """In one batch with requests that are free, which get the tokens that they get without the others; with so few
+    blocks that some are preempted; and then all without a form."""
+    count = 1000 if full else 320 if depth == 2 else 40
+    tricky = list(TRICKY.values()) if depth == 2 or full else []
+    schemas = tricky + [Maker(1000 * depth + i).schema() for i in range(count - len(tricky))]
+    prompts = [f"Write JSON number {i}: " for i in range(count)]
+    with LLM(async_depth=depth, max_num_seqs=64, max_model_len=448, block_size=16, num_gpu_blocks_override=36) as llm:
+        formed = forms(llm, schemas)
+        free = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12) for i in range(6)]
+        alone = ask(llm, prompts[:6], free)
+        outputs = ask(llm, prompts[:6] + prompts, free + formed)
+        assert llm.engine.core.scheduler.num_preempted > 0
+        assert [o.outputs[0].token_ids for o in outputs[:6]] == [o.outputs[0].token_ids for o in alone]
+        answers = [(answer, schema) for output, schema in zip(outputs[6:], schemas, strict=True)
+                   for answer in output.outputs]  # fmt: skip
+        assert [(a.finish_reason, a.text, a.error, s) for a, s in answers if a.finish_reason != "stop"] == []
+        print(f"depth {depth}: {count} schemas, {len(answers)} outputs")
+        assert [(a.text, wrong, schema) for a, schema in answers if (wrong := fault(a.text, schema))] == []
+        without = ask(llm, prompts, [p.clone(structured_outputs=None, max_tokens=40) for p in formed])
+        lucky = [a.text for o, schema in zip(without, schemas, strict=True) for a in o.outputs
+                 if not fault(a.text, schema)]  # fmt: skip
+        print(f"without the form {len(lucky)} of {len(answers)} are valid: {lucky[:5]}")
+        assert len(lucky) <= len(answers) // 50
