@@ -14,7 +14,7 @@ MAX_BYTES = 1 << 20  # of a form as JSON
 class StructuredOutputsParams(
     msgspec.Struct, metaclass=NamedFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The form that an output must have: exactly one of
+    """The form that an output must have, if it has one: one of
 
     json          a JSON schema, as an object or as its JSON text
     regex         a regular expression that the whole text matches
@@ -23,7 +23,10 @@ class StructuredOutputsParams(
     json_object   any JSON object
 
     disable_any_whitespace   JSON without white space between its parts
-    after                    text that ends the model's reasoning: what comes before it is free; None: nothing is
+    after                    text that ends the reasoning which the prompt has begun: before it nothing is held to the
+                             form, and nothing ends; None: there is no reasoning
+    budget                   tokens of reasoning after which `after` is forced; None: it may take as long as it takes
+    inside                   the form has a place for the reasoning, and holds from the first token on
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -33,15 +36,21 @@ class StructuredOutputsParams(
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     after: str | None = None
+    budget: int | None = None
+    inside: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) is not None]
-        if self.json_object is False:
-            given.remove("json_object")
-        if len(given) != 1:
+        given = self.given
+        if len(given) > 1 or not given and self.budget is None:
             what = "none" if not given else " and ".join(given)
             raise InvalidParameter(f"structured_outputs needs exactly one of {', '.join(KINDS)}, not {what}.",
                                    param="structured_outputs")
+
+    @property
+    def given(self) -> list[str]:
+        """The names of `KINDS` that are; none of them where only reasoning is held to its budget."""
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        return given if self.json_object is not False else [name for name in given if name != "json_object"]
 
     def spec(self) -> str:
         """The form as JSON text, for the core; raises `InvalidParameter` when a field is not of its type, or too long.
@@ -51,8 +60,12 @@ class StructuredOutputsParams(
             msgspec.json.decode(text, type=StructuredOutputsParams)  # compares what was given with the types
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidParameter(f"structured_outputs: {error}.", param="structured_outputs") from None
-        if len(text) > MAX_BYTES or not self.after and self.after is not None:
-            what = "after is empty: leave it out" if len(text) <= MAX_BYTES else (
-                f"{len(text)} bytes as JSON, and at most {MAX_BYTES} are taken: send a smaller one")
-            raise InvalidParameter(f"structured_outputs: {what}.", param="structured_outputs")
+        for wrong, what in (
+            (len(text) > MAX_BYTES, f"{len(text)} bytes of JSON, {MAX_BYTES} at most are taken: send a smaller one"),
+            (self.after == "", "after is empty: leave it out"),
+            (self.budget is not None and self.after is None, "budget is one of reasoning: give `after`, its end"),
+            (self.budget is not None and self.budget < 0, f"budget={self.budget}: must be 0 or more"),
+        ):
+            if wrong:
+                raise InvalidParameter(f"structured_outputs: {what}.", param="structured_outputs")
         return text.decode()

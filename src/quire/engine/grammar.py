@@ -4,6 +4,7 @@ A request holds one matcher from its first mask to its end, preempted or not; wh
 """
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from quire.contracts.errors import InvalidParameter, RequestFailed, UserError
 from quire.contracts.request import NewRequest, Request
 from quire.contracts.step import I32
-from quire.text.grammar import Grammar, GrammarCompiler, error_of
+from quire.text.grammar import Grammar, GrammarCompiler, error_of, only, without
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -28,7 +29,11 @@ IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there i
 
 @dataclass
 class _Held:
-    """What a request has of its grammar. `before`: the end of its output, while that is still free of the form."""
+    """What a request has of its grammar.
+
+    after    ends its reasoning, while that goes on;  before  the end of the output up to here
+    budget   tokens of reasoning that are left;  closing  what is forced when none is;  inside  as in `Grammar`
+    """
 
     spec: str
     future: Future[Grammar]
@@ -36,6 +41,9 @@ class _Held:
     matcher: "LLMatcher | None" = None
     after: bytes = b""
     before: bytes = b""
+    budget: float = math.inf
+    closing: tuple[int, ...] = ()
+    inside: bool = False
 
 
 class Grammars:
@@ -81,12 +89,16 @@ class Grammars:
     def advance(self, handle: int, token: int) -> bool:
         """A token of the output was confirmed. Whether nothing can follow it; raises `RequestFailed`."""
         held, compiler = self._held[handle], self._compiler
-        assert held.matcher is not None and compiler is not None
+        assert compiler is not None
         if held.after:  # what the token brings beyond the end is free, too: it is part of what ended
-            held.before += compiler.token_bytes(token)
-            if held.after in held.before:
+            held.closing = held.closing[held.budget <= 0 :]
+            held.before, held.budget = held.before + compiler.token_bytes(token), held.budget - 1
+            if held.after in held.before or not held.closing:
                 held.after = b""
             held.before = held.before[-len(held.after) :]
+            if not held.inside:
+                return False
+        if held.matcher is None:
             return False
         if not held.matcher.consume_token(token):
             raise self._failure(held)
@@ -100,10 +112,18 @@ class Grammars:
         enders: list[Sequence[int]] = []
         for request in requests:
             held = None if request is None else self._held[request.new.handle]
-            matchers.append(None if held is None or held.after else held.matcher)
+            matchers.append(None if held is None or held.after and not held.inside else held.matcher)
             may_stop = request is not None and len(request.tokens) - request.num_prompt >= request.new.min_tokens
             enders.append(request.new.stop_ids if request is not None and may_stop else ())
         words, over = self._compiler.masks(matchers, enders)
+        for row, request in enumerate(requests):
+            held = None if request is None else self._held[request.new.handle]
+            if request is None or held is None or not held.after:
+                continue
+            if held.budget <= 0:
+                only(words[row], held.closing[0])
+            elif not held.inside:
+                without(words[row], request.new.stop_ids)
         ended: list[tuple[Request, RequestFailed | None]] = []
         for row in over:
             request, matcher = requests[row], matchers[row]
@@ -138,6 +158,7 @@ class Grammars:
                                  code="internal")
         grammar = held.future.result()
         held.matcher, held.after = grammar.fork(), grammar.after
+        held.budget, held.closing, held.inside = grammar.budget, grammar.closing, grammar.inside
         return None
 
     def _failure(self, held: _Held) -> RequestFailed:

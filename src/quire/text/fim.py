@@ -35,7 +35,7 @@ def around_gap(tokenizer: Tokenizer, before: str, after: str, special: bool) -> 
             continue
         # A tokenizer that puts a space before every text would put one into the middle of this one.
         head = tokenizer.encode("\n", False)
-        rest = tokenizer.encode("\n" + after, False)[len(head):] if 0 else tokenizer.encode(after, False)
+        rest = tokenizer.encode("\n" + after, False)[len(head):] if len(head) > 1 else tokenizer.encode(after, False)
         parts = [[first, *tokenizer.encode(before, False)], [second, *rest]]
         parts = parts[::-1] if third is None else [*parts, [third]]
         return [*tokenizer.encode("", special), *chain.from_iterable(parts)]

@@ -5,6 +5,7 @@ steps. Whatever a caller sends is bounded: in size, in what compiling it takes, 
 """
 
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,13 +40,19 @@ LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled form. `fork` makes the matcher of one output; forks share what they find out about the grammar.
+    """A compiled form. `fork` makes the matcher of one output (None: only its reasoning is held to something); forks
+    share what they find out about the grammar.
 
-    after   bytes that end what comes before the form; b"": nothing does
+    after    bytes that end the reasoning before the form; b"": there is none
+    budget   tokens of reasoning, then `closing`, the tokens of `after`, are forced
+    inside   the form holds in the reasoning, too
     """
 
-    fork: Callable[[], "LLMatcher"]
+    fork: Callable[[], "LLMatcher | None"]
     after: bytes
+    budget: float = math.inf
+    closing: tuple[int, ...] = ()
+    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,13 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         form = msgspec.json.decode(spec, type=StructuredOutputsParams)
-        vocabulary, source = self._vocabulary(), _source(form)
+        vocabulary = self._vocabulary()
+        closing = tuple(vocabulary.tokenizer.encode(form.after, False)) if form.after else ()
+        reasoning = ((form.after or "").encode(), math.inf if form.budget is None else form.budget, closing,
+                     form.inside)
+        if not form.given:
+            return Grammar(lambda: None, *reasoning)
+        source = _source(form)
         words = vocabulary.words
         if self._trial and (
                 error := self._trial.run(source, LIMITS, (words.tokens, words.special_token_ids, vocabulary.end))):
@@ -104,7 +117,7 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # a grammar that no text matches is found out here
         if matcher.is_error():
             raise _refusal(error_of(matcher))
-        return Grammar(matcher.deep_copy, (form.after or "").encode())
+        return Grammar(matcher.deep_copy, *reasoning)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text, special ones included."""
@@ -135,8 +148,7 @@ class GrammarCompiler:
                 over.append(row)
                 mask[:] = -1
             elif may_end:
-                ids = np.array(enders[row], np.int64)
-                np.bitwise_or.at(mask, ids // 32, (np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32))
+                np.bitwise_or.at(mask, *_bits(enders[row]))
         return np.ascontiguousarray(out[:, :width]), over
 
     def _vocabulary(self) -> _Vocabulary:
@@ -156,6 +168,24 @@ class GrammarCompiler:
                 tokens = LLTokenizer(TokenizerWrapper(words), n_vocab=size, eos_token=end)
                 self._made = _Vocabulary(tokenizer, words, tokens, end)
             return self._made
+
+
+def only(mask: I32, token: int) -> None:
+    """Let nothing come but one token."""
+    mask[:] = 0
+    np.bitwise_or.at(mask, *_bits((token,)))
+
+
+def without(mask: I32, tokens: Sequence[int]) -> None:
+    """Let these tokens not come."""
+    words, bits = _bits(tokens)
+    np.bitwise_and.at(mask, words, ~bits)
+
+
+def _bits(tokens: Sequence[int]) -> tuple[np.ndarray[Any, np.dtype[np.int64]], I32]:
+    """Where the bits of tokens are in a mask: words, and the bit in each."""
+    ids = np.array(tokens, np.int64)
+    return ids // 32, (np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32)
 
 
 def error_of(matcher: "LLMatcher") -> str:

@@ -220,22 +220,30 @@ class EngineRig:
         for token in self.prompts[handle]:
             digest = chain(digest, token)
         grammar = self.compiler.compile(new.grammar)
-        matcher, free = grammar.fork(), grammar.after
+        matcher, free, budget, closing = grammar.fork(), grammar.after, grammar.budget, list(grammar.closing)
         while len(tokens) < new.max_tokens:
-            masks, over = self.compiler.masks([None if free else matcher],
+            masks, over = self.compiler.masks([None if free and not grammar.inside else matcher],
                                               [new.stop_ids if len(tokens) >= new.min_tokens else ()])
             if over:
                 return tokens, FinishReason.STOP
+            if free:  # all letters are in one word
+                forced = closing.pop(0) if budget <= 0 else None
+                stopping = 0 if grammar.inside else sum(1 << stop for stop in set(new.stop_ids))
+                masks[0, 0] = masks[0, 0] & ~stopping if forced is None else 1 << forced
             tokens.append(allowed_token(next_token(digest, new.sampler.seed, self.vocab), masks[0], self.vocab))
             digest = chain(digest, tokens[-1])
             if tokens[-1] in new.stop_ids and len(tokens) > new.min_tokens:
                 return tokens, FinishReason.STOP
             if free:
-                before += LETTERS[tokens[-1]].encode()
+                before, budget = before + LETTERS[tokens[-1]].encode(), budget - 1
                 free = b"" if free in before else free
-            elif not matcher.consume_token(tokens[-1]):
+                if not grammar.inside:
+                    continue
+            if matcher is None:
+                continue
+            if not matcher.consume_token(tokens[-1]):
                 raise AssertionError(matcher.get_error())
-            elif matcher.is_stopped():
+            if matcher.is_stopped():
                 return tokens, FinishReason.STOP
         return tokens, FinishReason.LENGTH
 

@@ -204,6 +204,27 @@ def test_before_the_text_that_ends_the_reasoning_everything_may_come(Rig: Any, d
     assert any(set(before) > set("ab") for before, _, _ in answers)
 
 
+@pytest.mark.parametrize("stop_ids, min_tokens", [((), 0), ((0, 6), 0), ((1,), 9)])
+def test_reasoning_ends_at_its_budget_and_not_before_its_end(
+    Rig: Any, depth: int, stop_ids: tuple[int, ...], min_tokens: int
+) -> None:
+    """With a form and without; what stops an output stops none that reasons, and all that may come is its end."""
+    rig = small(Rig, depth)
+    inside = {"grammar": 'start: t "aaab"\nt[suffix="ccc"]: /[b-d]*/', "inside": True}
+    kinds = [({"regex": "a{3}b"}, 4), ({"regex": "a{3}b"}, 0), ({}, 4), ({}, 50), (inside, 4)]
+    handles = {rig.add([seed % 3], 30, seed=seed, grammar=form(after="ccc", budget=budget, **kind), stop_ids=stop_ids,
+                       min_tokens=min_tokens): (kind, budget) for kind, budget in kinds for seed in range(4)}
+    rig.drain()
+    for handle, (kind, budget) in handles.items():
+        rig.judge(handle)
+        before, found, answer = text(rig, handle).partition("ccc")
+        if budget == 50:
+            assert found or len(before) == 30 and rig.finish[handle].reason is FinishReason.LENGTH
+        else:
+            assert found and len(before) <= budget and (not kind or stop_ids or answer == "aaab")
+            assert not kind.get("inside") or set(before) <= set("bcd")
+
+
 @pytest.mark.parametrize("stop_ids, min_tokens, expected", [
     ((), 0, ("aaa", None)), ((3,), 0, ("aaa", None)), ((3,), 2, ("aaa", None)), ((3,), 9, ("aaa", None)),
 ])  # fmt: skip

@@ -19,7 +19,10 @@ STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
 PROMPTS = st.builds(list.__add__, STEMS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
 FORMS = [StructuredOutputsParams(**form).spec() for form in (
     {"regex": "[ab]*c"}, {"regex": "(abc|d{2,5}){1,3}"}, {"regex": "[a-f]*"}, {"choice": ["abba", "cafe", "face"]},
-    {"regex": "a+b", "after": "cc"}, {"grammar": 'start: "a" start "b" | "c"'}, {"regex": "(a"})]
+    {"regex": "a+b", "after": "cc"},
+    {"regex": "a+b", "after": "cc", "budget": 3}, {"after": "abc", "budget": 5},
+    {"grammar": 'start: t /a+b/\nt[suffix="cc"]: /(?s:.*)/', "after": "cc", "budget": 3, "inside": True},
+    {"grammar": 'start: "a" start "b" | "c"'}, {"regex": "(a"})]
 MAYBE_STOPS = st.sampled_from([(), (), (), (3,), (1, 5)])
 
 

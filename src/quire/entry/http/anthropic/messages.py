@@ -50,7 +50,8 @@ async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
     request = _chat_request(context, exchange, await DECODER.read(context, exchange))
     context.model(request.model)
     use = tools.tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
-    opens = context.text().styles.reasoning if request.response_format is not None else None
+    held = request.response_format is not None or request.thinking_token_budget is not None
+    opens = context.text().styles.reasoning if held else None
     prompt = await prompts.conversation_prompt(
         context, exchange, request, request.messages, None, tools=use.shown, opens=opens)
     await exchange.reply(ENCODE({"input_tokens": len(prompt.token_ids or ())}))
@@ -85,8 +86,7 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
         given["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if (thinking := request.thinking) is not None:
         given["include_reasoning"] = thinking.display != "omitted"
-        if thinking.budget_tokens is not None:
-            exchange.warn("thinking.budget_tokens is not enforced: max_tokens limits thinking and answer together")
+        given["thinking_token_budget"] = thinking.budget_tokens if thinking.type == "enabled" else None
         if (template := context.text().chat_template) is not None and "enable_thinking" in template.source():
             given["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
         else:

@@ -93,11 +93,15 @@ async def chat_prompts(context: ServerContext, exchange: Exchange, request: Chat
         raise InvalidParameter("the model cannot be given tools: its template has no place for them, or the server "
                                'runs with --tool-call-parser none. Send tool_choice="none", or start the server with '
                                "another --chat-template.", param="tools")
-    # A form holds from the first token on, or after the reasoning: whether there is one must be certain.
-    opens = text.styles.reasoning if params.structured_outputs is not None else None
+    # A form holds from the first token on, or after the reasoning, and so does a budget: whether there is one must be
+    # certain.
+    bounded = request.thinking_token_budget is not None
+    opens = text.styles.reasoning if params.structured_outputs is not None or bounded else None
     prompt = await conversation_prompt(context, exchange, request, request.messages, longest, tools=use.shown,
                                        opens=opens)
     plan = plan_turn(request, use, params, text, prompt.text or "")
+    if bounded and not plan.thinking:
+        exchange.warn("a budget of thinking bounds nothing here: the prompt begins no reasoning")
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     return [fitted(context, request, prompt, asked, "messages")], plan
 

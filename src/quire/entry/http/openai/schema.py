@@ -225,6 +225,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs     variables of the chat template, such as enable_thinking
     echo                     with continue_final_message: the answer begins with the message that it continues
     parallel_tool_calls      false: at most one call;  include_reasoning  false: the reasoning is not shown
+    thinking_token_budget    of reasoning that the prompt begins: it is ended there;  -1: it has none
     """
 
     messages: Messages
@@ -237,6 +238,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
     include_reasoning: bool | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None

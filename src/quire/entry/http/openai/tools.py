@@ -15,6 +15,7 @@ from quire.entry.http.openai.turn import TurnPlan
 from quire.text.load import TextSide
 from quire.text.tools import thinking_at_end, tool_grammar
 
+NO_BUDGET = -1
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}  # the parameters of a function that takes none
 
 
@@ -83,18 +84,23 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: str) -> TurnPlan:
     """How to read what follows the rendered `prompt`; the form that this gives the answer is put into the parameters.
     Errors: 400 for a form beside which nothing can be called."""
-    styles, form = text.styles, params.structured_outputs
+    styles, row, form = text.styles, text.styles.reasoning, params.structured_outputs
     plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), named=use.named,
                     parallel=request.parallel_tool_calls is not False and not use.named,
                     thoughts=request.include_reasoning is not False)
     if use.callable and (use.bound or styles.tools is None) and (form is None or use.must):
         form = StructuredOutputsParams(grammar=tool_grammar(
-            styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking))
-    elif form is not None:
-        form = _calls_or(form, plan) if use.callable else form
-        form.after = styles.reasoning.end if plan.thinking and styles.reasoning is not None else None
-    params.structured_outputs = form
-    row, tokenizer = styles.reasoning, text.tokenizer
+            styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking),
+            inside=True)
+    elif form is not None and use.callable:
+        form = _calls_or(form, plan)
+    if plan.thinking and row is not None:
+        budget = None if request.thinking_token_budget == NO_BUDGET else request.thinking_token_budget
+        if form is not None:
+            form.after, form.budget = row.end, budget
+        elif budget is not None:
+            form = StructuredOutputsParams(after=row.end, budget=budget)
+    params.structured_outputs, tokenizer = form, text.tokenizer
     tags = (None,) if row is None or tokenizer is None else map(tokenizer.token_id, (row.start, row.end))
     if (use.callable and styles.special_tokens) or (tokenizer and not tokenizer.all_special_ids.isdisjoint(tags)):
         params.skip_special_tokens = False  # the tags have to be seen

@@ -243,6 +243,22 @@ def test_reasoning_that_a_model_begins_by_itself_is_begun_for_it(sent: Callable[
     assert prompt.endswith("</think>") and params.structured_outputs.after is None
 
 
+def test_a_budget_of_reasoning(sent: Callable[..., Any], scripted: Any, refused: Callable[..., Any]) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 100}
+    for fields, inside in (({}, False), ({"response_format": SMALL}, False),
+                           ({"tools": [tool()], "tool_choice": "required"}, True)):
+        form = sent(**thinking, **fields)[1].structured_outputs
+        assert (form.after, form.budget, form.inside, form.given) == ("</think>", 100, inside, form.given)
+        assert bool(form.given) == bool(fields)
+    assert sent(**thinking | {"thinking_token_budget": -1})[1].structured_outputs is None
+    assert sent(thinking_token_budget=100)[1].structured_outputs is None  # told in a header: there is no reasoning
+    assert refused(thinking_token_budget=-2)["param"] == "thinking_token_budget"
+    source = "{{ messages[0].content }}:{% if enable_thinking is false %}{{ '\\n<think>\\n\\n</think>' }}{% endif %}"
+    scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": source}))
+    prompt, params = sent(thinking_token_budget=0)
+    assert prompt == "hi:\n<think>" and params.structured_outputs.budget == 0
+
+
 def test_tags_that_are_special_tokens_are_shown(sent: Callable[..., Any], scripted: Any) -> None:
     assert not sent()[1].skip_special_tokens  # <think> is one in this vocabulary
     scripted.text = replace(scripted.text, parsers=(None, "none"))
