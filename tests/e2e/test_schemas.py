@@ -2,11 +2,14 @@
 asked and whoever is beside, and without the form hardly any is. 2,000 of them with QUIRE_FULL=1.
 """
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
-from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.contracts.errors import RequestFailed
 
 from .schemas import TRICKY, Maker, Schema, fault
 
@@ -66,3 +69,53 @@ def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
                  if not fault(a.text, schema)]  # fmt: skip
         print(f"without the form {len(lucky)} of {len(answers)} are valid: {lucky[:5]}")
         assert len(lucky) <= len(answers) // 50
+
+
+HOSTILE: dict[str, dict[str, Any]] = {  # the last two take minutes or gigabytes, the others the process
+    "rules": {"grammar": "\n".join(["start: r0", *(f'r{i}: "a" r{i + 1}' for i in range(20_000)), 'r20000: "b"'])},
+    "references": {"json": {"$ref": "#/$defs/0", "$defs": {"3000": {"type": "null"}, **{
+        str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"const": i}]} for i in range(3_000)}}}},
+    "the least integer": {"grammar": 'start: %json {"x-guidance": {"lenient": true}, "const": -9223372036854775808}'},
+    "enum of 100,000": {"json": {"enum": [f"{i:x}" for i in range(100_000)]}},
+    "10,000 deep": {"json": '{"type":"object","properties":{"a":' * 10_000 + "{}" + "}}" * 10_000},
+    "without an end": {"json": {"$ref": "#"}}, "left recursion": {"grammar": 'start: start start "a"'},
+    "intersections": {"grammar": "start: A\nA: " + " & ".join(f"/[^a]*[a-z]{{{i}}}/" for i in range(300))},
+    "a divisor": {"json": {"type": "integer", "multipleOf": 123_456_789}},
+}  # fmt: skip
+
+
+def test_hostile_grammars_fail_alone_while_a_neighbour_goes_on() -> None:
+    """The neighbours, one of them with a form of its own, are done before the slow ones are given up."""
+    params = [SamplingParams(temperature=0.0, max_tokens=60),
+              SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(choice=["fine"]))]  # fmt: skip
+    ended: list[str] = []
+
+    async def run() -> tuple[dict[str, str], list[str]]:
+        async with AsyncLLM(max_model_len=128, async_depth=2) as served:
+            async def one(name: str, params: SamplingParams) -> str:
+                text = ""
+                try:
+                    async for output in served.generate("The", params):
+                        text = output.outputs[0].text
+                except RequestFailed as failure:
+                    text = f"{failure.code}: {failure}"
+                ended.append(name)
+                return text
+
+            alone = [await one("alone", each) for each in params]
+            forms = {name: SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(**form))
+                     for name, form in HOSTILE.items()}  # fmt: skip
+            tasks = {name: asyncio.create_task(one(name, each)) for name, each in forms.items()}
+            beside = await asyncio.gather(*(one("beside", each) for each in params))
+            found = {name: await task for name, task in tasks.items()}
+            assert beside == alone == [await one("after", each) for each in params]
+            served.engine.core.check()
+            return found, alone
+
+    before = threading.active_count()
+    found, alone = asyncio.run(run())
+    assert alone[1] == "fine" and len(alone[0]) > 60
+    assert all(text.startswith("invalid_grammar: ") for text in found.values()), found
+    last = len(ended) - 1 - ended[::-1].index("beside")
+    assert last < ended.index("intersections") and last < ended.index("a divisor"), ended
+    assert threading.active_count() == before

@@ -61,7 +61,7 @@ class StructuredOutputsParams(
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidParameter(f"structured_outputs: {error}.", param="structured_outputs") from None
         for wrong, what in (
-            (len(text) > MAX_BYTES, f"{len(text)} bytes of JSON, {MAX_BYTES} at most are taken: send a smaller one"),
+            (len(text) > MAX_BYTES, f"{len(text)} bytes of JSON, at most {MAX_BYTES} are taken: send a smaller one"),
             (self.after == "", "after is empty: leave it out"),
             (self.budget is not None and self.after is None, "budget is one of reasoning: give `after`, its end"),
             (self.budget is not None and self.budget < 0, f"budget={self.budget}: must be 0 or more"),

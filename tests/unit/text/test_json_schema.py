@@ -1,4 +1,4 @@
-"""What llguidance would hold an output to less than a schema says: refused, wherever it stands, or written otherwise."""
+"""Where llguidance would hold an output to less than a schema says, it is refused, wherever it stands, or rewritten."""
 
 import json
 import re
@@ -53,8 +53,8 @@ def test_what_cannot_be_held_is_refused_not_dropped(schema: dict[str, Any], word
         assert words in str(refusal.value) or "Unsatisfiable" in str(refusal.value), form
 
 
-CLASSES = ['[^"]', r"[^\\]", "[^a]", r'[^"\\]', r'[^"\n]', r"[^\n]", r"[\x00-\x1f]", r"\S", ".", r'[^\x00-\x1f"]', "[ -~]",
-           r"[\s\S]", r"[\n\t]", '[^!-/]', "[^A-z]"]  # fmt: skip
+CLASSES = ['[^"]', r"[^\\]", "[^a]", r'[^"\\]', r'[^"\n]', r"[^\n]", r"[\x00-\x1f]", r"\S", ".", r'[^\x00-\x1f"]', 
+           "[ -~]", r"[\s\S]", r"[\n\t]", '[^!-/]', "[^A-z]"]  # fmt: skip
 
 
 @pytest.mark.parametrize("chars", CLASSES)

@@ -7,8 +7,10 @@ flight; never the files.
 """
 
 import asyncio
+import fcntl
+import hashlib
 import os
-import secrets
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from quire.contracts.errors import ConfigError, EngineError
 
 IN_FLIGHT = 256  # requests that are asked for at once: enough to fill a batch, few enough to hold
 RETRY_SECONDS = 0.5  # before a request is sent again for which there was no room
-NO_ROOM, UNABLE = (408, 429), 503
+NO_ROOM, UNABLE = (408, 429, 529), 503
+RESPONSES = "/v1/responses"
 App = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
-class _Streamed(msgspec.Struct):
+class _Elsewhere(msgspec.Struct):
     stream: Any = None
+    background: Any = None
 
 
 class Line(msgspec.Struct):
@@ -42,8 +46,16 @@ class Line(msgspec.Struct):
             return "custom_id must be a text"
         if self.method != "POST" or not isinstance(self.url, str):
             return 'method must be "POST", and url a path such as /v1/chat/completions'
-        streamed = msgspec.json.decode(self.body, type=_Streamed).stream
-        return "body.stream is set, and a file holds no stream: leave it out" if streamed else ""
+        body = msgspec.json.decode(self.body, type=_Elsewhere)
+        name = "stream" if body.stream else "background"
+        return f"body.{name} is set, and an answer is in this file or nowhere: leave it out" if (
+            body.stream or body.background) else ""
+
+    @property
+    def id(self) -> str:
+        """Of its answer: the same for the same request, and for no other."""
+        asked = msgspec.json.encode((self.custom_id, self.url, bytes(self.body)))
+        return f"batch_req_{hashlib.sha256(asked).hexdigest()[:24]}"
 
 
 class Batch:
@@ -56,19 +68,28 @@ class Batch:
         """Reads the input once. Raises `ConfigError` when a file cannot be used or two requests are named the same."""
         self._source, self._target, self._most = source, target, most
         self._partial = target.with_name(target.name + ".partial")
-        names: dict[str, int] = {}
+        names: dict[str, tuple[int, str]] = {}
         try:
             for number, line in self._lines():
-                if not line.problem and names.setdefault(line.custom_id, number) != number:
-                    raise ConfigError(f"{source}: lines {names[line.custom_id]} and {number} have the same custom_id "
+                if not line.problem and (first := names.setdefault(line.custom_id, (number, line.id))[0]) != number:
+                    raise ConfigError(f"{source}: lines {first} and {number} have the same custom_id "
                                       f"{line.custom_id[:80]!r}: give each its own.")
-            earlier = next((path for path in (self._partial, target) if path.exists()), self._partial)
-            self._places = dict(_answered(earlier, names))
-            if earlier == target:  # of a finished run, whose input may have grown
-                os.replace(target, self._partial)
             self._file = self._partial.open("a+b")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            grown = not self._file.tell() and target.exists()  # of a finished run, whose input may have
+            self._places = dict(_answered(target if grown else self._partial, names))
+            if grown:
+                with target.open("rb") as file:
+                    shutil.copyfileobj(file, self._file)
+        except BlockingIOError:
+            raise ConfigError(f"{self._partial} is being written by another run: wait for its end, or choose another "
+                              "output.") from None
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}: choose another file.") from None
+        except ConfigError:
+            if (file := getattr(self, "_file", None)) and not file.tell():
+                self._partial.unlink()
+            raise
         self.total, self.done = len(names), len(self._places)
 
     async def run(self, app: App, report: Callable[[], None]) -> None:
@@ -109,7 +130,7 @@ class Batch:
                 counts[msgspec.json.decode(data)["error"] is not None] += 1
                 out.write(data)
         os.replace(new, self._target)
-        self._partial.unlink()
+        self._partial.unlink(missing_ok=True)
         return counts[0], counts[1]
 
     def close(self) -> None:
@@ -133,9 +154,9 @@ class Batch:
                 yield number, line
 
 
-def _answered(path: Path, names: dict[str, int]) -> Iterator[tuple[str, int]]:
-    """(custom id, place) of the answers of an earlier run, but those that were no fault of the request; what was not
-    written whole is cut off. Raises `ConfigError` for a file that is something else."""
+def _answered(path: Path, names: dict[str, tuple[int, str]]) -> Iterator[tuple[str, int]]:
+    """(custom id, place) of the answers of an earlier run to the same requests, but errors that were no fault of theirs;
+    what was not written whole is cut off. Raises `ConfigError` for a file that is something else."""
     place = 0
     if not path.exists():
         return
@@ -147,7 +168,8 @@ def _answered(path: Path, names: dict[str, int]) -> Iterator[tuple[str, int]]:
             try:
                 result = msgspec.json.decode(data)
                 name, response = result["custom_id"], result["response"]
-                if name in names and response is not None and response["status_code"] < 500:
+                same = name in names and names[name][1] == result["id"]
+                if same and response is not None and response["status_code"] < 500:
                     yield name, place
             except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
                 raise ConfigError(f"{path} is there and holds no answers of a batch: choose another file.") from None
@@ -156,25 +178,28 @@ def _answered(path: Path, names: dict[str, int]) -> Iterator[tuple[str, int]]:
 
 async def _ask(app: App, line: Line) -> bytes:
     """The answer to a line, as a line of the output."""
+    asked = bytes(line.body)
+    if line.url == RESPONSES:  # to be kept for nobody, unless the request says so
+        asked = msgspec.json.encode({"store": False} | msgspec.json.decode(asked, type=dict[str, msgspec.Raw]))
     while True:
-        status, request_id, body = await _post(app, line.url, bytes(line.body))
+        status, headers, body = await _post(app, line.url, asked)
         if status == UNABLE:
             raise EngineError(msgspec.json.decode(body)["error"]["message"])
         if status not in NO_ROOM:
             break
         await asyncio.sleep(RETRY_SECONDS)
-    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    response = {"status_code": status, "request_id": "".join(headers["x-request-id"]), "body": msgspec.Raw(body)}
+    response |= {"warnings": warnings} if (warnings := headers["x-quire-warning"]) else {}
     return _result(line, response, msgspec.json.decode(body)["error"] if status >= 400 else None)
 
 
 def _result(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
     name = line.custom_id if isinstance(line.custom_id, str) else None
-    return msgspec.json.encode({"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": name, "response": response,
-                                "error": error}) + b"\n"
+    return msgspec.json.encode({"id": line.id, "custom_id": name, "response": response, "error": error}) + b"\n"
 
 
-async def _post(app: App, path: str, body: bytes) -> tuple[int, str, bytes]:
-    """Status, request id and body of the application's answer."""
+async def _post(app: App, path: str, body: bytes) -> tuple[int, dict[str, list[str]], bytes]:
+    """Status, id and warnings, and body of the application's answer."""
     answer: list[Any] = []
     asked = [{"type": "http.request", "body": body}]
 
@@ -187,5 +212,6 @@ async def _post(app: App, path: str, body: bytes) -> tuple[int, str, bytes]:
     scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "root_path": "",
              "query_string": b"", "headers": [(b"content-type", b"application/json")]}
     await app(scope, receive, send)
-    named = next((value.decode() for name, value in answer[0]["headers"] if name == b"x-request-id"), "")
-    return answer[0]["status"], named, b"".join(message.get("body", b"") for message in answer[1:])
+    headers = {name: [value.decode() for key, value in answer[0]["headers"] if key == name.encode()]
+               for name in ("x-request-id", "x-quire-warning")}
+    return answer[0]["status"], headers, b"".join(message.get("body", b"") for message in answer[1:])
