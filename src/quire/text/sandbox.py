@@ -47,12 +47,8 @@ class Sandbox:
 
         Errors: `InvalidParameter`: what the child says, or that a limit was met, of `param`; `RequestFailed`.
         """
-        try:
-            job = marshal.dumps((marshal.dumps(template), arguments))
-        except ValueError as error:
-            raise InvalidParameter(f"the chat template's values cannot be passed on ({error}).", param=param) from None
-        over = over or Future()
-        status, used = "dead", True
+        job, over = marshal.dumps((marshal.dumps(template), arguments)), over or Future()
+        status, used, began = "dead", True, time.monotonic()
         while status == "dead" and used and not over.done():
             (child, used), began = self._take(), time.monotonic()
             status, text = self._run(child, job, over)

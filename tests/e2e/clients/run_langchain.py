@@ -84,19 +84,20 @@ def completions(facts: Facts) -> None:
 
 
 def logprobs(facts: Facts) -> None:
-    content = model(facts, logprobs=True, top_logprobs=2).invoke(facts.question).response_metadata["logprobs"]["content"]
+    answer = model(facts, logprobs=True, top_logprobs=2).invoke(facts.question)
+    content = answer.response_metadata["logprobs"]["content"]
     assert b"".join(bytes(one["bytes"]) for one in content).decode().startswith(facts.chats[facts.question])
     assert all(one["logprob"] == one["top_logprobs"][0]["logprob"] for one in content)
 
 
 def errors(facts: Facts) -> None:
     for api in (False, True):
-        error = refusal(openai.NotFoundError, lambda: model(facts, use_responses_api=api, model="gpt").invoke("x"))
+        error = refusal(openai.NotFoundError, model(facts, use_responses_api=api, model="gpt").invoke, "x")
         assert error.code == "model_not_found"
-        error = refusal(ContextOverflowError, lambda: model(facts, use_responses_api=api).invoke("word " * 5000))
+        error = refusal(ContextOverflowError, model(facts, use_responses_api=api).invoke, "word " * 5000)
         assert error.code == "context_length_exceeded" and isinstance(error, openai.BadRequestError)
         wrong = model(facts, use_responses_api=api, base_url=facts.keyed_base)
-        assert refusal(openai.AuthenticationError, lambda: wrong.invoke("x")).code == "invalid_api_key"
+        assert refusal(openai.AuthenticationError, wrong.invoke, "x").code == "invalid_api_key"
         assert model(facts, use_responses_api=api, base_url=facts.keyed_base, api_key=facts.key).invoke("x").id
 
 

@@ -102,11 +102,11 @@ def responses(facts: Facts) -> None:
 def errors(facts: Facts) -> None:
     for prefix in PREFIXES:
         named = prefix + MODEL
-        assert refusal(litellm.NotFoundError, lambda: ask(facts, "x", model=named + "x")).status_code == 404
-        error = refusal(litellm.ContextWindowExceededError, lambda: ask(facts, "word " * 5000, model=named))
+        assert refusal(litellm.NotFoundError, ask, facts, "x", model=named + "x").status_code == 404
+        error = refusal(litellm.ContextWindowExceededError, ask, facts, "word " * 5000, model=named)
         assert error.status_code == 400 and "context" in str(error)
-        assert refusal(litellm.BadRequestError, lambda: ask(facts, "x", model=named, temperature=3)).status_code == 400
-        refusal(litellm.AuthenticationError, lambda: ask(facts, "x", model=named, api_base=facts.keyed_base))
+        assert refusal(litellm.BadRequestError, ask, facts, "x", model=named, temperature=3).status_code == 400
+        refusal(litellm.AuthenticationError, ask, facts, "x", model=named, api_base=facts.keyed_base)
         assert ask(facts, "x", model=named, api_base=facts.keyed_base, api_key=facts.key).choices
 
 

@@ -72,11 +72,11 @@ def forms(facts: Facts) -> None:
 
 def errors(facts: Facts) -> None:
     asked = [ChatMessage(role=MessageRole.USER, content="x")]
-    assert refusal(openai.NotFoundError, lambda: model(facts, model="gpt").chat(asked)).code == "model_not_found"
+    assert refusal(openai.NotFoundError, model(facts, model="gpt").chat, asked).code == "model_not_found"
     long = [ChatMessage(role=MessageRole.USER, content="word " * 5000)]
-    assert refusal(openai.BadRequestError, lambda: model(facts).chat(long)).code == "context_length_exceeded"
+    assert refusal(openai.BadRequestError, model(facts).chat, long).code == "context_length_exceeded"
     wrong = model(facts, api_base=facts.keyed_base)
-    assert refusal(openai.AuthenticationError, lambda: wrong.chat(asked)).code == "invalid_api_key"
+    assert refusal(openai.AuthenticationError, wrong.chat, asked).code == "invalid_api_key"
     assert model(facts, api_base=facts.keyed_base, api_key=facts.key).chat(asked).message.content
 
 

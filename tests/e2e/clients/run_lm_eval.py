@@ -74,4 +74,4 @@ def chats(facts: Facts) -> None:
     assert results["exact_match,none"] == 1.0
 
 
-main("lm_eval", scores, texts, chats)
+main("lm-eval", scores, texts, chats)

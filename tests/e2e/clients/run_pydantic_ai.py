@@ -93,12 +93,10 @@ def reasoning(facts: Facts) -> None:
 
 def errors(facts: Facts) -> None:
     for model, settings in models(facts, name="gpt"):
-        error = refusal(ModelHTTPError, lambda model=model, settings=settings: Agent(
-            model, model_settings=settings).run_sync("x"))
+        error = refusal(ModelHTTPError, Agent(model, model_settings=settings).run_sync, "x")
         assert error.status_code == 404 and "gpt" in str(error.body)
     for model, settings in models(facts, keyed=True):
-        error = refusal(ModelHTTPError, lambda model=model, settings=settings: Agent(
-            model, model_settings=settings).run_sync("x"))
+        error = refusal(ModelHTTPError, Agent(model, model_settings=settings).run_sync, "x")
         assert error.status_code == 401
     for model, settings in models(facts, key=facts.key, keyed=True):
         assert Agent(model, model_settings=settings).run_sync("x").output

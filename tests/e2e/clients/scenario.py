@@ -7,7 +7,9 @@ Every program runs in the environment of its own client, where Quire is not inst
 
 import json
 import math
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +23,8 @@ class Facts:
 
     chats       the answer, by question: at most 60 tokens;  texts: 24 tokens, by prompt
     embeddings  by text
-    call        `question`, `tools` (one), `name` and `arguments` of the call that the model makes by itself, a `result`,
-                and the `answer` to it
+    call        `question`, `tools` (one), `name` and `arguments` of the call that the model makes by itself, a
+                `result`, and the `answer` to it
     form        `question`, `schema`, and the `value` that comes
     thought     `question`, `reasoning`, `answer`
     scores      [context, continuation, log-probability, whether it is the greedy one]
@@ -43,10 +45,10 @@ class Facts:
         self.base, self.keyed_base = self.url + "/v1", self.keyed_url + "/v1"
 
 
-def refusal(kind: type[Exception], call: Callable[[], object]) -> Any:
+def refusal(kind: type[Exception], call: Callable[..., object], *arguments: Any, **options: Any) -> Any:
     """The error that a call must end with."""
     try:
-        call()
+        call(*arguments, **options)
     except kind as error:
         return error
     raise AssertionError(f"no {kind.__name__}")
@@ -59,8 +61,15 @@ def close(found: Iterable[float], right: Iterable[float]) -> bool:
 
 def main(package: str, *scenarios: Callable[[Facts], object]) -> None:
     """Everything, in order; the first wrong answer ends it with a traceback."""
-    facts = Facts(sys.argv[1])
+    facts, code = Facts(sys.argv[1]), 0
     print(package, metadata.version(package))
-    for scenario in scenarios:
-        scenario(facts)
-        print(scenario.__name__, flush=True)
+    try:
+        for scenario in scenarios:
+            scenario(facts)
+            print(scenario.__name__, flush=True)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: a thread of litellm's was once seen to wait for ever

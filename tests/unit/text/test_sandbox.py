@@ -4,7 +4,9 @@ cheap never leaves this process."""
 import resource
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,69 @@ def test_one_child_serves_many_and_is_replaced_when_it_died() -> None:
     assert second.pid != child.pid
     box.close()
     assert second.poll() is not None and not box._idle
+
+
+def test_a_child_that_is_killed_as_it_is_taken_costs_nobody_an_answer() -> None:
+    box = Sandbox(seconds=30)
+    template = ChatTemplate({}, sandbox=box).replaced("{{ messages[0].content }}")
+    template.render([USER])
+    (child,) = box._idle
+    child.kill()
+    child.wait()
+    child.poll = lambda: None  # type: ignore[method-assign]
+    assert template.render([USER]) == "hi"
+    box.close()
+
+
+def test_a_rendering_ends_when_it_is_over() -> None:
+    box, over = Sandbox(seconds=600), Future[None]()
+    ended = list[InvalidParameter]()
+
+    def run() -> None:
+        with pytest.raises(InvalidParameter) as caught:
+            ChatTemplate({}, sandbox=box).replaced(HOSTILE["loops"]).render_apart([USER], over)
+        ended.append(caught.value)
+
+    (thread := threading.Thread(target=run)).start()
+    while not box._busy:
+        assert thread.is_alive()
+    over.set_result(None)
+    thread.join(60)
+    assert len(ended) == 1 and not box._busy and not box._idle
+    with pytest.raises(InvalidParameter):
+        ChatTemplate({}, sandbox=box).replaced("a").render_apart([USER], over)
+    assert not box._idle  # none is started for what is over
+
+
+def test_children_that_are_busy_end_with_the_others() -> None:
+    box = Sandbox(seconds=600)
+    render = ChatTemplate({}, sandbox=box).replaced(HOSTILE["loops"]).render
+    (thread := threading.Thread(target=lambda: pytest.raises(InvalidParameter, render, [USER]))).start()
+    while not box._busy:
+        assert thread.is_alive()
+    (child,) = box._busy
+    box.close()
+    thread.join(60)
+    assert child.poll() is not None and not thread.is_alive()
+
+
+def test_a_child_is_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("TZ", "UTC")
+    box = Sandbox()
+    child, _ = box._take()
+    told = Path(f"/proc/{child.pid}/environ").read_text()
+    assert "TZ=UTC" in told and "secret" not in told
+    box._idle.append(child)
+    box.close()
+
+
+def test_a_variable_may_have_any_name(sandbox: Sandbox) -> None:
+    names = ["over", "given", "name", "context", "args", "kwargs", "environment", "options"]
+    given: dict[str, Any] = dict.fromkeys([*names, "self"], 1)
+    template = ChatTemplate({"default": "".join(f"{{{{ {name} }}}}" for name in names)}, sandbox=sandbox)
+    assert template.render([USER], **given) == template.render_apart([USER], None, **given) == "1" * len(names)
 
 
 def test_children_end_with_who_started_them(sandbox: Sandbox) -> None:

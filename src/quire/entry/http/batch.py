@@ -54,7 +54,7 @@ class Line(msgspec.Struct):
     @property
     def id(self) -> str:
         """Of its answer: the same for the same request, and for no other."""
-        asked = msgspec.json.encode((self.custom_id, self.url, bytes(self.body)))
+        asked = msgspec.json.encode((self.custom_id, self.url, bytes(self.body), self.problem))
         return f"batch_req_{hashlib.sha256(asked).hexdigest()[:24]}"
 
 
@@ -76,20 +76,12 @@ class Batch:
                                       f"{line.custom_id[:80]!r}: give each its own.")
             self._file = self._partial.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            grown = not self._file.tell() and target.exists()  # of a finished run, whose input may have
-            self._places = dict(_answered(target if grown else self._partial, names))
-            if grown:
-                with target.open("rb") as file:
-                    shutil.copyfileobj(file, self._file)
+            self._places = self._earlier(names)
         except BlockingIOError:
             raise ConfigError(f"{self._partial} is being written by another run: wait for its end, or choose another "
                               "output.") from None
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}: choose another file.") from None
-        except ConfigError:
-            if (file := getattr(self, "_file", None)) and not file.tell():
-                self._partial.unlink()
-            raise
         self.total, self.done = len(names), len(self._places)
 
     async def run(self, app: App, report: Callable[[], None]) -> None:
@@ -137,6 +129,21 @@ class Batch:
         """Close what is open."""
         self._file.close()
 
+    def _earlier(self, names: dict[str, tuple[int, str]]) -> dict[str, int]:
+        """The places of what earlier runs have answered, whether they were interrupted or have finished (the input may
+        have grown since)."""
+        over = not self._file.tell() and self._target.exists()
+        try:
+            places = dict(_answered(self._target if over else self._partial, names))
+        except ConfigError:
+            if over:
+                self._partial.unlink()
+            raise
+        if over:
+            with self._target.open("rb") as file:
+                shutil.copyfileobj(file, self._file)
+        return places
+
     def _lines(self) -> Iterator[tuple[int, Line]]:
         """Every line of the input that is not empty, with its number."""
         with self._source.open("rb") as file:
@@ -155,8 +162,8 @@ class Batch:
 
 
 def _answered(path: Path, names: dict[str, tuple[int, str]]) -> Iterator[tuple[str, int]]:
-    """(custom id, place) of the answers of an earlier run to the same requests, but errors that were no fault of theirs;
-    what was not written whole is cut off. Raises `ConfigError` for a file that is something else."""
+    """(custom id, place) of the answers of an earlier run to the same requests, but errors that were no fault of
+    theirs; what was not written whole is cut off. Raises `ConfigError` for a file that is something else."""
     place = 0
     if not path.exists():
         return

@@ -7,7 +7,7 @@ nothing of what is asked.
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -73,6 +73,7 @@ class Exchange:
         self._send = send
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.warnings: list[str] = []
+        self.words: Sequence[tuple[str, str]] = ()  # (pattern, what this API calls it) of what errors and warnings name
         self._stream: EventStream | None = None
         self._started = False
         # How a stream ends that fails, from the status and the body that its error would have been.
@@ -100,7 +101,7 @@ class Exchange:
 
     def warn(self, text: str) -> None:
         """Tell the client something in an `x-quire-warning` header; a few are kept."""
-        if len(self.warnings) < MAX_WARNINGS and text not in self.warnings:
+        if len(self.warnings) < MAX_WARNINGS and (text := self._own_words(text)) not in self.warnings:
             self.warnings.append(text)
 
     async def body(self) -> bytes:
@@ -138,12 +139,19 @@ class Exchange:
     async def fail(self, error: BaseException) -> None:
         """Answer with an error: by its status, or as an event when a stream has begun."""
         answer = http_error(error)
+        answer.message = self._own_words(answer.message)
+        answer.param = answer.param and self._own_words(answer.param).partition(".")[0]
         if self._stream is not None:
             self._stream.stop_comments()
         if self._stream is not None and self._stream.started:
             await self._stream.end(self.ending(answer.status, answer.body()))
         elif not self._started:
             await self.reply(answer.body(), status=answer.status, headers=answer.headers)
+
+    def _own_words(self, text: str) -> str:
+        for pattern, own in self.words:
+            text = re.sub(pattern, own, text)
+        return text
 
     def _own_headers(self) -> list[tuple[bytes, bytes]]:
         warnings = [(b"x-quire-warning", text.encode("ascii", "replace")) for text in self.warnings]

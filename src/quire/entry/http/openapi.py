@@ -13,10 +13,10 @@ from starlette.routing import Route
 from quire import __version__
 from quire.config.serve import ServerConfig
 from quire.entry.http.anthropic.errors import OWN_PATHS
-from quire.entry.http.anthropic.schema import MessagesRequest
+from quire.entry.http.anthropic.schema import CountAnswer, MessageAnswer, MessagesRequest
 from quire.entry.http.auth import OPEN_PATHS, WITH_BODY
 from quire.entry.http.openai import schema, schema_embeddings
-from quire.entry.http.openai.responses_schema import ResponseRequest
+from quire.entry.http.openai.responses_schema import ResponseAnswer, ResponseRequest
 from quire.entry.http.ops import ALWAYS
 
 BODIES: dict[str, tuple[type | None, type | None]] = {  # path -> request body, answer
@@ -26,8 +26,11 @@ BODIES: dict[str, tuple[type | None, type | None]] = {  # path -> request body, 
     **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"),
                     (schema_embeddings.RerankRequest, schema_embeddings.RerankResponse)),
     **dict.fromkeys(("/v1/score", "/score"), (schema_embeddings.ScoreRequest, schema_embeddings.ScoreResponse)),
-    "/v1/responses": (ResponseRequest, None),
-    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), (MessagesRequest, None)),
+    "/v1/responses": (ResponseRequest, ResponseAnswer),
+    "/v1/responses/{response_id}": (None, ResponseAnswer),
+    "/v1/responses/{response_id}/cancel": (None, ResponseAnswer),
+    "/v1/messages": (MessagesRequest, MessageAnswer),
+    "/v1/messages/count_tokens": (MessagesRequest, CountAnswer),
     "/v1/models": (None, schema.ModelList),
     "/v1/models/{model}": (None, schema.ModelCard),
     "/tokenize": (schema.TokenizeRequest, schema.TokenizeResponse),
@@ -43,6 +46,8 @@ REASONS = {
     500: "an internal error", 503: "the engine starts, stops or is dead", 504: "its time is up",
     529: "there is no room now"}
 NEEDED = {"/v1/messages": ["max_tokens"]}  # fields that this path has to be given, and others of its type have not
+KEYS = {"key": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -59,7 +64,7 @@ def describe_api(routes: Iterable[Route], config: ServerConfig) -> dict[str, obj
     if config.http.root_path:
         document["servers"] = [{"url": config.http.root_path}]
     if config.http.api_key:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["components"]["securitySchemes"] = KEYS
     for route in routes:
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
         operations = document["paths"].setdefault(path, {})
@@ -70,6 +75,7 @@ def describe_api(routes: Iterable[Route], config: ServerConfig) -> dict[str, obj
 
 def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
     request, answer = BODIES.get(path, (None, None))
+    answer = None if method == "DELETE" else answer
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {} if answer is None else {"schema": _reference(answer)}}
     if path in STREAMED:
@@ -90,7 +96,7 @@ def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     if locked and path not in OPEN_PATHS:
-        operation["security"] = [{"key": []}]
+        operation["security"] = [{name: []} for name in KEYS]
     return operation
 
 

@@ -9,6 +9,7 @@ from starlette.types import Scope
 from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.errors import error_answer
 
+KEPT = "/v1/responses/"
 RETRY_AFTER = 5  # seconds that a caller is told to wait for a server that starts, drains or has died
 
 
@@ -47,13 +48,16 @@ def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
 
 
 class Gate:
-    """For `auth.Guard`: while the engine starts, drains or is dead, every path but `always` is answered 503 at once."""
+    """For `auth.Guard`: while the engine starts, drains or is dead, every path but `always` is answered 503 at once;
+    what runs in the background can be fetched and cancelled until it has drained."""
 
     def __init__(self, engine: ServedEngine, always: Collection[str]) -> None:
         self._engine, self._always = engine, always
 
     def __call__(self, scope: Scope) -> Response | None:
-        if self._engine.state is EngineState.READY or scope["path"] in self._always:
+        draining = self._engine.state is EngineState.DRAINING
+        if self._engine.state is EngineState.READY or scope["path"] in self._always or (
+                draining and scope["path"].startswith(KEPT)):
             return None
         now = readiness(self._engine, float("inf"))
         headers = {"retry-after": str(RETRY_AFTER), "connection": "close"}

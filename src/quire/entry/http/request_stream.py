@@ -16,6 +16,8 @@ from quire.entry.completion import Generation
 from quire.entry.front import INTERNAL
 
 LOG = logging.getLogger("quire")
+FIXES = {"deadline": ", its time was up: ask for fewer tokens, or give it more time (X-Request-Timeout, or the server's "
+                     "--request-timeout)"}
 Batch = list[tuple[int, RequestOutput]]  # (prompt index, what is new)
 
 
@@ -126,4 +128,5 @@ class RequestStream:
         return output
 
     def _failure(self, code: str, words: str | None = None) -> RequestFailed:
-        return RequestFailed(words or f"request {self.request_id} failed: {code}.", code=code)
+        words = words or f"request {self.request_id} failed: {code}{FIXES.get(code, '')}."
+        return RequestFailed(words, code=code)

@@ -19,6 +19,7 @@ class App:
     def __init__(self, respond: Callable[[dict[str, Any]], tuple[int, dict[str, Any]]] | None = None) -> None:
         self.respond = respond or (lambda body: (200, {"echo": body}))
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.headers: list[tuple[bytes, bytes]] = []
         self.now = self.most = 0
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -31,7 +32,8 @@ class App:
         await asyncio.sleep(0.01 / len(self.asked))
         self.now -= 1
         status, answer = self.respond(body)
-        await send({"type": "http.response.start", "status": status, "headers": [(b"x-request-id", b"r")]})
+        headers = [(b"x-request-id", b"r"), *self.headers]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
 
@@ -87,7 +89,8 @@ def test_errors_of_the_application_are_both_answer_and_error(files: Callable[...
     ('{"custom_id": "x", "body": {}}', "x", "url"), ('{"custom_id": "x", "url": 5, "body": {}}', "x", "url"),
     ('{"custom_id": "x", "url": "/a"}', "x", "no request"),
     ('{"custom_id": "x", "url": "/a", "body": [1]}', "x", "no request"),
-    (line("x", stream=True), "x", "stream"), (line("x", long="y" * 1000), "x", "--max-body-bytes"),
+    (line("x", stream=True), "x", "stream"), (line("x", background=True), "x", "background"),
+    (line("x", long="y" * 1000), "x", "--max-body-bytes"),
 ])
 def test_a_bad_line_is_an_error_and_stops_nothing(files: Callable[..., Any], bad: str, name: Any, words: str) -> None:
     results = run(files(line("a"), "", bad, line("b")), App())
@@ -105,9 +108,37 @@ def test_a_name_given_twice_stops_it_before_it_begins(files: Callable[..., Any])
 
 def test_no_room_is_waited_for(files: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
-    left = [429, 408, 429]
+    left = [429, 408, 529, 429]
     app = App(lambda body: (left.pop(), {"error": {"message": "full"}}) if left else (200, {}))
-    assert run(files(line("a")), app)[0]["error"] is None and len(app.asked) == 4
+    assert run(files(line("a")), app)[0]["error"] is None and len(app.asked) == 5
+
+
+def test_warnings_are_part_of_a_line(files: Callable[..., Any]) -> None:
+    app = App()
+    app.headers = [(b"x-quire-warning", b"unknown field 'x'"), (b"x-quire-warning", b"b")]
+    assert run(files(line("a", x=1)), app)[0]["response"]["warnings"] == ["unknown field 'x'", "b"]
+
+
+def test_responses_are_kept_only_when_they_are_to_be(files: Callable[..., Any]) -> None:
+    app, bodies = App(), ({"input": "a"}, {"input": "b", "store": True})
+    run(files(*(json.dumps({"custom_id": body["input"], "url": "/v1/responses", "body": body})
+                for body in bodies)), app)
+    assert {body["input"]: body["store"] for _, body in app.asked} == {"a": False, "b": True}
+
+
+def test_another_request_of_the_same_name_is_asked(files: Callable[..., Any]) -> None:
+    run(files(line("a", n=1), line("b", n=1)), App())
+    app = App()
+    results = run(files(line("a", n=2), line("b", n=1)), app)
+    assert [body for _, body in app.asked] == [{"n": 2}] and results[0]["response"]["body"] == {"echo": {"n": 2}}
+
+
+def test_only_one_run_writes_an_output(files: Callable[..., Any]) -> None:
+    first = Batch(*(paths := files(line("a"))), 1000)
+    with pytest.raises(ConfigError, match="another run"):
+        Batch(*paths, 1000)
+    first.close()
+    assert len(run(paths, App())) == 1
 
 
 def test_what_is_answered_is_not_asked_again(files: Callable[..., Any]) -> None:

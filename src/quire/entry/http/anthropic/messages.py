@@ -20,6 +20,9 @@ from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
 
 DECODER, ENCODE = decode.RequestDecoder(
     MessagesRequest, refused="../anthropic/refused_fields.txt"), msgspec.json.Encoder().encode
+WORDS = ((r"(?<=\])\.function\.parameters\b", ".input_schema"), (r"(?<=\])\.function\b", ""),
+         (r"\bresponse_format(\.json_schema)?\b", "output_config.format"), (r"\bstop(?==| must)", "stop_sequences"),
+         (r"\breasoning_effort\b", "output_config.effort"))
 CALL_PREFIX = "toolu_"  # of a call's id on its way out; taken away on its way back, since templates show ids
 BLOCKS = {  # the types of a role's blocks, and what each needs
     "system": {"text": ("text",)}, "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
@@ -37,6 +40,7 @@ async def messages(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request. What `max_tokens` asks for beyond the context is not refused: the answer ends there."""
     exchange.ending = lambda *error: b"event: error\ndata: %b\n\n" % own_form(*error, exchange.request_id)[1]
     request = await DECODER.read(context, exchange)
+    exchange.words = WORDS
     if (longest := request.max_tokens) is None:
         raise InvalidParameter("max_tokens is missing: it must be an integer >= 0.", param="max_tokens")
     await generate.answer(
@@ -47,7 +51,9 @@ async def messages(context: ServerContext, exchange: Exchange) -> None:
 
 async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
     """Answer with the tokens of the prompt that a message would be given, even if the context cannot hold them."""
-    request = _chat_request(context, exchange, await DECODER.read(context, exchange))
+    given = await DECODER.read(context, exchange)
+    exchange.words = WORDS
+    request = _chat_request(context, exchange, given)
     context.model(request.model)
     use = tools.tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
     held = request.response_format is not None or request.thinking_token_budget is not None
@@ -80,7 +86,7 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
                 type="json_schema", json_schema=schema.JsonSchema(schema=config.format.schema))
     if (choice := request.tool_choice) is not None:
         if choice.type == "tool" and not choice.name:
-            raise InvalidParameter("tool_choice.name is missing: a tool_choice of type tool needs it.", param="tool_choice")
+            raise InvalidParameter("tool_choice.name is missing: type tool needs it.", param="tool_choice")
         named = schema.ToolChoice(type="function", function=schema.FunctionReference(name=choice.name or ""))
         given["tool_choice"] = CHOICES.get(choice.type, named)
         given["parallel_tool_calls"] = not choice.disable_parallel_tool_use

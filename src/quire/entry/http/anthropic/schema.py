@@ -89,3 +89,32 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     top_k: Count | None = None
     stop_sequences: Annotated[list[str], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """Token counts of a message; those from the cache are not among `input_tokens`."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+
+
+class MessageAnswer(msgspec.Struct, kw_only=True):
+    """Answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountAnswer(msgspec.Struct, kw_only=True):
+    """Answer of /v1/messages/count_tokens."""
+
+    input_tokens: int

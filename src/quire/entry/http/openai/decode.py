@@ -30,7 +30,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
 STEP = re.compile(r"\w+|\[[^]]*\]")
 MISSING = re.compile(r"missing required field `(\w+)`")
-UNKNOWN = re.compile(r"contains unknown field `(.*)`")
+UNKNOWN = re.compile(r"contains unknown field `(.*?)`")
 GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
 JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
               "array": "a list", "object": "an object"}
@@ -65,8 +65,8 @@ ROUTES: dict[str, frozenset[str]] = {path: frozenset(kind.__struct_fields__) for
     ("/detokenize", schema.DetokenizeRequest))}
 ALIKE = [line.split() for line in (  # fields for the same, of which each route has some
     "max_tokens max_completion_tokens max_output_tokens", "stop stop_sequences", "instructions system messages input",
-    "messages prompt input", "response_format structured_outputs text output_config", "truncation truncate_prompt_tokens",
-    "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
+    "messages prompt input", "response_format structured_outputs text output_config",
+    "truncation truncate_prompt_tokens", "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
 # Do not change the answer here, and are taken silently: who asks, what OpenAI keeps and where it runs; hints (what the
 # answer will mostly be, how long it should be); how pictures would be read; backends, of which there is one.
 IGNORED = frozenset(
@@ -116,8 +116,8 @@ class RequestDecoder(Generic[T]):
         except UnicodeDecodeError as error:
             raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
         except RecursionError as error:
-            raise HttpError(400, f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another.",
-                            code="invalid_json") from error
+            words = f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another."
+            raise HttpError(400, words, code="invalid_json") from error
         unknown = (ascii(name[:MAX_NAME]) for name in names if name not in self._known)
         return request, list(islice(unknown, MAX_UNKNOWN))
 
@@ -171,9 +171,10 @@ def _depth(body: bytes) -> int:
     """How many lists and objects of valid JSON are in one another at most; a bound where they are few."""
     if (most := body.count(b"[") + body.count(b"{")) <= MAX_DEPTH:
         return most
-    marks = body.replace(rb"\\", b"").replace(rb'\"', b"").translate(None, NO_MARKS)
-    brackets = np.frombuffer(re.sub(rb'"[^"]*"', b"", marks), np.uint8)
-    return int(np.cumsum(np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)).max())
+    marks = np.frombuffer(body.replace(rb"\\", b"").replace(rb'\"', b"").translate(None, NO_MARKS), np.uint8)
+    quotes, steps = marks == ord('"'), (marks & 2).astype(np.int8) - 1  # the bit tells what opens from what closes
+    steps[quotes | (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool)] = 0
+    return int(np.cumsum(steps, dtype=np.int32).max())
 
 
 def _reason(text: str) -> str:

@@ -5,11 +5,13 @@ import base64
 import logging
 import time
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import F32
+from quire.entry.completion import Generation
 from quire.entry.embedding import embed_params, vector_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
@@ -35,7 +37,7 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
                                param="input")
     if not plan.source:
         exchange.warn(f"embeddings are {plan}")
-    vectors, usage = await vectors_of(context, exchange, request, given, "input", request.dimensions)
+    vectors, usage = await vectors_of(context, exchange, request, given, ["input"], request.dimensions)
 
     def write() -> bytes:
         # One by one: the encoder would hold the interpreter for as long as all of them take.
@@ -48,25 +50,30 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def vectors_of(context: ServerContext, exchange: Exchange, request: schema.EmbeddedFields,
-                     texts: Sequence[str | list[int]], param: str, dimensions: int | None = None,
+                     texts: Sequence[str | list[int]], params: Sequence[str], dimensions: int | None = None,
                      ) -> tuple[list[F32], schema.PromptUsage]:
-    """The embeddings of texts, or of token ids, which came in the field `param`, and how many tokens they have."""
+    """The embeddings of texts, or of token ids, and how many tokens they have. `params`: the field of each; the last
+    one is that of all that follow. More than the engine has room for are sent one part after the other."""
     plan, began = context.text().pooling, time.monotonic()
-    prompts = await _prompts(context, exchange, request, texts, param)
+    prompts = await _prompts(context, exchange, request, texts, params)
+    room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()
     with context.in_flight.hold(exchange.request_id):
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # ends here if the client has hung up
-            stream = context.engine.open(
-                prompts, embed_params(), request_id=exchange.request_id, priority=request.priority or 0,
-                timeout=request_timeout(exchange.header(b"x-request-timeout")), pool=plan.method)
-            try:
-                async for _ in stream:
-                    pass
-                watch.stop()
-            finally:
-                stream.close()
-    vectors = [vector_of(generation, plan, dimensions) for generation in stream.generations]
-    count = sum(len(generation.prompt_token_ids) for generation in stream.generations)
+            for at in range(0, len(prompts), room):
+                stream = context.engine.open(
+                    prompts[at : at + room], embed_params(), request_id=exchange.request_id,
+                    priority=request.priority or 0, timeout=request_timeout(exchange.header(b"x-request-timeout")),
+                    pool=plan.method)
+                try:
+                    async for _ in stream:
+                        pass
+                finally:
+                    stream.close()
+                generations += stream.generations
+            watch.stop()
+    vectors = [vector_of(generation, plan, dimensions) for generation in generations]
+    count = sum(len(generation.prompt_token_ids) for generation in generations)
     if context.config.serve.enable_log_requests:
         LOG.info("request %s: %d prompt tokens in %d texts, embedded, %.3f s", exchange.request_id, count, len(prompts),
                  time.monotonic() - began)
@@ -74,19 +81,20 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
 
 
 async def _prompts(context: ServerContext, exchange: Exchange, request: schema.EmbeddedFields,
-                   texts: Sequence[str | list[int]], param: str) -> list[Prompt]:
+                   texts: Sequence[str | list[int]], params: Sequence[str]) -> list[Prompt]:
     special = request.add_special_tokens is not False
     longest = context.ready().max_model_len if request.truncate_prompt_tokens is None else None
-    tokenizer = tokenizer_of(context.text(), param) if any(isinstance(text, str) for text in texts) else None
+    tokenizer = tokenizer_of(context.text(), params[-1]) if any(isinstance(text, str) for text in texts) else None
+    named = list(zip(texts, chain(params, repeat(params[-1])), strict=False))
 
-    def prompt(text: str | list[int]) -> Prompt:
+    def prompt(text: str | list[int], param: str) -> Prompt:
         if isinstance(text, list):
             return Prompt(token_ids=text)
         assert tokenizer is not None
         return encoded(tokenizer, text, special, longest, param)
 
-    prompts = await away(context, exchange.size, lambda: list(map(prompt, texts)))
-    return [fitted(context, request, prompt, 0, param) for prompt in prompts]
+    prompts = await away(context, exchange.size, lambda: [prompt(*pair) for pair in named])
+    return [fitted(context, request, prompt, 0, param) for prompt, (_, param) in zip(prompts, named, strict=True)]
 
 
 def _written(vector: F32, encoding: str | None) -> list[float] | str:

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.contracts.errors import EngineClosed
+from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange, Watch
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import spell_bad_words
-from quire.entry.http.openai.sampling import request_timeout
+from quire.entry.http.openai.sampling import form_fault, request_timeout
 from quire.entry.http.openai.schema import CachedTokens, ReasoningTokens, SamplingFields, StreamOptions, Usage
 from quire.entry.http.openai.turn import Turn, TurnPlan
 from quire.entry.http.request_stream import Batch, RequestStream
@@ -142,7 +142,10 @@ async def answer(
               timeout=request_timeout(exchange.header(b"x-request-timeout")),
               include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
               running_usage=bool(options.continuous_usage_stats))
-    await generate(context, exchange, job, writer(job, request, text.tokenizer))
+    try:
+        await generate(context, exchange, job, writer(job, request, text.tokenizer))
+    except (RequestFailed, InvalidParameter) as error:
+        raise form_fault(error, request, params, bool(turn.tools)) from error
 
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:

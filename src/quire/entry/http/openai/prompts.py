@@ -75,7 +75,7 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
         prompts = await away(context, exchange.size, lambda: [
             encoded(tokenizer, text, special, longest, "prompt", after=after) for text in texts])
     elif after:
-        raise InvalidParameter("suffix needs a prompt that is a text: token ids may hold the gap's own.", param="suffix")
+        raise InvalidParameter("suffix needs a prompt that is a text: ids may hold the gap's tokens.", param="suffix")
     else:
         prompts = [Prompt(token_ids=item) for item in given if not isinstance(item, str)]
     return [fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts], TurnPlan()
@@ -142,7 +142,7 @@ async def conversation_prompt(
         try:
             async with exchange.watch(), context.sandbox():
                 rendered = await asyncio.to_thread(
-                    render, lambda given, **more: template.render_apart(given, over, **more))
+                    render, lambda given, /, **more: template.render_apart(given, over, **more))
         finally:  # neither the thread nor its child goes on for a client that is gone
             over.set_result(None)
         return await away(context, len(rendered), lambda: encode(rendered))
@@ -176,8 +176,8 @@ def _longest(context: ServerContext, request: SamplingFields) -> int | None:
 
 def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str, *,
             after: str = "") -> Prompt:
-    """The prompt of a text, or of the gap between it and the text `after`. Errors: 400, without the work, when it surely
-    has more than `longest` tokens."""
+    """The prompt of a text, or of the gap between it and the text `after`. Errors: 400, without the work, when it
+    surely has more than `longest` tokens."""
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
         raise HttpError(400, f"this model's maximum context length is {longest} tokens, and the prompt is too long "
                         f"with at least {fewest}: shorten the prompt.", code="context_length_exceeded", param=param)
@@ -229,8 +229,12 @@ def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest 
         if name in variables:
             hint = "send it as a field of its own" if name in SWITCHES else "leave it out"
             raise InvalidParameter(f"chat_template_kwargs may not hold {name}: {hint}.", param="chat_template_kwargs")
+    sources = "".join(template.sources.values())
     if request.documents is not None:
         variables["documents"] = request.documents
+    unread = [name for name in request.chat_template_kwargs or () if name not in sources]
+    for name in [*unread, *(["documents"] if request.documents and "documents" not in sources else [])]:
+        exchange.warn(f"{ascii(name[:40])} is ignored: the chat template does not read it")
     if request.reasoning_effort is not None and "reasoning_effort" in template.source():
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     elif request.reasoning_effort == "none" and "enable_thinking" in template.source():

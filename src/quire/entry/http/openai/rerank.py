@@ -23,7 +23,8 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     context.text().pooling.check_scores()
     texts = [one if isinstance(one, str) else one.text for one in request.documents]
-    (query, *others), usage = await vectors_of(context, exchange, request, [request.query, *texts], "documents")
+    (query, *others), usage = await vectors_of(context, exchange, request, [request.query, *texts],
+                                              ["query", "documents"])
     scores = [likeness(query, other) for other in others]
     shown = request.return_documents is not False
     order = islice(sorted(range(len(texts)), key=lambda i: -scores[i]), request.top_n)
@@ -40,7 +41,8 @@ async def score(context: ServerContext, exchange: Exchange) -> None:
     context.text().pooling.check_scores()
     first, second = ([given] if isinstance(given, str) else given for given in (request.text_1, request.text_2))
     pairs = paired(first, second)
-    vectors, usage = await vectors_of(context, exchange, request, [*first, *second], "text_2")
+    vectors, usage = await vectors_of(context, exchange, request, [*first, *second],
+                                       [*["text_1"] * len(first), "text_2"])
     data = [schema.Score(index=i, score=likeness(vectors[one], vectors[len(first) + other]))
             for i, (one, other) in enumerate(pairs)]
     await exchange.reply(msgspec.json.encode(schema.ScoreResponse(

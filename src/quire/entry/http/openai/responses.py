@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
 from quire.entry.http.auth import shown_key
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, http_error, not_implemented
@@ -23,21 +23,19 @@ from quire.entry.http.openai.responses_store import Kept, ResponseStore
 from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
 
 DECODER = RequestDecoder(ResponseRequest, refused="refused_response_fields.txt")
+WORDS = ((r"^messages$", "input"), (r"\bresponse_format(\.json_schema)?\b", "text.format"),
+         (r"\btool_choice\.(allowed_tools|function)\b", "tool_choice"), (r"(?<=\])\.function\b", ""),
+         (r"\breasoning_effort\b", "reasoning.effort"), (r"\bmax_completion_tokens\b", "max_output_tokens"))
 REFERENCE = "item_reference"
+ASKED = dict.fromkeys(("stream", "starting_after"), "retrieve the response until its status is final.") | dict.fromkeys(
+    ("include", "include[]"), "a response holds what was asked for when it was made.")
 ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 async def respond(context: ServerContext, exchange: Exchange) -> None:
     """Make a response."""
     request = await DECODER.read(context, exchange)
-    try:
-        await _respond(context, exchange, request)
-    except (HttpError, InvalidParameter) as error:
-        error.param = "input" if error.param == "messages" else error.param
-        raise
-
-
-async def _respond(context: ServerContext, exchange: Exchange, request: ResponseRequest) -> None:
+    exchange.words = WORDS
     check_fields(request)
     store, owner, name = context.responses, _owner(context, exchange), f"resp_{secrets.token_hex(16)}"
     given = request.input or []
@@ -77,7 +75,7 @@ async def _respond(context: ServerContext, exchange: Exchange, request: Response
         """Nobody listens: the writer keeps what there is."""
 
     alone = Exchange({**exchange.scope, "state": {"request_id": name}}, receive, send)
-    alone.size, alone.warnings = exchange.size, exchange.warnings
+    alone.size, alone.warnings, alone.words = exchange.size, exchange.warnings, WORDS
     task = asyncio.create_task(answering(alone))
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
@@ -101,8 +99,9 @@ def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "as
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
     """One response, as far as it is. DELETE: forget it; what continues it cannot be continued any more."""
-    if b"stream=true" in exchange.scope["query_string"].lower():
-        raise not_implemented("stream", "retrieve the response until its status is final.")
+    asked = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+    for name in asked.keys() & ASKED.keys() - ({"stream"} if asked.get("stream") == ["false"] else set()):
+        raise not_implemented(name, ASKED[name])
     name, found = _find(context, exchange)
     if exchange.scope["method"] != "DELETE":
         return await exchange.reply(found.body)

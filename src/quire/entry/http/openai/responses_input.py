@@ -1,6 +1,5 @@
 """A request of the Responses API as one for a chat: its items become messages. Knows nothing of what is kept."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,9 +10,12 @@ from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange
+from quire.entry.http.openai.chat import DECODER as CHAT
 from quire.entry.http.openai.prompts import chat_prompts
 from quire.entry.http.openai.responses_schema import Item, ResponseRequest
+from quire.entry.http.openai.sampling import structured
 from quire.entry.http.openai.schema import MAX_MESSAGES, ChatRequest, ContentPart, Message, SamplingFields, ToolCall
+from quire.text.sandbox import TextTooLong
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 SYSTEM, SCHEMA = ("system", "developer"), "json_schema"
@@ -50,27 +52,27 @@ def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Itera
         raise InvalidParameter(f"input makes a conversation of {len(talk.messages)} messages: it must have 1 to "
                                f"{MAX_MESSAGES}.", param="input")
     logprobs, choice = LOGPROBS in (request.include or ()), request.tool_choice
-    form = request.text.format if request.text else {"type": "text"}
+    rest = {"type": "text"} if request.text is None else {**request.text.format}
+    kind = rest.pop("type", None)
     try:
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-            tools = msgspec.convert(choice.get("tools"), list[dict[str, Any]])
-            choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": [*map(_nested, tools)]}}
+            tools = choice.get("tools")
+            tools = [*map(_nested, tools)] if isinstance(tools, list) else tools
+            choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": tools}}
         return msgspec.convert({name: getattr(request, name) for name in SamplingFields.__struct_fields__} | {
             "messages": talk.messages, "max_completion_tokens": request.max_output_tokens, "stream_options": None,
             "logprobs": logprobs, "top_logprobs": (request.top_logprobs or 0) if logprobs else None,
-            "response_format": {"type": form.get("type"), "json_schema": form if form.get("type") == SCHEMA else None},
+            "response_format": {"type": kind, "json_schema": rest} if kind == SCHEMA else {"type": kind, **rest},
             "reasoning_effort": request.reasoning and request.reasoning.effort,
             "tools": [*map(_nested, request.tools or ())], "parallel_tool_calls": request.parallel_tool_calls,
             "tool_choice": _nested(choice) if isinstance(choice, dict) and "allowed_tools" not in choice else choice,
             "chat_template_kwargs": request.chat_template_kwargs}, ChatRequest)
     except msgspec.ValidationError as error:
-        words = re.sub(r"response_format(\.json_schema)?", "text.format", str(error))
-        name = found[1] if (found := re.search(r"\$\.(\w+)", words)) else "tool_choice"
-        raise InvalidParameter(f"{name} is not as it must be: {words}.", param=name) from error
+        raise CHAT.explain(str(error)) from error
 
 
-def _nested(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": tool.get("type"), "function": tool}
+def _nested(tool: Any) -> Any:
+    return {"type": tool.get("type"), "function": tool} if isinstance(tool, dict) else tool
 
 
 class _Messages:
@@ -98,6 +100,8 @@ class _Messages:
         elif item.type == "function_call_output" and item.call_id in self._names and item.output is not None:
             self.messages.append(Message(role="tool", tool_call_id=item.call_id, name=self._names[item.call_id],
                                          content=_text(item.output, where)))
+        elif item.type == "reasoning" and not any(part.text for part in _parts(item.content or item.summary)):
+            return  # it says nothing
         elif item.type == "reasoning" or (item.type == "function_call" and item.call_id and item.name):
             if last.role != "assistant" or (item.type == "reasoning" and (last.content or last.tool_calls)):
                 self.messages.append(last := Message(role="assistant"))
@@ -139,10 +143,10 @@ async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest)
     while low < high:
         shorter = msgspec.structs.replace(chat, messages=[*messages[:head], *messages[cuts[tried]:]])
         try:
-            await chat_prompts(context, exchange, shorter, SamplingParams())
+            await chat_prompts(context, exchange, shorter, SamplingParams(structured_outputs=structured(chat)))
             high = tried
-        except HttpError as error:
-            if error.code != "context_length_exceeded":
+        except (HttpError, TextTooLong) as error:
+            if isinstance(error, HttpError) and error.code != "context_length_exceeded":
                 raise
             low = tried + 1
         tried = (low + high) // 2

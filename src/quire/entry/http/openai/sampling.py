@@ -1,11 +1,13 @@
 """A request's fields to `SamplingParams`: what the request gives wins over the server's defaults."""
 
 import math
+import re
 from typing import Any
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, QuireError, RequestFailed
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.structured import KINDS, StructuredOutputsParams
+from quire.entry.http.errors import HttpError
 from quire.entry.http.openai.schema import MAX_CHOICES, SamplingFields
 
 SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
@@ -14,6 +16,7 @@ SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
     "allowed_token_ids bad_words prompt_logprobs logprob_token_ids skip_reading_prefix_cache"
 ).split()
 MAX_LISTED = 2**18  # entries of a request's lists over all its completions: each completion brings them to the engine
+OUR_GRAMMAR = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \| .*", re.S)  # in an error
 SMALLEST_TOP_P = 1e-9  # OpenAI allows 0, which means: the likeliest token only
 
 
@@ -39,12 +42,14 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
         given["output_kind"] = OutputKind.DELTA
     else:
         given["output_kind"] = OutputKind.FINAL_ONLY
-    if (structured := _structured(request)) is not None:
-        given["structured_outputs"] = structured
+    if (form := structured(request)) is not None:
+        given["structured_outputs"] = form
+    if request.logprob_token_ids and logprobs is None and request.prompt_logprobs is None:
+        raise InvalidParameter("logprob_token_ids needs logprobs.", param="logprob_token_ids")
     return defaults.clone(**given, max_tokens=max_tokens, logprobs=logprobs)
 
 
-def _structured(request: SamplingFields) -> StructuredOutputsParams | None:
+def structured(request: SamplingFields) -> StructuredOutputsParams | None:
     """The form that a request asks for, None when it leaves the text free."""
     form, asked = request.response_format, request.structured_outputs
     given = {name: value for name in KINDS if (value := getattr(asked, name, None)) not in (None, False)}
@@ -60,6 +65,26 @@ def _structured(request: SamplingFields) -> StructuredOutputsParams | None:
         raise InvalidParameter("response_format of type json_schema needs json_schema, with a schema in it.",
                                param="response_format")
     return StructuredOutputsParams(json=form.json_schema.schema)
+
+
+def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams,
+               tools: bool) -> QuireError:
+    """An error of the engine about the answer's form, in words of what was sent: the engine knows one grammar, which
+    may have been made of a request's schemas. Any other error as it is. `tools`: some may be called."""
+    form = request.response_format
+    names = ["tools"] * tools + ["response_format"] * (form is not None and form.type != "text") + (
+        ["structured_outputs"] * (request.structured_outputs is not None))
+    code = error.code if isinstance(error, RequestFailed) else "" if error.param == "structured_outputs" else None
+    if code == "no_token" and params.structured_outputs is not None and params.allowed_token_ids:
+        return HttpError(400, f"allowed_token_ids leaves no token that {' and '.join(names)} allow: send more of them, "
+                              "or none.", code="invalid_value", param="allowed_token_ids")
+    if code not in ("", "invalid_grammar", "grammar_failed") or not names:
+        return error
+    words = str(error)
+    if names != ["structured_outputs"]:
+        words = words.replace("structured_outputs: the grammar", f"{' or '.join(names)}: the schema")
+        words = OUR_GRAMMAR.sub("", words)
+    return HttpError(400, words, code=code or "invalid_value", param=names[0])
 
 
 def check_choices(num_prompts: int, request: SamplingFields) -> None:

@@ -16,7 +16,7 @@ from quire.text.load import TextSide
 from quire.text.tools import thinking_at_end, tool_grammar
 
 NO_BUDGET = -1
-NOTHING: dict[str, Any] = {"type": "object", "properties": {}}  # the parameters of a function that takes none
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # where none are given
 
 
 @dataclass(frozen=True, kw_only=True)

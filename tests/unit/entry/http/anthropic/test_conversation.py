@@ -144,7 +144,7 @@ def test_what_changes_no_answer_is_taken(api: Api) -> None:
         assert reply.status == 200 and not reply.all("x-quire-warning")
     assert api.told("Yes.", anything=1).all("x-quire-warning") == ["unknown field 'anything'"]
     assert api.told("Yes.", output_config={"effort": "high"}).all("x-quire-warning") == [
-        "reasoning_effort is ignored: the chat template does not read it"]
+        "output_config.effort is ignored: the chat template does not read it"]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_messages_that_cannot_be_read(api: Api, messages: Any, words: str) -> No
     ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name must be a string that matches"),
     ({"tools": [WEATHER, WEATHER]}, "there is another 'weather'"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "tides"}}, "'tides', which is not among tools"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "which is not among tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     ({"tool_choice": {"type": "any"}}, "there are no tools"),
     ({"tool_choice": {"type": "required"}}, "tool_choice.type must be one of any, auto, none, tool"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type must be one of"),
@@ -190,6 +190,12 @@ def test_messages_that_cannot_be_read(api: Api, messages: Any, words: str) -> No
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management is not impl"),
     ({"output_format": {"type": "json_schema"}}, "send output_config.format"),
     ({"thread": {"id": "t"}}, "thread is not implemented"),
+    ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, "tools[0].input_schema must be"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].name: there is another"),
+    ({"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type must be one of json_sch"),
+    ({"output_config": {"task_budget": 1}}, "output_config has an unknown field 'task_budget'"),
+    ({"output_config": {"effort": "banana"}}, "output_config.effort must be one of"),
+    ({"thinking": {"type": "enabled", "x": 1}}, "thinking has an unknown field 'x'"),
 ])
 def test_fields_that_cannot_be_had(api: Api, fields: dict[str, Any], words: str) -> None:
     assert words in refusal(api, **fields)
@@ -199,3 +205,8 @@ def test_max_tokens_is_needed_for_an_answer_only(api: Api) -> None:
     reply = api.ask(max_tokens=None)
     assert reply.status == 400 and reply.json["error"]["message"].startswith("max_tokens is missing")
     assert api.ask(COUNT, max_tokens=None).status == api.ask(COUNT).status == 200
+
+
+def test_an_empty_stop_sequence_is_called_what_it_is_here(api: Api) -> None:
+    message = api.ask(stop_sequences=[""]).json["error"]["message"]
+    assert message.startswith("stop_sequences=['']") and "stop " not in message

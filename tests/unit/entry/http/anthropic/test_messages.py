@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.contracts.errors import EngineClosed, QueueFull
+from quire.entry.http.anthropic.schema import MessageAnswer
 from quire.text.chat import ChatTemplate
 from quire.text.load import TextSide
 
@@ -30,6 +32,7 @@ def test_an_answer(api: Api) -> None:
     reply = api.told("Good day.")
     assert reply.status == 200 and reply.header("request-id") == reply.header("x-request-id")
     answer = reply.json
+    assert msgspec.to_builtins(msgspec.convert(answer, MessageAnswer)) == answer
     assert answer["usage"]["input_tokens"] == len(api.engine.prompts[-1][0].token_ids) - 16
     assert answer | {"usage": 0} == {
         "id": f"msg_{reply.header('x-request-id')}", "type": "message", "role": "assistant", "model": "tiny",

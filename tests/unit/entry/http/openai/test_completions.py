@@ -9,6 +9,7 @@ import pytest
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.request_scope import RequestScope
 from quire.observe.metrics import Metrics
+from quire.text import fim
 
 PATH = "/v1/completions"
 
@@ -261,3 +262,19 @@ def test_one_request_id_behind_the_outermost_layer(mock_engine: Any, make_client
         reply = asyncio.run(client.post(PATH, {"prompt": "a", **fields}, **headers))
         (shown,) = reply.all("x-request-id")
         assert reply.json["id"] == f"cmpl-{shown}" and shown == (expected or shown)
+
+
+def test_a_gap_is_filled_where_the_tokenizer_knows_gaps(
+        ask: Callable[..., Any], mock_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask("a", suffix="").status == 200
+    error = ask("a", suffix="b").error
+    assert error["param"] == "suffix" and "its tokenizer has no tokens for filling in the middle" in error["message"]
+    monkeypatch.setattr(fim, "GAPS", [fim.Gap("x", "y", "z")])
+    assert ask(["a", "b c"], suffix="\n").status == 200
+    ids = [prompt.token_ids for prompt in mock_engine.seen[-1][0]]
+    assert mock_engine.text.tokenizer.decode(ids[1], False) == "xb cy\nz" and len(ids) == 2
+    for given, fields, words in (([1, 2], {}, "prompt"), ("a", {"echo": True}, "echo"),
+                                 ("a", {"truncate_prompt_tokens": 1}, "truncate_prompt_tokens")):
+        error = ask(given, suffix="b", **fields).error
+        assert error["param"] == "suffix" and words in error["message"]
+    assert ask("a", suffix="b " * 5000).error["code"] == "context_length_exceeded"

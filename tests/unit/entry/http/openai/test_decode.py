@@ -129,6 +129,39 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
     assert not isinstance(caught.value, HttpError) or caught.value.status == 400
 
 
+@pytest.mark.parametrize("depth", [127, 500, 990])
+@pytest.mark.parametrize("opening, closing", ["[]", ('{"a":', "}")])
+def test_depth_is_bounded_before_anybody_walks_it(depth: int, opening: str, closing: str) -> None:
+    """Brackets within texts do not count, wherever a text seems to end."""
+    for at, fits in ((126, True), (depth, False)):
+        inner = opening * at + '"\\\\"' + closing * at
+        body = ('{"prompt": "' + r"[{\"[[" * 200 + '", "x": [{"s": "}]\\\\"}, ' + inner + "]}").encode()
+        if fits:
+            COMPLETION.decode(body)
+            continue
+        with pytest.raises(HttpError, match="nested too deeply: at most 128"):
+            COMPLETION.decode(body)
+
+
+def test_many_lists_side_by_side_are_not_deep() -> None:
+    COMPLETION.decode(b'{"prompt": "a", "x": [' + b"[{}]," * 1000 + b"[]]}")
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format has an unknown field 'schema'"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}}, "json_schema has an unknown"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}, "x": 1}}, "tool_choice has an unknown field 'x'"),
+    ({"reasoning_effort": "banana"}, "reasoning_effort must be one of"),
+])
+def test_fields_of_fields_are_known_or_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        CHAT.decode(json.dumps({"messages": USER} | fields).encode())
+    assert words in str(caught.value) and caught.value.param == next(iter(fields))
+    named = {"name": "n", "schema": {}, "strict": True, "description": "d"}
+    form = {"type": "json_schema", "json_schema": named}
+    CHAT.decode(json.dumps({"messages": USER, "response_format": form}).encode())
+
+
 def test_missing_fields_are_named() -> None:
     with pytest.raises(InvalidParameter, match="prompt is missing") as caught:
         COMPLETION.decode(b"{}")

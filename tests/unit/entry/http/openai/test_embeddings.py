@@ -229,3 +229,25 @@ def test_one_failing_text_fails_its_request_and_no_other(client: Any, mock_engin
     assert (bad.status, bad.error["code"], good.status) == (500, "nan_hidden", 200)
     assert not mock_engine.core.has_work
     mock_engine.core.check()
+
+
+def test_more_texts_than_there_is_room_for_are_answered_in_parts(
+        mock_engine: Any, make_client: Callable[..., Any]) -> None:
+    room = 4 + mock_engine.ready.num_slots
+    texts = [f"text {n}" for n in range(2 * room + 1)]
+    whole = vectors(post(make_client(mock_engine), "/v1/embeddings", input=texts))
+    mock_engine.seen.clear()
+    parts = post(make_client(mock_engine, max_waiting=4), "/v1/embeddings", input=texts)
+    np.testing.assert_array_equal(vectors(parts), whole)
+    assert [len(prompts) for prompts, _, _ in mock_engine.seen] == [room, room, 1]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
+    ("/v1/rerank", {"query": "a", "documents": [""]}, "documents"),
+    ("/v1/score", {"text_1": "", "text_2": "a"}, "text_1"),
+    ("/v1/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2"),
+])
+def test_an_empty_text_is_the_fault_of_its_field(client: Any, path: str, fields: Any, param: str) -> None:
+    reply = post(client, path, **fields)
+    assert reply.status == 400 and reply.error["param"] == param

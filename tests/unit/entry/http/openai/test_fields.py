@@ -1,15 +1,21 @@
 """What becomes of every field that a client may send: it is used, ignored by design, or refused by name."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from quire.contracts.errors import InvalidParameter
+from quire.entry.http.anthropic.messages import DECODER as MESSAGES
 from quire.entry.http.errors import HttpError
 from quire.entry.http.openai.chat import DECODER as CHAT
 from quire.entry.http.openai.completions import DECODER as COMPLETIONS
-from quire.entry.http.openai.decode import IGNORED, REFUSED, RequestDecoder
+from quire.entry.http.openai.decode import IGNORED, REFUSED, ROUTES, RequestDecoder
+from quire.entry.http.openai.embeddings import DECODER as EMBEDDINGS
+from quire.entry.http.openai.models import DETOKENIZE, TOKENIZE
+from quire.entry.http.openai.rerank import RERANK, SCORE
+from quire.entry.http.openai.responses import DECODER as RESPONSES
 from quire.entry.http.openai.schema import ChatRequest, CompletionRequest
 
 # OpenAI's, as of its API description 2.3.0 and its Python library 3.52.
@@ -58,6 +64,56 @@ def test_chat(name: str) -> None:
 @pytest.mark.parametrize("name", sorted({*OPENAI_COMPLETION, *EXTENSIONS}))
 def test_completions(name: str) -> None:
     assert len(fates(name, CompletionRequest, COMPLETIONS)) == 1
+
+
+DECODERS = {"chat": CHAT, "completions": COMPLETIONS, "responses": RESPONSES, "messages": MESSAGES,
+            "embeddings": EMBEDDINGS, "rerank": RERANK, "score": SCORE, "tokenize": TOKENIZE, "detokenize": DETOKENIZE}
+EVERYWHERE = sorted({name for names in ROUTES.values() for name in names} - IGNORED)
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+def test_no_route_takes_what_only_others_read(decoder: RequestDecoder[Any]) -> None:
+    own = {field.encode_name for field in decoder._type.fields}  # type: ignore[attr-defined]
+    for name in EVERYWHERE:
+        if name in own:
+            continue
+        for value in ({"odd": [1]}, "odd", [7], 7):
+            with pytest.raises(HttpError) as caught:
+                decoder.decode(json.dumps({name: value}).encode())
+            assert caught.value.param == name and f"{name} is not" in caught.value.message
+        with pytest.raises(InvalidParameter):  # what is missing
+            decoder.decode(json.dumps({name: None}).encode())
+            raise InvalidParameter("nothing is missing")
+
+
+@pytest.mark.parametrize(("decoder", "name", "words"), [
+    (MESSAGES, "stop", "send stop_sequences instead"), (MESSAGES, "max_completion_tokens", "send max_tokens instead"),
+    (MESSAGES, "functions", '{"name": ..., "input_schema"'), (MESSAGES, "guided_json", "output_config"),
+    (MESSAGES, "seed", "send it to /v1/chat/completions"), (MESSAGES, "structured_outputs", "output_config"),
+    (CHAT, "stop_sequences", "send stop instead"), (CHAT, "system", "send messages instead"),
+    (CHAT, "thinking", "reasoning_effort"), (CHAT, "reasoning", "reasoning_effort"),
+    (CHAT, "suffix", "/v1/completions"),
+    (CHAT, "max_output_tokens", "max_completion_tokens"), (CHAT, "previous_response_id", "/v1/responses"),
+    (CHAT, "enable_thinking", "chat_template_kwargs"), (COMPLETIONS, "messages", "send prompt instead"),
+    (COMPLETIONS, "top_logprobs", "/v1/chat/completions"), (EMBEDDINGS, "pooling_type", "--pooler-config"),
+    (EMBEDDINGS, "prompt_name", "as they are sent"), (RESPONSES, "documents", "/v1/chat/completions"),
+    (RESPONSES, "echo", "/v1/chat/completions"), (RESPONSES, "functions", '"name": ..., "parameters"'),
+])
+def test_what_is_read_elsewhere_is_refused_with_what_to_send(
+        decoder: RequestDecoder[Any], name: str, words: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        decoder.decode(json.dumps({name: {"odd": 1}}).encode())
+    assert caught.value.param == name and words in caught.value.message
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("n", 1), ("stream", False), ("presence_penalty", 0), ("frequency_penalty", 0.0), ("parallel_tool_calls", True),
+    ("include_reasoning", True), ("tools", []), ("stop", []), ("logit_bias", {}), ("response_format", {"type": "text"}),
+])
+def test_what_asks_for_nothing_is_taken_by_every_route(name: str, value: Any) -> None:
+    for decoder in DECODERS.values():
+        with suppress(InvalidParameter):  # of what is missing
+            decoder.decode(json.dumps({name: value}).encode())
 
 
 def test_the_lists_are_the_client_library_s() -> None:

@@ -14,6 +14,7 @@ from quire.config.engine import EngineConfig
 from quire.config.serve import HttpConfig, ServerConfig
 from quire.contracts.errors import EngineDead, QueueFull
 from quire.entry.http.context import ServerContext
+from quire.entry.http.openai.responses_schema import ResponseAnswer
 from quire.entry.http.openai.responses_store import Kept, ResponseStore
 from quire.entry.http.openai.routes import routes
 from quire.observe.metrics import Metrics
@@ -79,6 +80,7 @@ def text_of(response: Any) -> str:
 
 def test_an_answer_is_what_a_chat_says(client: Client, ask: Callable[..., Any]) -> None:
     answer = ask(instructions="be brief", metadata={"k": "v"}, store=False).json
+    assert answer | msgspec.to_builtins(msgspec.convert(answer, ResponseAnswer)) == answer
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     chat = asyncio.run(client.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "seed": 1})).json
     assert text_of(answer) == chat["choices"][0]["message"]["content"] != ""
@@ -424,3 +426,61 @@ def test_unknown_responses(client: Client, ask: Callable[..., Any]) -> None:
         404, "previous_response_not_found", "previous_response_id")
     reply = asyncio.run(client.post(f"{PATH}/{ask().json['id']}/cancel", {}))
     assert reply.status == 400 and "background" in reply.error["message"]
+
+
+def test_what_is_wrong_is_said_in_words_of_this_route(ask: Callable[..., Any]) -> None:
+    for fields, param, words in (
+            ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice.type must be one of"),
+            ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.name is missing"),
+            ({"tools": [TOOL, TOOL]}, "tools", "tools[1].name: there is another"),
+            ({"text": {"format": {"type": "json_object", "x": 1}}}, "text", "text.format has an unknown field 'x'"),
+            ({"reasoning": {"mode": "pro"}}, "reasoning", "reasoning has an unknown field 'mode'"),
+            ({"reasoning": {"effort": "banana"}}, "reasoning", "reasoning.effort must be one of")):
+        error = ask(**fields).error
+        assert error["param"] == param and words in error["message"] and "$." not in error["message"], error
+
+
+def test_reasoning_that_says_nothing_is_nothing(told: Callable[..., Any]) -> None:
+    empty: list[Any] = [{"type": "reasoning", "summary": []}, {"type": "reasoning", "summary": [], "content": []}]
+    assert told([{"role": "user", "content": "hi"}, *empty]) == [{"role": "user", "content": "hi"}]
+
+
+def test_a_background_response_tells_its_warnings(ask: Callable[..., Any]) -> None:
+    reply = ask(background=True, reasoning={"effort": "high"}, anything=1)
+    assert reply.all("x-quire-warning") == [
+        "unknown field 'anything'", "reasoning.effort is ignored: the chat template does not read it"]
+
+
+@pytest.mark.parametrize(("query", "param"), [
+    ("stream=true", "stream"), ("starting_after=3", "starting_after"), ("include[]=reasoning.x", "include[]"),
+    ("include%5B%5D=x", "include[]"), ("stream=false", None), ("", None)])
+def test_what_a_retrieval_may_ask(client: Client, ask: Callable[..., Any], query: str, param: str | None) -> None:
+    name = ask().json["id"]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await client.app(scope | {"query_string": query.encode()}, receive, send)
+
+    reply = asyncio.run(Client(app).get(f"{PATH}/{name}"))
+    assert reply.status == 200 if param is None else (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_oldest_turns_are_left_out_however_much_too_long_they_are(
+        mock_engine: Any, text_side: TextSide, make_client: Callable[..., Client]) -> None:
+    """Where rendering gives up, and where the answer has a form, before which reasoning is begun."""
+    source = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if not enable_thinking | default(true) %}<think>" \
+             "{{ ' word' * 40 }}</think>{% endif %}"
+    text = replace(text_side, chat_template=ChatTemplate({"default": source}), parsers=(None, "deepseek_r1"))
+    mock_engine.text = text
+    longest = mock_engine.ready.max_model_len
+    talk = [{"role": role, "content": "word " * (longest // 40)} for _ in range(40) for role in ("user", "assistant")]
+    form = {"format": {"type": "json_object"}}
+    client = make_client(mock_engine)
+    reply = asyncio.run(client.post(PATH, {"input": [*talk, {"role": "user", "content": "end"}], "truncation": "auto",
+                                           "text": form, "max_output_tokens": 4}))
+    assert reply.status == 200, reply.body
+    huge = [{"role": "user", "content": "x" * 7_000_000}, {"role": "assistant", "content": "a"}]
+    mock_engine.text = replace(text, chat_template=ChatTemplate({"default": source.replace(
+        "{{ m.content }}", "{{ m.content * 3 }}")}))
+    reply = asyncio.run(client.post(PATH, {"input": [*huge, {"role": "user", "content": "end"}], "truncation": "auto",
+                                           "max_output_tokens": 4}))
+    assert reply.status == 200, reply.body

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.contracts.errors import InvalidParameter, QuireError, RequestFailed
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
 from quire.text.load import TextSide
@@ -71,7 +72,7 @@ def test_tools_are_shown_in_the_order_models_know(sent: Callable[..., Any]) -> N
     bare = {"function": {"description": "d", "strict": False, "name": "f"}, "type": "function"}
     prompt, params = sent(tools=[bare])
     assert ('{"type": "function", "function": {"name": "f", "description": "d", "parameters": '
-            '{"type": "object", "properties": {}}}}') in prompt
+            '{"type": "object", "properties": {}, "additionalProperties": false}}}') in prompt
     assert params.structured_outputs is None
 
 
@@ -264,3 +265,64 @@ def test_tags_that_are_special_tokens_are_shown(sent: Callable[..., Any], script
     scripted.text = replace(scripted.text, parsers=(None, "none"))
     assert sent()[1].skip_special_tokens
     assert not sent(tools=[tool()])[1].skip_special_tokens
+
+
+BANANA = {"type": "object", "properties": {"a": {"type": "banana"}}, "required": ["a"]}
+ASTRAY = {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}, "required": ["a"]}
+AS_FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": BANANA}}}
+
+
+@pytest.fixture
+def failed(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
+    """The error of a request whose form the engine finds wrong, as the engine says it, or with another error of it."""
+
+    def call(path: str = PATH, error: QuireError | None = None, **fields: Any) -> Any:
+        async def main() -> Any:
+            task, reply, _, stream = await begin(make_client(scripted), path, fields)
+            tokenizer = scripted.text.tokenizer
+            if error is None:
+                with pytest.raises(InvalidParameter) as caught:
+                    GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size).compile(
+                        scripted.params[-1].structured_outputs.spec())
+            stream.put(error or RequestFailed(str(caught.value), code="invalid_grammar"))
+            await task
+            assert reply.status == 400, reply.body
+            return reply.error
+
+        return asyncio.run(main())
+
+    return call
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"tools": [tool(parameters=BANANA, strict=True)]}, "tools", "Invalid type: banana"),
+    ({"tools": [tool(parameters=ASTRAY)], "tool_choice": "required"}, "tools", "'/$defs/none' does not exist"),
+    (AS_FORM, "response_format", "Invalid type: banana"),
+    (AS_FORM | {"tools": [tool()]}, "tools", "tools or response_format: the schema cannot be used: Invalid"),
+    ({"structured_outputs": {"json": BANANA}}, "structured_outputs", "Invalid type: banana"),
+    ({"structured_outputs": {"grammar": "start: foo"}}, "structured_outputs", "start: foo"),
+], ids=str)
+def test_a_schema_that_cannot_be_used_is_the_fault_of_the_field_it_came_in(
+        failed: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
+    error = failed(messages=USER, **fields)
+    assert (error["code"], error["param"]) == ("invalid_grammar", param)
+    assert words in error["message"] and "%json" not in error["message"] and "tail0" not in error["message"]
+
+
+def test_routes_with_other_names_for_a_form_say_those(failed: Callable[..., Any]) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": BANANA}
+    error = failed("/v1/responses", input="hi", text={"format": form})
+    assert error["param"] == "text" and error["message"].startswith("text.format: the schema cannot be used: Invalid")
+
+
+def test_a_form_that_the_allowed_tokens_cannot_meet(failed: Callable[..., Any]) -> None:
+    for fields, name in ((AS_FORM, "response_format"), ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+                         ({"tools": [tool()], "tool_choice": "required"}, "tools")):
+        nothing = RequestFailed("request r failed: no_token.", code="no_token")
+        error = failed(messages=USER, error=nothing, allowed_token_ids=[5], **fields)
+        assert error["param"] == "allowed_token_ids" and f"leaves no token that {name} allow" in error["message"]
+
+
+def test_logprobs_of_given_tokens_need_logprobs(refused: Callable[..., Any]) -> None:
+    for path, fields in ((PATH, {}), ("/v1/completions", {"prompt": "a"})):
+        assert refused(path, logprob_token_ids=[1], **fields)["param"] == "logprob_token_ids"
