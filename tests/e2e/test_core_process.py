@@ -35,7 +35,8 @@ def sockets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PYTHONPATH", SOURCE)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
-    assert list(folder.iterdir()) == [], "a folder of sockets was left behind"
+    left = [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]  # PyTorch's own
+    assert left == [], "a folder of sockets was left behind"
     folder.rmdir()
 
 

@@ -16,7 +16,7 @@ from quire.entry.completion import Generation
 from quire.entry.front import INTERNAL
 
 LOG = logging.getLogger("quire")
-FIXES = {"deadline": ", its time was up: ask for fewer tokens, or give it more time (X-Request-Timeout, or the server's "
+FIXES = {"deadline": ", its time was up: ask for fewer tokens, or give it more time (X-Request-Timeout, or for all "
                      "--request-timeout)"}
 Batch = list[tuple[int, RequestOutput]]  # (prompt index, what is new)
 

@@ -192,7 +192,7 @@ def test_messages_that_cannot_be_read(api: Api, messages: Any, words: str) -> No
     ({"thread": {"id": "t"}}, "thread is not implemented"),
     ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, "tools[0].input_schema must be"),
     ({"tools": [WEATHER, WEATHER]}, "tools[1].name: there is another"),
-    ({"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type must be one of json_sch"),
+    ({"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type must be one of json"),
     ({"output_config": {"task_budget": 1}}, "output_config has an unknown field 'task_budget'"),
     ({"output_config": {"effort": "banana"}}, "output_config.effort must be one of"),
     ({"thinking": {"type": "enabled", "x": 1}}, "thinking has an unknown field 'x'"),

@@ -430,7 +430,7 @@ def test_unknown_responses(client: Client, ask: Callable[..., Any]) -> None:
 
 def test_what_is_wrong_is_said_in_words_of_this_route(ask: Callable[..., Any]) -> None:
     for fields, param, words in (
-            ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice.type must be one of"),
+            ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice.type must be one"),
             ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.name is missing"),
             ({"tools": [TOOL, TOOL]}, "tools", "tools[1].name: there is another"),
             ({"text": {"format": {"type": "json_object", "x": 1}}}, "text", "text.format has an unknown field 'x'"),
