@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.contracts.errors import InvalidParameter, RequestFailed, UserError
+from quire.contracts.errors import InvalidParameter, RequestFailed
 from quire.contracts.request import NewRequest, Request
 from quire.contracts.step import I32
 from quire.text.grammar import Grammar, GrammarCompiler, error_of, only, without
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("quire")
 THREADS = 2  # that compile
-COMPILE_SECONDS = 10.0  # a request waits for them
-KEPT = 32  # compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
+COMPILE_SECONDS = 10.0  # from when it begins: before, a request waits as for a slot
+KEPT = 16  # compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
 IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there is nothing else to do
 
 
@@ -37,7 +37,7 @@ class _Held:
 
     spec: str
     future: Future[Grammar]
-    deadline: float
+    deadline: float | None = None
     matcher: "LLMatcher | None" = None
     after: bytes = b""
     before: bytes = b""
@@ -71,13 +71,15 @@ class Grammars:
         self._cache.move_to_end(new.grammar)
         if len(self._cache) > KEPT:
             self._cache.popitem(last=False)
-        held = _Held(new.grammar, future, self._clock() + COMPILE_SECONDS)
+        held = _Held(new.grammar, future)
         self._held[new.handle] = self._compiling[new.handle] = held
 
     def settled(self) -> Iterator[tuple[int, RequestFailed | None]]:
         """The handles whose grammars were compiled since the last call, or why they were not."""
         for handle, held in list(self._compiling.items()):
-            if not held.future.done() and self._clock() < held.deadline:
+            if held.deadline is None and held.future.running():
+                held.deadline = self._clock() + COMPILE_SECONDS
+            if not held.future.done() and (held.deadline is None or self._clock() < held.deadline):
                 continue
             del self._compiling[handle]
             yield handle, self._take_up(held)
@@ -146,12 +148,16 @@ class Grammars:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _take_up(self, held: _Held) -> RequestFailed | None:
+        error = held.future.exception() if held.future.done() else None
+        if isinstance(error, InvalidParameter):
+            return RequestFailed(str(error), code="invalid_grammar")
+        if not held.future.done() or error is not None:
+            self._forget(held)  # it may be better next time
         if not held.future.done():
             return RequestFailed(f"structured_outputs: the grammar was not compiled within {COMPILE_SECONDS:g} s: make "
                                  "it smaller, or try again when fewer are compiled.", code="invalid_grammar")
-        error = held.future.exception()
-        if isinstance(error, UserError):
-            return RequestFailed(str(error), code="invalid_grammar")
+        if isinstance(error, RequestFailed):
+            return RequestFailed(str(error), code=error.code)
         if error is not None:
             LOG.error("a grammar could not be compiled", exc_info=error)
             return RequestFailed("structured_outputs: the grammar could not be compiled: an internal error.",

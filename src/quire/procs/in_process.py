@@ -4,6 +4,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
@@ -78,6 +79,9 @@ def _stop(plans: Plans, masks: Masks, thread: threading.Thread, alone: threading
     plans.put(None)
     if thread is not threading.current_thread():  # where the garbage collector may run
         thread.join()
+        with suppress(queue.Empty):  # a step that runs elsewhere from now on has masks of its own
+            while True:
+                masks.get_nowait()
     alone.set()
 
 

@@ -104,6 +104,8 @@ class GrammarCompiler:
         form = msgspec.json.decode(spec, type=StructuredOutputsParams)
         vocabulary = self._vocabulary()
         closing = tuple(vocabulary.tokenizer.encode(form.after, False)) if form.after else ()
+        if form.after and not closing:
+            raise _refusal("after is no text in this model's tokens")
         reasoning = ((form.after or "").encode(), math.inf if form.budget is None else form.budget, closing,
                      form.inside)
         if not form.given:
@@ -235,6 +237,7 @@ def _grammar(kind: str, source: object) -> str:
 def _lark(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
+    text = "\n".join(filter(str.strip, text.split("\n")))  # many empty lines cost it the square of their number
     if is_lark_syntax(text):
         return text
     if len(text) > MAX_GBNF:

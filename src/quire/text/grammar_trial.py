@@ -18,12 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from quire.contracts.errors import InvalidParameter, RequestFailed
+from quire.contracts.errors import RequestFailed
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 SECONDS = 5.0  # for one grammar
+START_SECONDS = 60.0  # for a child
 MEMORY = 512 * 2**20  # bytes that it may take
 STEPS, STEP_SECONDS = 24, 0.5  # tokens that are tried, and what one may take of the CPU
 STACK = 1_500_000  # bytes, less than that of the threads which will do the same in the core
@@ -40,8 +41,8 @@ class GrammarTrial:
         self._reap = weakref.finalize(self, _end_all, self._idle)  # at exit, too
 
     def run(self, source: str, limits: dict[str, Any], vocabulary: Vocabulary) -> str:
-        """What is wrong with a grammar of llguidance's; "": nothing. Raises `InvalidParameter` when the child does not
-        survive it, `RequestFailed` when there is no child."""
+        """What is wrong with a grammar of llguidance's; "": nothing. Raises `RequestFailed` when the child does not
+        survive it, which it may another time, or when there is no child."""
         child = self._take(vocabulary)
         began, timer = time.monotonic(), threading.Timer(self._seconds, child.kill)
         timer.start()
@@ -52,8 +53,8 @@ class GrammarTrial:
             return str(marshal.loads(answer))
         _end(child)
         what = f"more than {self._seconds:g} s" if time.monotonic() - began >= self._seconds else "too much memory"
-        raise InvalidParameter(f"structured_outputs: the grammar cannot be used: it takes {what}: make it smaller or "
-                               "less nested.", param="structured_outputs")
+        raise RequestFailed(f"structured_outputs: the grammar cannot be used: it takes {what}: make it smaller or less "
+                            "nested.", code="invalid_grammar")
 
     def _take(self, vocabulary: Vocabulary) -> Child:
         with suppress(IndexError):
@@ -64,7 +65,11 @@ class GrammarTrial:
         code = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}; from {__name__} import main; main()"
         child = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                  start_new_session=True)  # fmt: skip
-        if not _ask(child, marshal.dumps(vocabulary)):
+        timer = threading.Timer(START_SECONDS, child.kill)
+        timer.start()
+        ready = _ask(child, marshal.dumps(vocabulary))
+        timer.cancel()
+        if not ready:
             _end(child)
             raise RequestFailed("the process that tries grammars cannot be started, see the log.", code="internal")
         return child
@@ -113,7 +118,8 @@ def _try(tokens: "LLTokenizer", source: str, limits: dict[str, Any]) -> str:
     for step in range(STEPS):
         began, mask = time.process_time(), b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
-            return "" if step else str(matcher.get_error())  # later ones may have other reasons: the text was made up
+            error = str(matcher.get_error())
+            return error if not step or " items" in error else ""  # else it may be because the text was made up
         at = rng.choice([at for at, byte in enumerate(mask) if byte])
         token = 8 * at + rng.choice([bit for bit in range(8) if mask[at] >> bit & 1])
         if token == tokens.eos_token or not matcher.consume_token(token):

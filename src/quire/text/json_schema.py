@@ -11,7 +11,8 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSch
 DATA = ("const", "enum", "default", "examples")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 EXACT, LONGEST = 2**53, 2**63 - 1
-CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+LONGEST_PATTERN = 20_000  # characters; every class of one is compiled
+CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)  # one that does not end takes all
 CONTROLS = [chr(code) for code in range(32) if code != 10]
 
 
@@ -23,8 +24,9 @@ def holdable(schema: Any) -> Any:
         return schema
     for part in _parts(schema):
         for key in ("const", "enum", *BOUNDS):
-            most = EXACT if key in BOUNDS else LONGEST
-            if any(abs(number) > most for number in _numbers(part.get(key))):
+            most, value = EXACT if key in BOUNDS else LONGEST, part.get(key)
+            numbers = _numbers(value) if key in DATA or isinstance(value, int | float) else ()
+            if any(abs(number) > most for number in numbers):
                 raise _refusal(f"{key} has a number beyond ±{most}, which is not read exactly: give a smaller one, or "
                                "a string with a pattern")
         least, required = part.get("minProperties", 0), part.get("required", ())
@@ -80,6 +82,8 @@ def _numbers(value: Any) -> Iterator[int | float]:
 def _pattern(pattern: str) -> str:
     """A class of characters that has all controls also lets a quote and a backslash pass that it excludes: one control
     less where it excludes anything."""
+    if len(pattern) > LONGEST_PATTERN:
+        raise _refusal(f"a pattern has {len(pattern)} characters: at most {LONGEST_PATTERN} are taken")
     return CLASS.sub(lambda found: _narrowed(found[0]), pattern)
 
 

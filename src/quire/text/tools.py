@@ -28,6 +28,7 @@ REASONING_PARSERS = tuple(name for row in REASONING_FORMATS for name in row.name
 TURN = re.compile(r"<\||<｜|\[/?INST\]")  # what separates the turns of a prompt
 NO_QUOTE, PYTHON_ESCAPES = re.compile(r"[^()\[\]{}'\"]*"), "\n\\'\"abfnrtvxuUN01234567"
 QUOTED = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
+LONGEST_ID = 64
 Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 
@@ -127,7 +128,8 @@ class OutputParser:
         if self._parallel or not self.num_calls:
             # Mistral's templates take ids of nine characters only
             drawn = secrets.token_hex(5)[1:] if CALL_ID in self._form.between else f"call_{secrets.token_hex(12)}"
-            begins = CallBegins(self.num_calls, call_id or drawn, name)
+            own = call_id if call_id.isascii() and len(call_id) <= LONGEST_ID else ""  # a model writes what it likes
+            begins = CallBegins(self.num_calls, own or drawn, name)
             self._out.append((lambda _: begins, name))
             self._event = partial(CallArguments, self.num_calls)
             self.num_calls += 1

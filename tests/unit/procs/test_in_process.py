@@ -83,6 +83,13 @@ def test_after_its_thread_has_ended_it_runs_plans_itself() -> None:
     worker.submit(plan(1))
     assert [worker.collect().step, worker.collect().step] == [0, 1]
     assert ran[0] is not threading.current_thread() and ran[1] is threading.current_thread()
+    seen: list[object] = []
+    worker = executor(lambda one, late: (seen.append(late()) if len(one.grammar) else None, echo(one, late))[1])
+    worker.shutdown()
+    for step in range(3):  # with masks of their own
+        worker.submit(masked(step))
+        worker.release(step, np.array([[step]], np.int32))
+        assert worker.collect().step == step and seen[step] == [[step]]
 
 
 def masked(step: int) -> StepPlan:

@@ -212,6 +212,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], bool]] = {  # and whether it has to wor
     "a long GBNF": ({"grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(20_000))}, False),
     "nothing but percents": ({"grammar": "start: %%%%"}, False),
     "a null byte": ({"regex": "\0+"}, True),
+    "brackets that never close": ({"json": {"type": "string", "pattern": "[" * 19_000}}, False),
+    "a pattern of 500,000": ({"json": {"type": "string", "pattern": "[^" * 250_000}}, False),
+    "minima in minima": ({"json": '{"minimum":' * 900 + "[" + "0," * 400_000 + "0]" + "}" * 900}, False),
+    "empty lines": ({"grammar": "\n" * 400_000 + 'start: "a"'}, True),
     "half a character": ({"json": '{"const": "\\ud800"}'}, False),
 }  # fmt: skip
 

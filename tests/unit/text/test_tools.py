@@ -292,6 +292,9 @@ def test_ids_are_ours_or_the_models() -> None:
 
     first, second = ids("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2)
     assert first != second and first.startswith("call_")
+    for bad in (r"\ud800", "ü", "x" * 65):  # which no client could send back
+        [one] = ids("hermes", f'<tool_call>{{"id": "{bad}", "name": "f", "arguments": {{}}}}</tool_call>')
+        assert one.startswith("call_")
     [drawn] = ids("mistral", '[TOOL_CALLS]f{"a": "x"}')
     assert len(drawn) == 9 and drawn.isalnum()  # other ids its templates refuse
     assert ids("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": "x"}') == ["abcdefghi"]
