@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.config.bundled import bundled_model
 from quire.worker.graphs import Graphs
 
@@ -310,16 +310,52 @@ def test_seeded_tokens_are_the_cpu_s(bundled: LLM) -> None:
     assert alone == expected
 
 
+@pytest.mark.parametrize("options", [{}, {"async_depth": 1}, {"num_gpu_blocks_override": 24, "block_size": 16}],
+                         ids=["graphs", "one at a time", "preempted"])  # fmt: skip
+def test_forms_are_the_cpu_s_and_change_nobody_else(options: dict[str, Any], bundled: LLM) -> None:
+    """Of every sampler, beside requests without one; a budget of reasoning forces its end."""
+    forms = [{"regex": "[a-c]{3}( [0-9]{2}){4}"}, {"choice": ["red", "green", "a long blue thing"]},
+             {"json": {"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 6, "maxItems": 6}},
+             {"regex": "(yes|no)!", "after": "</think>", "budget": 9}]  # fmt: skip
+    params = [SamplingParams(seed=i, max_tokens=60, skip_special_tokens=False,
+                             structured_outputs=StructuredOutputsParams(**forms[i % 4])
+                             if i % 3 else None, **SAMPLED[i % 5]) for i in range(24)]  # fmt: skip
+    prompts = [TEXTS[i % len(TEXTS)] for i in range(len(params))]
+    with LLM(device="cpu", dtype="float32", use_tqdm_on_load=False, max_num_seqs=16, max_model_len=512,
+             kv_cache_memory_bytes=64 << 20) as cpu:  # fmt: skip
+        expected = run(cpu, prompts, params)
+    with contextlib.ExitStack() as stack:
+        llm = stack.enter_context(make(bundled_model(), max_num_seqs=16, **options)) if options else bundled
+        found = run(llm, prompts, params)
+        assert tokens(found) == tokens(expected)
+        assert "num_gpu_blocks_override" not in options or llm.engine.core.scheduler.num_preempted > 0
+    ended = [c.finish_reason for o, p in zip(found, params, strict=True) for c in o.outputs if p.structured_outputs]
+    assert set(ended) == {"stop"} and len(ended) > 16
+    assert all("</think>" in c.text for o, p in zip(found, params, strict=True) for c in o.outputs
+               if p.structured_outputs and p.structured_outputs.after)  # fmt: skip
+
+
+def test_vectors_are_the_cpu_s(bundled: LLM) -> None:
+    texts = [text * (1 + 40 * (i % 3)) for i, text in enumerate(TEXTS)]
+    with LLM(device="cpu", dtype="float32", use_tqdm_on_load=False, max_model_len=1024) as cpu:
+        expected = [o.outputs.embedding for o in cpu.embed(texts, use_tqdm=False)]
+    for _ in range(2):  # cold, and with a warm prefix cache
+        found = [o.outputs.embedding for o in bundled.embed(texts, use_tqdm=False)]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 # --- nothing waits ----------------------------------------------------------------------------------------------------
 
 
 class Waits:
-    """Launches steps with every synchronizing call forbidden; `num_steps` and what was `found`."""
+    """Launches steps, and their sampling when it needs masks, with every synchronizing call forbidden; `num_steps` and
+    what was `found`."""
 
     def __init__(self, worker: Any, patch: pytest.MonkeyPatch) -> None:
         self.num_steps, self.found = 0, list[str]()
-        self._submit, self._launching = worker.submit, False
+        self._submit, self._release, self._launching = worker.submit, getattr(worker, "release", None), False
         patch.setattr(worker, "submit", self.submit)
+        patch.setattr(worker, "release", self.release, raising=False)
         for owner, name in ((torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"),
                             (torch.cuda, "synchronize")):  # fmt: skip
             patch.setattr(owner, name, self._watching(getattr(owner, name), f"{owner.__name__}.{name}"))
@@ -327,10 +363,18 @@ class Waits:
     def submit(self, plan: Any) -> None:
         """One step."""
         self.num_steps += 1
+        self._watch(lambda: self._submit(plan))
+
+    def release(self, late: Any) -> None:
+        """The sampling of the last one."""
+        assert self._release is not None
+        self._watch(lambda: self._release(late))
+
+    def _watch(self, launch: Callable[[], object]) -> None:
         self._launching = True
         torch.cuda.set_sync_debug_mode("error")
         try:
-            self._submit(plan)
+            launch()
         except RuntimeError as error:
             self.found.append(str(error))
             raise
@@ -378,7 +422,8 @@ def test_no_step_waits_for_the_device(mixed: bool, bundled: LLM, monkeypatch: py
     prompts = [TEXTS[i % len(TEXTS)] for i in range(30 if mixed else 16)]
     params: Any = greedy(100)
     if mixed:
-        fields = (*SAMPLED, {"temperature": 0.0}, {"temperature": 1.0, "logprobs": 5})
+        form = StructuredOutputsParams(regex="([a-z]+ )*")
+        fields = (*SAMPLED, {"temperature": 0.0}, {"temperature": 1.0, "logprobs": 5}, {"structured_outputs": form})
         params = [SamplingParams(seed=i, max_tokens=10 + 7 * i % 50, ignore_eos=True, **fields[i % len(fields)])
                   for i in range(len(prompts))]  # fmt: skip
     expected = tokens(run(bundled, prompts, params))  # warms up

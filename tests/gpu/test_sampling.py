@@ -104,9 +104,13 @@ class Both:
                 return
         raise AssertionError("no tensor at that address")
 
-    def agree(self, logits, mode=None):
+    def agree(self, logits, mode=None, masks=None):
+        """`masks`: slot -> words of those whose specs say grammar."""
         count = len(self.slots)
         self.logits[:count] = logits
+        if masks:
+            masked = np.array(list(masks), np.int32)
+            self.gpu.take_masks(self.slots.numpy().astype(np.int32), masked, np.stack(list(masks.values())))
         self.gpu.tokens.fill_(-7)
         self.gpu.codes.fill_(77)
         self.graphs[self.gpu.mode(self.slots.numpy()) if mode is None else mode].replay()
@@ -114,7 +118,7 @@ class Both:
         scratch = self.gpu._scratch
         assert not scratch.counters.any() and not scratch.broken.any() and not scratch.tally.any()
         expected = Sampler(self.cpu).sample(
-            self.logits[:count].float().cpu(), self.slots, self.positions, self.cpu.history
+            self.logits[:count].float().cpu(), self.slots, self.positions, self.cpu.history, masks or {}
         )
         assert self.gpu.codes[:count].tolist() == expected.codes.tolist()
         assert self.gpu.tokens[:count].tolist() == expected.tokens.tolist()
@@ -151,6 +155,23 @@ def test_a_mixed_batch_with_long_histories(dtype):
     logits[18] = -torch.inf
     for _ in range(2):
         both.agree(logits)
+
+
+def test_masks_beside_rows_without_one():
+    """In a captured graph, other masks in every replay; of many tokens, of few and of a single one."""
+    draw = np.random.default_rng(4)
+    kinds = [{**setting, **EDITS[i % len(EDITS)]} for i, setting in enumerate(SETTINGS * 4)]
+    specs = [SamplerSpec(seed=i, num_prompt=2, grammar=i % 3 != 1, **kind) for i, kind in enumerate(kinds)]
+    both = Both(specs, [[1, 2, 77]] * len(specs), 64)
+    logits = model_like(len(specs), VOCAB, seed=6)
+    logits[2, 9] = torch.nan  # also where its mask hides it
+    for share in (0.5, 1e-3, 0.0):
+        masks = {}
+        for slot in [i + 1 for i, spec in enumerate(specs) if spec.grammar]:
+            bits = draw.random(VOCAB) < share
+            bits[draw.integers(VOCAB)] = True
+            masks[slot] = np.packbits(bits, bitorder="little").view(np.int32)
+        both.agree(logits, masks=masks)
 
 
 def test_scores_that_are_all_alike_are_told_apart():
