@@ -23,8 +23,8 @@ class StructuredOutputsParams(
     json_object   any JSON object
 
     disable_any_whitespace   JSON without white space between its parts
-    after                    text that ends the reasoning which the prompt has begun: before it nothing is held to the
-                             form, and nothing ends; a token that ends it belongs to it whole; None: there is none
+    after                    text that ends the reasoning which the prompt has begun (a token that ends it belongs to it
+                             whole): before it nothing is held to the form, and only a stop string ends; None: none is
     budget                   tokens of reasoning after which `after` is forced; None: it may take as long as it takes
     inside                   the form has a place for the reasoning, and holds from the first token on
     """

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.contracts.errors import InvalidParameter, RequestFailed
+from quire.contracts.errors import InvalidParameter, QueueFull, RequestFailed
 from quire.contracts.request import NewRequest, Request
 from quire.contracts.step import I32
 from quire.text.grammar import Grammar, GrammarCompiler, error_of, only, without
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("quire")
 THREADS = 2  # that compile
 COMPILE_SECONDS = 10.0  # from when it begins: before, a request waits as for a slot
+MOST_WAITING = 64  # requests whose grammars are being compiled, or wait for it
 KEPT = 16  # compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
 IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there is nothing else to do
 
@@ -65,6 +66,8 @@ class Grammars:
             raise InvalidParameter("structured_outputs needs a tokenizer, and this engine has none.",
                                    param="structured_outputs")
         assert new.grammar is not None
+        if len(self._compiling) >= MOST_WAITING and new.grammar not in self._cache:
+            raise QueueFull(f"{MOST_WAITING} requests wait for grammars to be compiled: try again later.")
         self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="quire-grammar")
         future = self._cache.get(new.grammar) or self._pool.submit(self._compiler.compile, new.grammar)
         self._cache[new.grammar] = future

@@ -1,6 +1,7 @@
 """The offline class: prompts in, outputs out, in the caller's thread."""
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from os import PathLike, fspath
@@ -26,6 +27,7 @@ from quire.entry.prompts import Prompt, PromptLike, parse_prompts
 from quire.observe.progress import Progress
 from quire.text.tokenizer import Tokenizer
 
+LOG = logging.getLogger("quire")
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
 Mail = deque[tuple[int, RequestOutput]]  # outputs with the handle of their prompt's first completion
 
@@ -63,8 +65,8 @@ class LLM:
         sampling_params   one for all, or one per prompt; None = the model's own defaults
         priority          one number per prompt, smaller first (with scheduling_policy="priority")
         Raises a `RequestError` before anything runs when one prompt or its parameters cannot be served. A request that
-        goes wrong alone later (NaN logits) does not take the others' answers with it: its completion has the
-        finish_reason "error" and the cause as stop_reason.
+        goes wrong alone later (a grammar that cannot be compiled, NaN logits) does not take the others' answers with
+        it: its completion has the finish_reason "error", a code as stop_reason and words as error, which are logged.
         """
         parsed = parse_prompts(prompts)
         params = self._params(sampling_params, len(parsed))
@@ -76,6 +78,10 @@ class LLM:
             for output, first_handle in outputs:
                 done[first_handle] = output
                 progress.advance(1)
+        failed = Counter(c.error or str(c.stop_reason) for output in done.values() for c in output.outputs
+                         if c.finish_reason == "error")
+        for cause, count in failed.items():
+            LOG.error("%d of %d completions failed: %s", count, sum(p.n for p in params), cause)
         return [done[g.completions[0].handle] for g in started]
 
     def embed(self, prompts: PromptLike | Sequence[PromptLike], *, dimensions: int | None = None, use_tqdm: bool = True,

@@ -6,6 +6,8 @@ template. A template is a program over values of a stranger: it renders in this 
 in a child that can be stopped. Knows nothing of HTTP, of tool-call parsing or of token ids.
 """
 
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -75,6 +77,11 @@ class ChatTemplate:
             if override is not None:
                 raise ConfigError(f"{problem}: correct it.") from error
             raise UnsupportedModel(f"{problem}: give a working one as chat_template.") from error
+
+    @functools.cached_property
+    def words(self) -> frozenset[str]:
+        """All names that may be variables in it, and more."""
+        return frozenset(re.findall(r"\w+", " ".join(self.sources.values())))
 
     def source(self, *, tools: bool = False) -> str:
         """The text of the template used for a request with or without tools."""

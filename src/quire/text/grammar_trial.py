@@ -6,8 +6,10 @@ when it is needed and killed by the first grammar that does not end well.
 """
 
 import marshal
+import math
 import random
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from quire.config.env import child_variables
 from quire.contracts.errors import RequestFailed
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ class GrammarTrial:
                     return child
         code = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}; from {__name__} import main; main()"
         child = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                 start_new_session=True)  # fmt: skip
+                                 start_new_session=True, env=child_variables())  # fmt: skip
         timer = threading.Timer(START_SECONDS, child.kill)
         timer.start()
         ready = _ask(child, marshal.dumps(vocabulary))
@@ -107,7 +110,9 @@ def main() -> None:
             resource.setrlimit(kind, (limit, limit))
     _write(answers, b"ready")
     while job := _read(jobs):
+        signal.alarm(2 * math.ceil(SECONDS))  # nobody may be there any more to end it
         _write(answers, marshal.dumps(pool.submit(_try, tokens, *marshal.loads(job)).result()))
+        signal.alarm(0)
 
 
 def _try(tokens: "LLTokenizer", source: str, limits: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSch
 DATA = ("const", "enum", "default", "examples")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 EXACT, LONGEST = 2**53, 2**63 - 1
+WIDEST = {"minimum": -EXACT, "exclusiveMinimum": -EXACT, "maximum": EXACT, "exclusiveMaximum": EXACT}
 LONGEST_PATTERN = 20_000  # characters; every class of one is compiled
 CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)  # one that does not end takes all
 CONTROLS = [chr(code) for code in range(32) if code != 10]
@@ -25,6 +26,8 @@ def holdable(schema: Any) -> Any:
     for part in _parts(schema):
         for key in ("const", "enum", *BOUNDS):
             most, value = EXACT if key in BOUNDS else LONGEST, part.get(key)
+            if isinstance(value, int | float) and abs(value) > EXACT and value * WIDEST.get(key, 0) > 0:
+                part[key] = value = WIDEST[key]  # a wider range than can be held, as for any number of 64 bits
             numbers = _numbers(value) if key in DATA or isinstance(value, int | float) else ()
             if any(abs(number) > most for number in numbers):
                 raise _refusal(f"{key} has a number beyond ±{most}, which is not read exactly: give a smaller one, or "

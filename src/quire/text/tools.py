@@ -40,8 +40,8 @@ def choose_styles(template: ChatTemplate | None, tool_parser: str | None = None,
     """
     sources = template.sources if template else {}
     text = "\n".join(sources.get(name, "") for name in ("default", "tool_use"))
-    tools, why = _choose("tool_parser", tool_parser, TOOL_FORMATS, text)
-    reasoning, because = _choose("reasoning_parser", reasoning_parser, REASONING_FORMATS, text)
+    tools, why = _choose("--tool-call-parser", tool_parser, TOOL_FORMATS, text)
+    reasoning, because = _choose("--reasoning-parser", reasoning_parser, REASONING_FORMATS, text)
     return OutputStyles(tools, reasoning, f"tool calls: {why}; reasoning: {because}")
 
 
@@ -54,7 +54,7 @@ def _choose(flag: str, name: str | None, rows: Sequence[Format], text: str) -> t
     if name in (None, "none"):
         return None, "none, as asked" if name else "none, no tag that is known is in the chat template"
     known = ", ".join(name for row in rows for name in row.names)
-    raise ConfigError(f"{flag}={name!r} is not known: give one of {known}, or none.")
+    raise ConfigError(f"{flag} {name!r} is not known, or not implemented yet: give one of {known}, or none.")
 
 
 def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:

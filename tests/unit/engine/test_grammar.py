@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.config.engine import SchedulerConfig
-from quire.contracts.errors import InvalidParameter, RequestFailed
+from quire.contracts.errors import InvalidParameter, QueueFull, RequestFailed
 from quire.contracts.request import BlockReason, FinishReason, RequestState
 from quire.contracts.structured import StructuredOutputsParams
 from quire.engine import grammar as engine_grammar
@@ -123,6 +123,19 @@ def test_a_request_may_end_while_its_grammar_is_compiled(Rig: Any, depth: int, h
     again = rig.add([1], 3, grammar=form(regex="a{3}"))
     rig.drain()
     assert text(rig, again) == "aaa"
+
+
+def test_only_so_many_wait_to_be_compiled(Rig: Any, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_grammar, "MOST_WAITING", 2)
+    rig = small(Rig, depth)
+    for letter in "ab":
+        rig.add([1], 3, grammar=form(regex=letter))
+    with pytest.raises(QueueFull, match="2 requests wait for grammars"):
+        rig.add([1], 3, grammar=form(regex="c"))
+    rig.core.check()
+    known = rig.add([1], 3, grammar=form(regex="a"))  # is compiled anyway
+    rig.drain()
+    assert text(rig, known) == "a"
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(Rig: Any, depth: int) -> None:

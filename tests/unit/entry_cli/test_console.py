@@ -97,7 +97,7 @@ def test_the_curl_line_can_be_typed(options: dict[str, Any], url: str, words: li
 def test_the_key_is_a_placeholder() -> None:
     settings = config(api_key=("secret", "other"))
     text = "\n".join(banner_lines(ready(), settings, URL))
-    assert "secret" not in text and '-H "Authorization: Bearer $QUIRE_API_KEY"' in text
+    assert "secret" not in text and '-H "Authorization: Bearer ${QUIRE_API_KEY:-YOUR_KEY}"' in text
     assert "needs 2 keys" in text
 
 

@@ -67,14 +67,14 @@ def test_what_would_end_this_process_is_refused() -> None:
 def test_what_would_take_minutes_is_refused_while_this_process_goes_on() -> None:
     """In a thread, beside one that goes on; a good grammar of another caller does not wait for it. And of the gigabytes
     that some would take, nothing is left here."""
-    compiler, found = make(1.0), {}
-    compiler.compile(StructuredOutputsParams(choice=["a", "b"]).spec())
+    compiler, other, found = make(1.0), make(20.0), {}
+    other.compile(StructuredOutputsParams(choice=["a", "b"]).spec())
     before = resident()
     for name, form in SLOW.items():
         worker = threading.Thread(target=lambda: found.update({name: refusal(compiler, form)}))  # noqa: B023
         worker.start()
         while worker.is_alive():
-            assert compiler.compile(StructuredOutputsParams(choice=["a", "b"]).spec())
+            assert other.compile(StructuredOutputsParams(choice=["a", "b"]).spec())
             time.sleep(0.2)
     assert found.keys() == SLOW.keys()
     assert all("takes more than" in text or "too much memory" in text for text in found.values()), found

@@ -10,6 +10,7 @@ from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import StructuredOutputsParams
 from quire.text.grammar import GrammarCompiler
+from quire.text.json_schema import holdable
 from quire.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(bundled_model())
@@ -39,7 +40,7 @@ def takes(schema: Any, text: str) -> bool:
     ({"type": "string", "pattern": '[\\x00-"]'}, "has control characters"),
     ({"type": "string", "format": "iri"}, "Unknown format: iri"),
     ({"type": "string", "format": "unknown"}, "Unknown format: unknown"),
-    ({"type": "integer", "maximum": 2**53 + 1}, "not read exactly"), ({"const": -(2**63)}, "not read exactly"),
+    ({"type": "integer", "minimum": 2**53 + 1}, "not read exactly"), ({"const": -(2**63)}, "not read exactly"),
     ({"enum": [1, [2**64]]}, "not read exactly"), ({"minimum": 3, "maximum": 2, "type": "integer"}, "is greater than"),
     ({"$ref": "https://example.com/a"}, "retrieving it failed"), ({"enum": []}, "is empty"),
 ])  # fmt: skip
@@ -66,6 +67,13 @@ def test_a_class_takes_no_quote_and_no_backslash_that_it_excludes(chars: str) ->
         return
     for char in '"\\\n\t/aZé':
         assert takes(schema, json.dumps(char, ensure_ascii=False)) == bool(known.fullmatch(char)), char
+
+
+def test_a_range_wider_than_what_is_exact_becomes_what_is() -> None:
+    """As generators write it for numbers of 64 bits: what then comes is within it."""
+    for low, high in ((-(2**63), 2**63 - 1), (0, 2**64 - 1), (-1e300, 2.0**60)):
+        found = holdable({"type": "integer", "minimum": low, "exclusiveMaximum": high})
+        assert found == {"type": "integer", "minimum": max(low, -(2**53)), "exclusiveMaximum": 2**53}
 
 
 def test_what_looks_like_a_keyword_and_is_none_stays_as_it_is() -> None:

@@ -506,9 +506,9 @@ def test_names_win_and_unknown_ones_are_refused() -> None:
         assert choose_styles(None, name).tools
     for name in REASONING_PARSERS:
         assert choose_styles(None, None, name).reasoning
-    with pytest.raises(ConfigError, match="tool_parser='hremes' is not known: give one of .*hermes.*, or none"):
+    with pytest.raises(ConfigError, match="--tool-call-parser 'hremes' is not known, .* one of .*hermes.*, or none"):
         choose_styles(template, "hremes")
-    with pytest.raises(ConfigError, match="reasoning_parser='gpt' is not known: give one of deepseek_r1"):
+    with pytest.raises(ConfigError, match="--reasoning-parser 'gpt' is not known, .* give one of deepseek_r1"):
         choose_styles(template, None, "gpt")
 
 

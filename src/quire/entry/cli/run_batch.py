@@ -108,6 +108,6 @@ async def _answer(batch: "Batch", config: ServerConfig) -> int:
             await asyncio.gather(working, return_exceptions=True)
             await engine.close()
             console.close()
-            if batch.done < batch.total:
+            if 0 < batch.done < batch.total:
                 print(f"quire: note: {batch.done} of {batch.total} are answered and kept; the same command goes on "
                       "from there.", file=sys.stderr)

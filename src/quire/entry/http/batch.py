@@ -126,8 +126,11 @@ class Batch:
         return counts[0], counts[1]
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close what is open, and keep no file without an answer."""
+        empty = not self._file.tell()
         self._file.close()
+        if empty:
+            self._partial.unlink(missing_ok=True)
 
     def _earlier(self, names: dict[str, tuple[int, str]]) -> dict[str, int]:
         """The places of what earlier runs have answered, whether they were interrupted or have finished (the input may

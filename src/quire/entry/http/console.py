@@ -164,5 +164,5 @@ def curl_line(config: ServerConfig, url: str, served: str) -> str:
         url = url.replace(f"//{host}:", "//127.0.0.1:").replace(f"//[{host}]:", "//[::1]:")
     parts += [f"{url}/v1/completions", "-H 'Content-Type: application/json'"]
     if config.http.api_key:
-        parts.append('-H "Authorization: Bearer $QUIRE_API_KEY"')
+        parts.append('-H "Authorization: Bearer ${QUIRE_API_KEY:-YOUR_KEY}"')
     return " ".join([*parts, "-d", shlex.quote(body)])

@@ -32,6 +32,7 @@ from quire.procs.core_child import CoreChild
 from quire.procs.core_client import CoreClient, Launch
 from quire.procs.failures import rebuilt
 from quire.text.load import TextSide, load_text
+from quire.text.tools import choose_styles
 from quire.weights.folder import resolve_folders
 
 LOG = logging.getLogger("quire")
@@ -104,6 +105,7 @@ class ServedEngine:
         starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
         try:
+            choose_styles(None, self._serve.tool_call_parser, self._serve.reasoning_parser)  # sooner than the weights
             self._take(messages.Loading("model files"))
             folder, tokenizer_folder = await asyncio.to_thread(resolve_folders, self.config)
             if self.failure is not None:  # closed meanwhile

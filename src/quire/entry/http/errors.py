@@ -95,7 +95,8 @@ def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str)
 
     By the first words litellm knows it, by "prompt is too long" langchain and clients of Anthropic's API."""
     wanted = f", and {asked} more asked for" if asked else ""
-    fix = "shorten the prompt" if not asked else "shorten the prompt or ask for fewer tokens"
+    room = max_model_len - num_prompt
+    fix = "shorten the prompt" + (f" or ask for at most {room} tokens" if asked and room > 0 else "")
     return HttpError(400, f"this model's maximum context length is {max_model_len} tokens, and the prompt is too long "
                      f"with its {num_prompt}{wanted}: {fix}.", code="context_length_exceeded", param=param)
 

@@ -4,6 +4,7 @@ msgspec decodes strictly (no "3" for 3, no NaN, no bare surrogates) but takes an
 A field of another route is refused; names that neither a type nor the tables know are told back in a header.
 """
 
+import difflib
 import json
 import logging
 import re
@@ -66,7 +67,8 @@ ROUTES: dict[str, frozenset[str]] = {path: frozenset(kind.__struct_fields__) for
 ALIKE = [line.split() for line in (  # fields for the same, of which each route has some
     "max_tokens max_completion_tokens max_output_tokens", "stop stop_sequences", "instructions system messages input",
     "messages prompt input", "response_format structured_outputs text output_config",
-    "truncation truncate_prompt_tokens", "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
+    "truncation truncate_prompt_tokens", "query text_1", "documents text_2",
+    "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
 # Do not change the answer here, and are taken silently: who asks, what OpenAI keeps and where it runs; hints (what the
 # answer will mostly be, how long it should be); how pictures would be read; backends, of which there is one.
 IGNORED = frozenset(
@@ -78,12 +80,14 @@ IGNORED = frozenset(
 class RequestDecoder(Generic[T]):
     """Decodes the bodies of one route."""
 
-    def __init__(self, kind: type[T], *, refused: str = "") -> None:
-        """`refused`: a table of fields that this route refuses, though its type or others may know them."""
+    def __init__(self, kind: type[T], *, refused: str = "", unread: frozenset[str] = frozenset()) -> None:
+        """`refused`: a table of fields that this route refuses, though its type or others may know them; `unread`:
+        fields of other routes that would change nothing here, and are told back."""
         self._decoder = msgspec.json.Decoder(kind)
         self._type = inspect.type_info(kind)
         fields = frozenset(kind.__struct_encode_fields__)
-        self._refused = {name: rule for name, rule in (REFUSED | _foreign(fields)).items() if name not in fields}
+        self._refused = {name: rule for name, rule in (REFUSED | _foreign(fields)).items()
+                         if name not in fields | unread}
         self._refused |= dict(_refused(refused)) if refused else {}
         self._known = fields | IGNORED | self._refused.keys()
 
@@ -139,7 +143,11 @@ class RequestDecoder(Generic[T]):
             path = f"{path}.{missing[1]}".lstrip(".")
             return InvalidParameter(f"{path} is missing: it must be {self._words(path)}.", param=_field(path))
         if (unknown := UNKNOWN.search(problem)) is not None:
-            return InvalidParameter(f"{path} has an unknown field {ascii(unknown[1][:MAX_NAME])}: leave it out.",
+            options = [one for kind in self._kinds(path) for one in getattr(kind, "types", [kind])]
+            known = [field.encode_name for kind in options for field in getattr(kind, "fields", ())]
+            near = difflib.get_close_matches(unknown[1], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+            return InvalidParameter(f"{path} has an unknown field {ascii(unknown[1][:MAX_NAME])}: {hint}",
                                     param=_field(path))
         reason = _reason(problem[: found.start() if found is not None else None].replace("`", ""))
         if not path:
@@ -149,21 +157,25 @@ class RequestDecoder(Generic[T]):
         return InvalidParameter(f"{path} must be {self._words(path)}{reason}.", param=_field(path))
 
     def _words(self, path: str) -> str:
+        return " or ".join(dict.fromkeys(map(words, self._kinds(path)))) or "left out"
+
+    def _kinds(self, path: str) -> list[inspect.Type]:
+        """The types of what may stand at a path."""
         kinds = [self._type]
         for step in STEP.findall(path):
             kinds = [inner for kind in kinds for inner in _inside(kind, step)]
-        return " or ".join(dict.fromkeys(map(words, kinds))) or "left out"
+        return kinds
 
 
 def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
     """The rules for what any route reads, for one that has these fields."""
     rules: dict[str, Refused] = {}
-    for path, names in ROUTES.items():
-        for name in names - rules.keys() - IGNORED:
-            given = REFUSED.get(name, Refused(ELSEWHERE, []))
-            ours = dict.fromkeys(other for group in ALIKE if name in group for other in group if other in fields)
-            words = f"send {' or '.join(ours)} instead." if ours else f"send it to {path}; here, nothing reads it."
-            rules[name] = given._replace(reason=words) if given.reason == ELSEWHERE else given
+    for name in frozenset[str]().union(*ROUTES.values()) - IGNORED:
+        given = REFUSED.get(name, Refused(ELSEWHERE, []))
+        ours = dict.fromkeys(other for group in ALIKE if name in group for other in group if other in fields)
+        paths = [path for path, names in ROUTES.items() if name in names]
+        words = f"send {' or '.join(ours)} instead." if ours else f"send it to {' or '.join(paths)}."
+        rules[name] = given._replace(reason=words) if given.reason == ELSEWHERE else given
     return rules
 
 

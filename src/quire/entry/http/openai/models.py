@@ -13,7 +13,8 @@ from quire.entry.http.openai.prompts import away, conversation_prompt, tokenizer
 from quire.entry.http.openai.tools import plain_tools
 from quire.text.tokenizer import Tokenizer
 
-TOKENIZE = RequestDecoder(schema.TokenizeRequest)
+TOKENIZE = RequestDecoder(  # takes bodies of chats and completions: how an answer is drawn is not in its prompt
+    schema.TokenizeRequest, unread=frozenset((*schema.SamplingFields.__struct_fields__, "max_completion_tokens")))
 DETOKENIZE = RequestDecoder(schema.DetokenizeRequest)
 
 

@@ -229,11 +229,10 @@ def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest 
         if name in variables:
             hint = "send it as a field of its own" if name in SWITCHES else "leave it out"
             raise InvalidParameter(f"chat_template_kwargs may not hold {name}: {hint}.", param="chat_template_kwargs")
-    sources = "".join(template.sources.values())
     if request.documents is not None:
         variables["documents"] = request.documents
-    unread = [name for name in request.chat_template_kwargs or () if name not in sources]
-    for name in [*unread, *(["documents"] if request.documents and "documents" not in sources else [])]:
+    given = [*(request.chat_template_kwargs or ()), *(["documents"] if request.documents else [])]
+    for name in [name for name in given if name not in template.words] if given else ():
         exchange.warn(f"{ascii(name[:40])} is ignored: the chat template does not read it")
     if request.reasoning_effort is not None and "reasoning_effort" in template.source():
         variables.setdefault("reasoning_effort", request.reasoning_effort)

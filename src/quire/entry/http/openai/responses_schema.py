@@ -40,6 +40,9 @@ class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     effort: Effort | None = None
     summary: Literal["auto", "detailed"] | None = None
+    generate_summary: None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponseRequest(SamplingFields, kw_only=True):

@@ -75,9 +75,12 @@ def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields,
     names = ["tools"] * tools + ["response_format"] * (form is not None and form.type != "text") + (
         ["structured_outputs"] * (request.structured_outputs is not None))
     code = error.code if isinstance(error, RequestFailed) else "" if error.param == "structured_outputs" else None
-    if code == "no_token" and params.structured_outputs is not None and params.allowed_token_ids:
-        return HttpError(400, f"allowed_token_ids leaves no token that {' and '.join(names)} allow: send more of them, "
-                              "or none.", code="invalid_value", param="allowed_token_ids")
+    if code == "no_token" and params.structured_outputs is not None:
+        names = names or ["thinking_token_budget"]
+        for param in ("allowed_token_ids", "bad_words"):
+            if getattr(params, param):
+                return HttpError(400, f"{param} leaves no token that {' and '.join(names)} allow: send another list, "
+                                      "or none.", code="invalid_value", param=param)
     if code not in ("", "invalid_grammar", "grammar_failed") or not names:
         return error
     words = str(error)

@@ -434,7 +434,8 @@ def test_what_is_wrong_is_said_in_words_of_this_route(ask: Callable[..., Any]) -
             ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.name is missing"),
             ({"tools": [TOOL, TOOL]}, "tools", "tools[1].name: there is another"),
             ({"text": {"format": {"type": "json_object", "x": 1}}}, "text", "text.format has an unknown field 'x'"),
-            ({"reasoning": {"mode": "pro"}}, "reasoning", "reasoning has an unknown field 'mode'"),
+            ({"reasoning": {"mode": "pro"}}, "reasoning", "reasoning.mode must be one of standard"),
+            ({"reasoning": {"modes": "x"}}, "reasoning", "unknown field 'modes': did you mean mode?"),
             ({"reasoning": {"effort": "banana"}}, "reasoning", "reasoning.effort must be one of")):
         error = ask(**fields).error
         assert error["param"] == param and words in error["message"] and "$." not in error["message"], error

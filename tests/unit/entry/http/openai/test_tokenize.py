@@ -26,6 +26,15 @@ def test_there_and_back(client: Any) -> None:
     assert strings == ["Hello", " world"]
 
 
+def test_the_body_of_a_chat_is_taken(client: Any) -> None:
+    """How an answer would be drawn is not in its prompt, and is told back."""
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    reply = post(client, "/tokenize", **chat, temperature=0.5, max_tokens=3, stream=True)
+    assert reply.json["tokens"] == post(client, "/tokenize", **chat).json["tokens"]
+    assert {f"unknown field '{name}'" for name in ("temperature", "max_tokens", "stream")} <= set(
+        reply.all("x-quire-warning"))
+
+
 def test_special_tokens_show_unless_skipped(client: Any) -> None:
     assert post(client, "/detokenize", tokens=[2]).json["prompt"] == "<|im_end|>"
     assert post(client, "/detokenize", tokens=[2], skip_special_tokens=True).json["prompt"] == ""
