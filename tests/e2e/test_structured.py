@@ -161,6 +161,15 @@ def test_with_everything_else_that_sampling_can_do(llm: LLM) -> None:
     assert said(outputs[-1]) == said(plain[0])
 
 
+def test_special_tokens_inside_a_form_are_shown(llm: LLM) -> None:
+    """A tag of reasoning may be a special token, and stands in a text like any other."""
+    tag = llm.get_tokenizer().token_id("<think>")
+    params = SamplingParams(max_tokens=40, temperature=0.0, logit_bias={tag: 80.0},
+                            structured_outputs=StructuredOutputsParams(regex="a(<think>|b)c"))
+    (output,) = llm.generate(["So "], params, use_tqdm=False)
+    assert output.outputs[0].text == "a<think>c" and tag in output.outputs[0].token_ids
+
+
 def test_what_is_asked_of_the_text_after_the_reasoning(llm: LLM) -> None:
     """The mask is off until the model closes its thoughts, which a bias makes it do soon."""
     closing = llm.get_tokenizer().token_id("</think>")

@@ -77,6 +77,12 @@ class SamplingParams(
         self.check()
 
     @property
+    def hides_special_tokens(self) -> bool:
+        """Whether special tokens are left out of the text. What has a form is shown whole: without them it may have
+        none (tags of reasoning may stand in the strings of JSON)."""
+        return self.skip_special_tokens and not (self.structured_outputs and self.structured_outputs.given)
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW

@@ -97,7 +97,7 @@ class EngineCore:
         request = self.scheduler.add(new, self._tags(new), parent, places)
         try:
             if new.grammar is not None:
-                self._grammars.start(new)
+                self._grammars.start(new, bounded=places > 0)
             self._finisher.watch(request)
         except Exception:
             self._grammars.drop(new.handle)

@@ -60,13 +60,14 @@ class Grammars:
     def __len__(self) -> int:
         return len(self._held)
 
-    def start(self, new: NewRequest) -> None:
-        """Begin to compile what a request asks for; raises `InvalidParameter` where nothing can be compiled."""
+    def start(self, new: NewRequest, *, bounded: bool) -> None:
+        """Begin to compile what a request asks for; raises `InvalidParameter` where nothing can be compiled, and
+        `QueueFull` for one that is `bounded` by how many wait already."""
         if self._compiler is None:
             raise InvalidParameter("structured_outputs needs a tokenizer, and this engine has none.",
                                    param="structured_outputs")
         assert new.grammar is not None
-        if len(self._compiling) >= MOST_WAITING and new.grammar not in self._cache:
+        if bounded and len(self._compiling) >= MOST_WAITING and new.grammar not in self._cache:
             raise QueueFull(f"{MOST_WAITING} requests wait for grammars to be compiled: try again later.")
         self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="quire-grammar")
         future = self._cache.get(new.grammar) or self._pool.submit(self._compiler.compile, new.grammar)

@@ -132,10 +132,11 @@ def test_only_so_many_wait_to_be_compiled(Rig: Any, depth: int, monkeypatch: pyt
         rig.add([1], 3, grammar=form(regex=letter))
     with pytest.raises(QueueFull, match="2 requests wait for grammars"):
         rig.add([1], 3, grammar=form(regex="c"))
+    offline = rig.add([1], 3, grammar=form(regex="c"), places=0)
     rig.core.check()
     known = rig.add([1], 3, grammar=form(regex="a"))  # is compiled anyway
     rig.drain()
-    assert text(rig, known) == "a"
+    assert text(rig, known) == "a" and text(rig, offline) == "c"
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(Rig: Any, depth: int) -> None:

@@ -47,7 +47,7 @@ class Turn:
         self._plan, self._tokenizer = plan, tokenizer
         self._parser = None if plan.styles is None or plan.plain else OutputParser(
             plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel)
-        self._hidden = tokenizer.all_special_ids if tokenizer and params.skip_special_tokens else frozenset[int]()
+        self._hidden = tokenizer.all_special_ids if tokenizer and params.hides_special_tokens else frozenset[int]()
         self.num_thought = 0
         # Text and tokens so far, but for what `_count` has left behind: that many characters.
         self._behind, self._text, self._tokens = 0, list[str](), list[int]()
