@@ -135,7 +135,7 @@ def test_only_some_steps_fork(device: torch.device, monkeypatch: pytest.MonkeyPa
     ((layer, norm), *_), taken = build(arguments("qwen2_moe"), device), []
     side = moe.side_stream
     monkeypatch.setattr(moe, "side_stream", lambda device: taken.append(device) or side(device))
-    for tokens in (1, 4, 5, 1024, 1025):
+    for tokens in (1, moe.BESIDE.start - 1, moe.BESIDE.start, moe.BESIDE.stop - 1, moe.BESIDE.stop):
         layer(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm)
     assert taken == [device] * 2
     assert side(device).priority < torch.cuda.Stream().priority

@@ -54,10 +54,7 @@ def close(actual: Tensor, expected: Tensor, bound: float = 1e-2) -> None:
 def test_norm_and_activation(device: torch.device, tokens: int, width: int) -> None:
     x, weight = draw(tokens, 2 * width, device=device), draw(width, device=device)
     part = x[:, width:]
-    normed = norm.rms_norm(part, weight, EPS)
-    close(normed, norm_ref.rms_norm(part.double().float(), weight.float(), EPS))
-    for ahead in (draw(3, device=device), draw(1 << 20, device=device)):
-        assert torch.equal(norm.rms_norm(part, weight, EPS, ahead), normed)
+    close(norm.rms_norm(part, weight, EPS), norm_ref.rms_norm(part.double().float(), weight.float(), EPS))
     close(activation.silu_mul(x), activation_ref.silu_mul(x.float()))
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from quire.config.experts import Routing
 from quire.kernels import pdl
 from quire.kernels.experts import hopper, triton
-from quire.kernels.norm import triton as norm
 from quire.kernels.routing import triton as routing
 
 DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
@@ -22,8 +21,6 @@ def check(made: Made) -> None:
     given = made.constants
     if made.name == "_product_kernel" and made.options["num_stages"] > 1:
         assert ("wgmma" if given["TALL"] or given["ROWS"] >= 64 else "mma.sync") in made.ptx, made
-    if made.name == "_norm_kernel":
-        assert made.ptx.count("prefetch.L2") == 1 and made.stack == 0, made
     if made.name == "hopper._grouped_kernel":
         ptx = made.ptx
         copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
@@ -52,7 +49,6 @@ def compile_production() -> None:
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for tokens in (1, 16, 256, 512, 8192):
             launch(tokens, 128, 8, 2048, 768)
-    norm.rms_norm(empty(64, 2048), empty(2048), 1e-6, empty(128 * 1536, 2048))
     for tokens in (1, 64, 16384):
         launch(tokens, 64, 6, 2048, 1408)
         launch(tokens, 8, 2, 4096, 14336)

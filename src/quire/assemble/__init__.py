@@ -87,10 +87,11 @@ class _Phases:
         self._last = now
 
 
-def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
+def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served: bool = True) -> Engine:
     """Build an engine; raises a `UserError` that names the fix when model or options cannot be served.
 
     on_loading   told (bytes done, bytes in all) while the weights are read, instead of a progress bar
+    served       answers are read token by token
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
@@ -111,7 +112,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None) -> Engine:
         if device.device == "cuda":
             from quire.assemble.cuda import assemble_cuda
 
-            parts = assemble_cuda(config, folder, args, dtype, on_loading=loading, end_phase=phases.end)
+            parts = assemble_cuda(config, folder, args, dtype, on_loading=loading, end_phase=phases.end, served=served)
         else:
             parts = assemble_plain(config, folder, args, dtype, cpu, on_loading=loading, end_phase=phases.end,
                                    free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip

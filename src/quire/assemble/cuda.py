@@ -51,13 +51,13 @@ DEVICE = torch.device("cuda", 0)
 
 
 def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, *,
-                  on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
+                  on_loading: Loading, end_phase: Callable[[str], None], served: bool) -> Parts:
     """Build what runs on the GPU; raises a `UserError` that names what would make it fit.
 
     end_phase   told the name of each part of the start when it is over
     """
     facts = read_cuda_facts()
-    batch = resolve_batch(config.scheduler, facts.total_memory)
+    batch = resolve_batch(config.scheduler, facts.total_memory, args.moe is not None and not served)
     config = replace(config, scheduler=batch)
     check_sequences(config)
     weights = sum(prod(param.shape) * ITEM_BYTES[param.dtype or dtype.dtype] for param in layout(args))

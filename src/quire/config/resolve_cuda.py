@@ -9,6 +9,7 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 
 CUDA_TOKENS = 8192  # of one step
+WIDE_TOKENS = 16384  # where nobody waits for a next token, and more of them fill the experts' tiles (docs/log.md)
 CUDA_BLOCK_SIZE = 128  # a kernel's tile of keys; smaller tiles divide it
 LARGE_GPU, LARGE_SEQUENCES = 70 * GIB, 1024  # requests at once on a GPU with so much memory
 MOST_SEQUENCES = 4096  # of one step: what makes its work lists looks at all of them at once
@@ -52,13 +53,15 @@ class DeviceMemory:
         return self.weights + self.working
 
 
-def resolve_batch(scheduler: SchedulerConfig, total: int) -> SchedulerConfig:
-    """What a GPU with `total` bytes decides when nobody did: more requests where their caches have room."""
+def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) -> SchedulerConfig:
+    """What a GPU with `total` bytes decides when nobody did: more requests where their caches have room, and more
+    tokens in a step for a model with experts whose answers nobody reads as they come (`wide`)."""
     seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
     tokens = scheduler.max_num_batched_tokens
     if tokens is not None and scheduler.max_num_seqs is None:
         seqs = min(seqs, tokens)
-    return replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens or max(CUDA_TOKENS, seqs))
+    most = WIDE_TOKENS if wide and total >= LARGE_GPU else CUDA_TOKENS
+    return replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens or max(most, seqs))
 
 
 def check_sequences(config: EngineConfig) -> None:

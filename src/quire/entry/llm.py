@@ -45,7 +45,7 @@ class LLM:
     """
 
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
-        self._engine: Engine | None = assemble(keyword_config(fspath(model), options))
+        self._engine: Engine | None = assemble(keyword_config(fspath(model), options), served=False)
         self._front = front_end(self._engine)
         self._mail: dict[int, Mail] = {}  # by first handle: streams may be read in turns
         self._dead: EngineDead | None = None  # why nothing can run any more

@@ -43,7 +43,7 @@ _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAI
 
 # Operation -> its implementations, best first. Every one ends with the reference, which needs nothing.
 SUPPORTS: dict[str, Mapping[str, Support]] = {
-    "norm": {**_SMALL, "triton": replace(TRITON, features=frozenset({"ahead"}))},
+    "norm": _SMALL,
     "heads": _SMALL,
     "activation": _SMALL,
     "linear": {

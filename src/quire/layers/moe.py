@@ -22,7 +22,6 @@ from quire.quantization import unquantized
 # Tokens of a step whose shared experts run beside the routed ones on a GPU. Fewer are a chain of kernels that start
 # while those before them end, which a fork would break; with more, each product fills the device.
 BESIDE = range(5, 257)
-MOST_PAIRS = 32  # of an expert in the mean, up to which its weights' way from memory takes longer than its products
 Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 
 
@@ -96,13 +95,12 @@ class MoE(nn.Module):
         self.shared_gate = Linear(hidden, {"": 1}, False, build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.kernels.features("experts")
         self.forks = can and self.shared is not None
-        self.asks = can and "ahead" in build.kernels.features("norm")
         self.choose: Callable[[Tensor], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory."""
-        x = norm(hidden, *self._ahead(len(hidden)))
+        x = norm(hidden)
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
             weights, ids = (self.choose or self.router)(x)
@@ -116,11 +114,3 @@ class MoE(nn.Module):
                     hidden = self.shared.down.add(inner, hidden)
             y: Tensor = self.experts(x, weights, ids, hidden, *(fork.join,) if forks else ())
         return y
-
-    def _ahead(self, tokens: int) -> tuple[Tensor, ...]:
-        """The first experts' weights, where most experts are hit and reading them is what a step waits for."""
-        if not self.asks:
-            return ()
-        routing, packed = self.router.routing, self.experts.packed
-        waits = 2 * routing.num_experts <= tokens * routing.top_k <= MOST_PAIRS * routing.num_experts
-        return (packed[0],) if waits and isinstance(packed, tuple) else ()

@@ -14,6 +14,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = build.parameter(width)
 
-    def forward(self, x: Tensor, *ahead: Tensor) -> Tensor:
-        """[T, width] -> [T, width]. `ahead`: a weight that is read next, for kernels with that feature."""
-        return self.kernel.rms_norm(x, self.weight, self.eps, *ahead)
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, width] -> [T, width]."""
+        return self.kernel.rms_norm(x, self.weight, self.eps)

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from quire.assemble import cuda
 from quire.assemble.parts import Parts
+from quire.bench.workload import model_folder
 from quire.config.bundled import bundled_model
 from quire.config.checkpoint import read_checkpoint_config
 from quire.config.engine import EngineConfig
@@ -31,14 +33,16 @@ FACTS = CudaFacts(
 )  # fmt: skip
 
 
-def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str = "", **options: object) -> Parts:
+def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str = "", folder: Path | None = None,
+             served: bool = True, **options: object) -> Parts:
     monkeypatch.setattr(cuda, "read_cuda_facts", lambda: facts)
     monkeypatch.setattr(cuda, "missing", lambda: why)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 16 * GIB))
-    folder = bundled_model()
+    folder = folder or bundled_model()
     return cuda.assemble_cuda(
         EngineConfig.from_flat(max_num_seqs=4, max_model_len=64, **options), folder, read_checkpoint_config(folder),
         DTypePlan(dtype="float32", reason=""), on_loading=lambda done, total: None, end_phase=lambda name: None,
+        served=served,
     )  # fmt: skip
 
 
@@ -89,3 +93,21 @@ def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch
         *args, **options | {"device": "cpu"}))  # fmt: skip
     with pytest.raises(ConfigError, match=r"8192 tokens and 4 seq.* 15.00 GiB.* --max-num-seqs 1 .*-tokens 2048"):
         assemble(monkeypatch, load_format="dummy")
+
+
+@pytest.mark.parametrize(("model", "served", "tokens"), [
+    ("qwen3-0.6b", False, 8192), ("deepseek-v2-lite", False, 16384), ("deepseek-v2-lite", True, 8192)])
+def test_steps_are_wide_for_experts_when_nobody_waits(
+    model: str, served: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[EngineConfig] = []
+
+    def check(weights: int, total: int, free: int, config: EngineConfig, *, dtype: str) -> None:
+        asked.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(cuda, "check_weights", check)
+    large = replace(FACTS, total_memory=80 * GIB, free_memory=80 * GIB)
+    with pytest.raises(ConfigError, match="enough"):
+        assemble(monkeypatch, large, folder=model_folder(model), served=served)
+    assert asked[0].scheduler.token_budget() == tokens

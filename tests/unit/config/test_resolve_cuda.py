@@ -152,10 +152,11 @@ def test_more_sequences_than_a_step_has_are_refused() -> None:
         check_sequences(EngineConfig.from_flat(max_num_seqs=4097))
 
 
-@pytest.mark.parametrize("asked, gib, seqs, tokens", [
-    ({}, 24, 256, 8192), ({}, 80, 1024, 8192), ({"max_num_seqs": 300}, 80, 300, 8192),
-    ({"max_num_batched_tokens": 512}, 80, 512, 512), ({"max_num_seqs": 9000}, 80, 9000, 9000),
+@pytest.mark.parametrize("asked, gib, seqs, tokens, wide", [
+    ({}, 24, 256, 8192, 8192), ({}, 80, 1024, 8192, 16384), ({"max_num_seqs": 300}, 80, 300, 8192, 16384),
+    ({"max_num_batched_tokens": 512}, 80, 512, 512, 512), ({"max_num_seqs": 9000}, 80, 9000, 9000, 16384),
 ])  # fmt: skip
-def test_what_a_gpu_decides_when_nobody_did(asked: dict[str, int], gib: int, seqs: int, tokens: int) -> None:
-    batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30)
-    assert (batch.max_num_seqs, batch.max_num_batched_tokens) == (seqs, tokens)
+def test_what_a_gpu_decides_when_nobody_did(asked: dict[str, int], gib: int, seqs: int, tokens: int, wide: int) -> None:
+    for wait, most in ((False, tokens), (True, wide)):
+        batch = resolve_batch(EngineConfig.from_flat(**asked).scheduler, gib << 30, wait)
+        assert (batch.max_num_seqs, batch.max_num_batched_tokens) == (seqs, most)

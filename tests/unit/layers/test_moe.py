@@ -190,20 +190,6 @@ def test_shared_experts_run_beside_the_routed_ones(family: str, tokens: int, for
     assert log[:4] == ["router", "shared", "products", "sum"]
 
 
-@pytest.mark.parametrize(("tokens", "asks"), [(5, False), (6, True), (85, True), (86, False)])
-def test_the_norm_asks_for_weights_that_a_step_waits_for(tokens: int, asks: bool) -> None:
-    """Of eight experts, three for a token: from two pairs of each in the mean to 32."""
-    args, theirs = block("qwen3_moe")
-    build, asked = build_for(args), []
-    layer, norm = filled(args, theirs, build), norm_for(args, build)
-    hidden = torch.randn(tokens, args.hidden_size)
-    layer.experts.kernel, layer.experts.packed = SimpleNamespace(run=lambda x, *_: x), (hidden, hidden)
-    assert args.moe is not None and (args.moe.routing.num_experts, args.moe.routing.top_k) == (8, 3)
-    layer.asks = True
-    layer(hidden, lambda x, *ahead: asked.extend(ahead) or norm(x))
-    assert [weight is layer.experts.packed[0] for weight in asked] == [True] * asks
-
-
 def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     args, theirs = block("deepseek_v2")
     build = build_for(args)

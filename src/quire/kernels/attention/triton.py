@@ -47,6 +47,7 @@ class Config:
 DECODE = {64: Config(16, 64, 4, 4), 128: Config(16, 64, 4, 3, programs=3), 256: Config(16, 32, 4, 3)}
 DECODE_MANY = Config(16, 64, 4, 2, programs=4)  # heads of 128, for as many sequences:
 MANY = range(16, 129)
+DECODE_WHOLE = Config(16, 128, 4, 2)  # and where these and their KV heads are at most two programs a multiprocessor
 DECODE_OWN = Config(16, 32, 2, 3, programs=6)  # heads of 128, for the little that is not in a shared prefix
 PREFILL = {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)}
 PREFILL_FEW = Config(64, 64, 4, 2)  # when larger tiles would leave multiprocessors idle
@@ -101,9 +102,13 @@ class Call:
         return out
 
     def _decode_config(self, padded: int) -> Config:
+        sequences = len(self.meta.seq_lens)
         if padded == 128 and self.meta.shared is not None:
             return DECODE_OWN
-        return DECODE_MANY if padded == 128 and len(self.meta.seq_lens) in MANY else DECODE[max(64, padded)]
+        if padded == 128 and sequences in MANY:
+            programs = sequences * self.kv.k.shape[1]
+            return DECODE_MANY if programs > DECODE_WHOLE.programs * multiprocessors() else DECODE_WHOLE
+        return DECODE[max(64, padded)]
 
     def _prefill_config(self, padded: int) -> Config:
         config = PREFILL[max(64, padded)]

@@ -15,7 +15,6 @@ from quire.kernels.triton_runtime import missing
 
 FEW_ROWS = 2  # up to these gemv.py takes any weight
 HEAD = 65536  # outputs of a weight for which it takes as many rows as it can
-MOST_WAITING = 512  # rows up to which a product waits for its weight, so that the norm before it asks for that
 
 
 def few(rows: int, weight: Tensor) -> bool:
@@ -73,18 +72,14 @@ def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor
     """See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps)
-    return F.linear(_normed(x, weight, eps, packed), packed, bias)
+    return F.linear(rms_norm(x, weight, eps), packed, bias)
 
 
 def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
     """See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps, gated=True)
-    return silu_mul(F.linear(_normed(x, weight, eps, packed), packed, bias))
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float, packed: Tensor) -> Tensor:
-    return rms_norm(x, weight, eps, packed if len(x) <= MOST_WAITING else None)
+    return silu_mul(F.linear(rms_norm(x, weight, eps), packed, bias))
 
 
 def rows(packed: Tensor, ids: Tensor) -> Tensor:

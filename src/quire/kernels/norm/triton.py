@@ -11,10 +11,9 @@ from quire.kernels import pdl
 from quire.kernels.triton_runtime import jit, tl
 
 NARROW = 1024  # a program normalizes this many numbers at least
-AHEAD, PIECE = 16 << 20, 4096  # bytes of a weight that come to the L2 cache meanwhile, and those of one request
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `quire.kernels.norm`."""
     width = x.shape[-1]
     if x.dim() != 2 and x.dim() != 3 or x.stride(-1) != 1:
@@ -28,31 +27,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None)
     at_once = max(1, NARROW // block)
     warps = min(16, max(1, at_once * block // 256))
     in_pdl = pdl.in_use()
-    ahead = ahead if in_pdl else None
-    pieces = 0 if ahead is None else min(AHEAD, ahead.numel() * ahead.element_size()) // PIECE
     _norm_kernel[(-(-rows // at_once),)](
-        x, weight, y, rows, x.stride(0), stride_h, eps, ahead, pieces, width, heads, weight.numel() // width, block,
-        at_once, 32 * warps, PIECE, in_pdl, num_warps=warps, **pdl.options(in_pdl),
+        x, weight, y, rows, x.stride(0), stride_h, eps, width, heads, weight.numel() // width, block, at_once, in_pdl,
+        num_warps=warps, **pdl.options(in_pdl),
     )  # fmt: skip
     return y
 
 
-@jit(do_not_specialize=["rows", "pieces"])
+@jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x, weight, y, rows, stride_t, stride_h, eps, ahead, pieces, WIDTH: tl.constexpr, HEADS: tl.constexpr,
-    WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, y, rows, stride_t, stride_h, eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if ahead is not None:  # each thread asks for one piece, those of all programs in turn
-        piece = tl.arange(0, THREADS) * tl.num_programs(0) + tl.program_id(0)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-            "=r,l,r,r",
-            [ahead.to(tl.int64) + piece * PIECE, (piece < pieces).to(tl.int32), tl.full([THREADS], PIECE, tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (col < WIDTH)
