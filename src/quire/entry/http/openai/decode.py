@@ -126,10 +126,10 @@ class RequestDecoder(Generic[T]):
         return request, list(islice(unknown, MAX_UNKNOWN))
 
     def _refuse(self, names: dict[str, msgspec.Raw]) -> None:
-        for name, rule in self._refused.items():
-            if name not in names:
+        for name, given in names.items():
+            if (rule := self._refused.get(name)) is None:
                 continue
-            value = msgspec.json.decode(names[name])
+            value = msgspec.json.decode(given)
             if value is not None and not any(type(value) is type(h) and value == h for h in rule.harmless):
                 if rule.reason.startswith("send "):  # there is another way
                     raise HttpError(400, f"{name} is not read: {rule.reason}", code="unsupported_parameter", param=name)

@@ -95,6 +95,13 @@ def test_refused_values_that_clients_really_send(fields: dict[str, Any]) -> None
         completion(**fields)
 
 
+@pytest.mark.parametrize("names", [("best_of", "guided_json"), ("guided_json", "best_of")])
+def test_of_several_refused_fields_the_first_that_was_sent_is_named(names: tuple[str, str]) -> None:
+    with pytest.raises(HttpError) as caught:
+        completion(**dict.fromkeys(names, 2))
+    assert caught.value.param == names[0]
+
+
 def test_ignored_fields_are_silent_and_unknown_ones_are_named() -> None:
     request, unknown = completion(**dict.fromkeys(IGNORED, 1), foo=1, bar=[1])
     assert unknown == ["'foo'", "'bar'"]
