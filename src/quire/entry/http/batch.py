@@ -23,6 +23,7 @@ IN_FLIGHT = 256  # requests that are asked for at once: enough to fill a batch, 
 RETRY_SECONDS = 0.5  # before a request is sent again for which there was no room
 NO_ROOM, UNABLE = (408, 429, 529), 503
 RESPONSES = "/v1/responses"
+NULL = b"null"
 App = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
@@ -37,7 +38,7 @@ class Line(msgspec.Struct):
     custom_id: Any = None
     method: Any = "POST"
     url: Any = None
-    body: msgspec.Raw = msgspec.Raw(b"null")
+    body: msgspec.Raw = msgspec.Raw(NULL)
     problem: str = ""
 
     def check(self) -> str:
@@ -190,7 +191,9 @@ async def _ask(app: App, line: Line) -> bytes:
     """The answer to a line, as a line of the output."""
     asked = bytes(line.body)
     if line.url == RESPONSES:  # to be kept for nobody, unless the request says so
-        asked = msgspec.json.encode({"store": False} | msgspec.json.decode(asked, type=dict[str, msgspec.Raw]))
+        given = msgspec.json.decode(asked, type=dict[str, msgspec.Raw])
+        if bytes(given.get("store", NULL)) == NULL:
+            asked = msgspec.json.encode(given | {"store": False})
     while True:
         status, headers, body = await _post(app, line.url, asked)
         if status == UNABLE:

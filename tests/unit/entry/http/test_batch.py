@@ -120,10 +120,10 @@ def test_warnings_are_part_of_a_line(files: Callable[..., Any]) -> None:
 
 
 def test_responses_are_kept_only_when_they_are_to_be(files: Callable[..., Any]) -> None:
-    app, bodies = App(), ({"input": "a"}, {"input": "b", "store": True})
+    app, bodies = App(), ({"input": "a"}, {"input": "b", "store": True}, {"input": "c", "store": None})
     run(files(*(json.dumps({"custom_id": body["input"], "url": "/v1/responses", "body": body})
                 for body in bodies)), app)
-    assert {body["input"]: body["store"] for _, body in app.asked} == {"a": False, "b": True}
+    assert {body["input"]: body["store"] for _, body in app.asked} == {"a": False, "b": True, "c": False}
 
 
 def test_another_request_of_the_same_name_is_asked(files: Callable[..., Any]) -> None:
