@@ -11,9 +11,10 @@ import fcntl
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -57,6 +58,14 @@ class Line(msgspec.Struct):
         """Of its answer: the same for the same request, and for no other."""
         asked = msgspec.json.encode((self.custom_id, self.url, bytes(self.body), self.problem))
         return f"batch_req_{hashlib.sha256(asked).hexdigest()[:24]}"
+
+
+class Outcome(NamedTuple):
+    """How many lines of an output are answers, and errors; `commonest`: of the errors, how often and an example."""
+
+    answers: int
+    errors: int
+    commonest: str
 
 
 class Batch:
@@ -110,9 +119,10 @@ class Batch:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    def finish(self) -> tuple[int, int]:
-        """Write the output, in the order of the input; returns how many of its lines are answers, and errors."""
-        counts, new = [0, 0], self._target.with_name(self._target.name + ".tmp")
+    def finish(self) -> Outcome:
+        """Write the output, in the order of the input."""
+        new, answers = self._target.with_name(self._target.name + ".tmp"), 0
+        kinds, examples = Counter[str](), dict[str, str]()
         with new.open("wb") as out:
             for number, line in self._lines():
                 if line.problem:
@@ -120,11 +130,18 @@ class Batch:
                 else:
                     self._file.seek(self._places[line.custom_id])
                     data = self._file.readline()
-                counts[msgspec.json.decode(data)["error"] is not None] += 1
+                if (error := msgspec.json.decode(data)["error"]) is None:
+                    answers += 1
+                else:
+                    kind = str(error.get("code") or error.get("type"))
+                    kinds[kind] += 1
+                    examples.setdefault(kind, str(error.get("message")))
                 out.write(data)
         os.replace(new, self._target)
         self._partial.unlink(missing_ok=True)
-        return counts[0], counts[1]
+        commonest = "".join(f"{kind}, {count} of {kinds.total()} ({examples[kind]})"
+                            for kind, count in kinds.most_common(1))
+        return Outcome(answers, kinds.total(), commonest)
 
     def close(self) -> None:
         """Close what is open, and keep no file without an answer."""
