@@ -151,6 +151,9 @@ def test_a_long_conversation_is_prepared_off_the_loop(prompt: Callable[..., str]
 def test_too_long(ask: Callable[..., Any]) -> None:
     error = ask([{"role": "user", "content": "word " * 5000}]).error
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = ask([{"role": "user", "content": "a"}], **{name: 5000}).error
+        assert error["code"] == "context_length_exceeded" and error["param"] == name
 
 
 @pytest.mark.parametrize("message", [
