@@ -85,7 +85,7 @@ class RequestDecoder(Generic[T]):
         fields of other routes that would change nothing here, and are told back."""
         self._decoder = msgspec.json.Decoder(kind)
         self._type = inspect.type_info(kind)
-        fields = frozenset(kind.__struct_encode_fields__)
+        self._fields = fields = frozenset(kind.__struct_encode_fields__)
         self._refused = {name: rule for name, rule in (REFUSED | _foreign(fields)).items()
                          if name not in fields | unread}
         self._refused |= dict(_refused(refused)) if refused else {}
@@ -102,7 +102,7 @@ class RequestDecoder(Generic[T]):
         return request
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the first names of fields that nobody knows, fit for a header.
+        """The request, and the first of the fields that nobody knows, in words that fit into a header.
 
         Errors: `HttpError` 400 for what is no JSON or asks for something that is not implemented, `InvalidParameter`
         for a field of the wrong type or out of its range.
@@ -122,8 +122,12 @@ class RequestDecoder(Generic[T]):
         except RecursionError as error:
             words = f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another."
             raise HttpError(400, words, code="invalid_json") from error
-        unknown = (ascii(name[:MAX_NAME]) for name in names if name not in self._known)
-        return request, list(islice(unknown, MAX_UNKNOWN))
+        return request, list(islice((self._named(name) for name in names if name not in self._known), MAX_UNKNOWN))
+
+    def _named(self, name: str) -> str:
+        """An unknown field, and the one that was probably meant."""
+        near = difflib.get_close_matches(name[:MAX_NAME], self._fields, n=1, cutoff=0.8)
+        return ascii(name[:MAX_NAME]) + "".join(f" (did you mean {known}?)" for known in near)
 
     def _refuse(self, names: dict[str, msgspec.Raw]) -> None:
         for name, given in names.items():

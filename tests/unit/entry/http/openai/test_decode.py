@@ -107,6 +107,12 @@ def test_ignored_fields_are_silent_and_unknown_ones_are_named() -> None:
     assert unknown == ["'foo'", "'bar'"]
 
 
+def test_a_misspelt_field_is_told_with_the_one_that_was_meant() -> None:
+    _, unknown = completion(max_token=5, temprature=0.5, Top_p=1, stopp="a", colour=1)
+    assert unknown == ["'max_token' (did you mean max_tokens?)", "'temprature' (did you mean temperature?)",
+                       "'Top_p' (did you mean top_p?)", "'stopp' (did you mean stop?)", "'colour'"]
+
+
 def test_names_of_unknown_fields_cannot_break_a_header() -> None:
     _, unknown = completion(**{"a\r\nx: y\u20ac": 1, "b" * 1000: 2})
     assert all(name.isascii() and name.isprintable() and len(name) < 80 for name in unknown)
