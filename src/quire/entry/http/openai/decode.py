@@ -9,7 +9,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,6 +24,7 @@ from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.responses_schema import ResponseRequest
+from quire.entry.http.openai.unknown import MAX_NAME, Fields
 
 LOG = logging.getLogger("quire")
 T = TypeVar("T", bound=msgspec.Struct)
@@ -35,8 +35,7 @@ UNKNOWN = re.compile(r"contains unknown field `(.*?)`")
 GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
 JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
               "array": "a list", "object": "an object"}
-MAX_NAME = 64
-MAX_UNKNOWN, MAX_LOGGED = 10, 100  # names that are told back, and logged: more would let a client fill the log
+MAX_LOGGED = 100  # names of unknown fields: more would let a client fill the log
 MAX_DEPTH = 128  # of lists and objects in one another: what renders or compiles them calls itself for each
 NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -84,8 +83,11 @@ class RequestDecoder(Generic[T]):
         """`refused`: a table of fields that this route refuses, though its type or others may know them; `unread`:
         fields of other routes that would change nothing here, and are told back."""
         self._decoder = msgspec.json.Decoder(kind)
-        self._type = inspect.type_info(kind)
-        self._fields = fields = frozenset(kind.__struct_encode_fields__)
+        info = inspect.type_info(kind)
+        assert isinstance(info, inspect.StructType)
+        self._type: inspect.Type = info
+        self._fields = Fields(info, {})
+        fields = self._fields.known
         self._refused = {name: rule for name, rule in (REFUSED | _foreign(fields)).items()
                          if name not in fields | unread}
         self._refused |= dict(_refused(refused)) if refused else {}
@@ -122,12 +124,7 @@ class RequestDecoder(Generic[T]):
         except RecursionError as error:
             words = f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another."
             raise HttpError(400, words, code="invalid_json") from error
-        return request, list(islice((self._named(name) for name in names if name not in self._known), MAX_UNKNOWN))
-
-    def _named(self, name: str) -> str:
-        """An unknown field, and the one that was probably meant."""
-        near = difflib.get_close_matches(name[:MAX_NAME], self._fields, n=1, cutoff=0.8)
-        return ascii(name[:MAX_NAME]) + "".join(f" (did you mean {known}?)" for known in near)
+        return request, self._fields.unknown(names, self._known)
 
     def _refuse(self, names: dict[str, msgspec.Raw]) -> None:
         for name, given in names.items():

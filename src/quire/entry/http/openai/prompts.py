@@ -262,6 +262,8 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
                     raise not_implemented(what, "the model reads text only.", "messages")
                 if part.text is None:
                     raise InvalidParameter(f"messages[{at}].content: a text part needs a text.", param="messages")
+        for name in [name for name, given in (("audio", message.audio), ("images", message.images)) if given]:
+            raise not_implemented(f"messages[{at}].{name}", "the model reads text only.", "messages")
         if message.function_call is not None:
             raise InvalidParameter(
                 f"messages[{at}].function_call is not read: send tool_calls instead.", param="messages")

@@ -210,4 +210,4 @@ def test_a_history_of_any_shape_is_taken() -> None:
         {"role": "assistant", "content": "four", "reasoning": "2+2"},
     ]
     request, unknown = CHAT.decode(json.dumps({"messages": history}).encode())
-    assert len(request.messages) == 5 and unknown == []
+    assert len(request.messages) == 5 and unknown == ["'messages[].extra'"]
