@@ -1,9 +1,6 @@
 """The `openai` package against `quire serve`, in both major versions: every answer is what `LLM.generate` says."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +9,14 @@ import pytest
 
 from quire import LLM, SamplingParams
 
-from .openai_scenario import SCENARIOS
-from .serving import MOCK, PATIENCE, running_server
+from .scenarios import OPENAI, run_scenarios
+from .serving import MOCK, running_server
 
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024", "--kv-cache-memory-bytes", "48M")
 KEY = "sk-test"
 PROMPTS = ("The little dog went to the", "Once upon a time", "def main():\n", "The capital of")
 QUESTIONS = ("What is bytearray.decode?", "Which module provides OrderedDict?")
 DRAWN = {"prompt": PROMPTS[1], "seed": 7}
-FOLDERS = {2: Path(sys.prefix, "openai2"), 3: None}  # where a major lies; None: beside the other packages
 
 
 def right_answers(llm: LLM, base: SamplingParams) -> dict[str, Any]:
@@ -58,16 +54,6 @@ def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         assert "Traceback" not in server.stderr + keyed.stderr
 
 
-@pytest.mark.parametrize("major", FOLDERS)
-def test_every_scenario_with_a_major_version_of_the_client(facts: Path, major: int) -> None:
-    folder = FOLDERS[major]
-    if folder is not None and not folder.is_dir():
-        pytest.skip(f"openai {major}.x is not in {folder}; scripts/test puts it there")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
-    environment["PYTHONPATH"] = str(folder or "")
-    program = Path(__file__).with_name("openai_scenario.py")
-    run = subprocess.run([sys.executable, str(program), str(facts)], env=environment, capture_output=True, text=True,
-                         timeout=PATIENCE)
-    version, *done = run.stdout.splitlines() or ["nothing"]
-    assert run.returncode == 0, f"{version}, after {done}:\n{run.stderr}"
-    assert version.startswith(f"openai {major}.") and len(done) == len(SCENARIOS)
+@pytest.mark.parametrize("version", OPENAI)
+def test_every_scenario_with_a_major_version_of_the_client(facts: Path, version: str) -> None:
+    run_scenarios("openai_scenario.py", facts, version, OPENAI[version])

@@ -1,10 +1,6 @@
 """The `anthropic` package against `quire serve`: every answer is what `LLM.chat` says."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,18 +8,14 @@ import pytest
 
 from quire import LLM, SamplingParams
 
-from .serving import MOCK, PATIENCE, running_server
+from .scenarios import ANTHROPIC, run_scenarios
+from .serving import MOCK, running_server
 from .test_clients import FLAGS, KEY, QUESTIONS
-
-FOLDER = Path(sys.prefix, "anthropic")  # where the package lies, with all that it needs
-PROGRAM = Path(__file__).with_name("anthropic_scenario.py")
 
 
 @pytest.fixture(scope="module")
 def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two running servers, and a file that says where they are and what is right."""
-    if not FOLDER.is_dir():
-        pytest.skip(f"anthropic is not in {FOLDER}; scripts/test puts it there")
     greedy = SamplingParams(temperature=0.0, max_tokens=60)
     chats = [talker_model.chat([{"role": "user", "content": question}], greedy, use_tqdm=False)[0].outputs[0].text
              for question in QUESTIONS]
@@ -42,10 +34,4 @@ def facts(talker_model: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_every_scenario(facts: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANTHROPIC_")}
-    run = subprocess.run([sys.executable, str(PROGRAM), str(facts)], env=environment | {"PYTHONPATH": str(FOLDER)},
-                         capture_output=True, text=True, timeout=PATIENCE)
-    version, *done = run.stdout.splitlines() or ["nothing"]
-    assert run.returncode == 0, f"{version}, after {done}:\n{run.stderr}"
-    scenarios = re.findall(r"^def (\w+)\(facts", PROGRAM.read_text(), re.MULTILINE)
-    assert version.startswith("anthropic ") and done == scenarios
+    run_scenarios("anthropic_scenario.py", facts, "anthropic ", ANTHROPIC)

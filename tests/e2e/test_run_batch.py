@@ -51,6 +51,7 @@ def test_every_route_that_takes_a_request(tmp_path: Path) -> None:
     assert results[0]["response"]["body"]["model"] == "mine" and results[0]["response"]["request_id"]
     assert len(results[1]["response"]["body"]["choices"]) == 4
     assert f"{sum(status == 200 for *_, status in cases)} answers and 5 errors" in err
+    assert "the commonest error: " in err
 
 
 def test_ctrl_c_keeps_what_is_answered_and_the_next_run_goes_on(tmp_path: Path) -> None:

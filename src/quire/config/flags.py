@@ -20,6 +20,7 @@ from quire.config.env import environment_warnings
 from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
 from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather
 from quire.config.texts import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
+from quire.contracts.errors import ConfigError
 from quire.contracts.text_table import read_rows
 
 LOG = logging.getLogger("quire")
@@ -291,6 +292,17 @@ def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
 def server_config(settings: Settings) -> ServerConfig:
     """The configuration of a server, checked; raises `ConfigError`."""
     return ServerConfig.from_flat(**settings.values)
+
+
+def error_text(error: BaseException) -> str:
+    """The message of an error in one line; a configuration's names its options as flags, as they were typed."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, ConfigError):
+        return text
+    names = sorted(server_names())
+    words = "|".join(name for name in names if "_" in name)  # the others mean an option only before a value
+    option = rf"(?<![\w./'\"-])(?:(?:{'|'.join(names)})(?==)|(?:{words})(?!\w|[./-]\w))"
+    return re.sub(option, lambda found: "--" + found[0].replace("_", "-"), text)
 
 
 def option_warnings() -> list[str]:

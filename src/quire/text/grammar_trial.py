@@ -10,18 +10,16 @@ import math
 import random
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from quire.config.env import child_variables
 from quire.contracts.errors import RequestFailed
+from quire.text.children import Child, Children
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -31,7 +29,6 @@ START_SECONDS = 60.0  # for a child
 MEMORY = 512 * 2**20  # bytes that it may take
 STEPS, STEP_SECONDS = 24, 0.5  # tokens that are tried, and what one may take of the CPU
 STACK = 1_500_000  # bytes, less than that of the threads which will do the same in the core
-Child = subprocess.Popen[bytes]
 Vocabulary = tuple[list[bytes], list[int], int]  # tokens, the special ones, the end
 
 
@@ -40,8 +37,7 @@ class GrammarTrial:
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
-        self._idle: list[Child] = []
-        self._reap = weakref.finalize(self, _end_all, self._idle)  # at exit, too
+        self._children = Children()
 
     def run(self, source: str, limits: dict[str, Any], vocabulary: Vocabulary) -> str:
         """What is wrong with a grammar of llguidance's; "": nothing. Raises `RequestFailed` when the child does not
@@ -52,28 +48,24 @@ class GrammarTrial:
         answer = _ask(child, marshal.dumps((source, limits)))
         timer.cancel()
         if answer and time.monotonic() - began < self._seconds:  # else it may be killed now
-            self._idle.append(child)
+            self._children.give(child)
             return str(marshal.loads(answer))
-        _end(child)
+        self._children.end(child)
         what = f"more than {self._seconds:g} s" if time.monotonic() - began >= self._seconds else "too much memory"
         raise RequestFailed(f"structured_outputs: the grammar cannot be used: it takes {what}: make it smaller or less "
                             "nested.", code="invalid_grammar")
 
     def _take(self, vocabulary: Vocabulary) -> Child:
-        with suppress(IndexError):
-            while True:
-                child = self._idle.pop()
-                if child.poll() is None:
-                    return child
         code = f"import sys; sys.path[:] = {[*filter(None, sys.path)]!r}; from {__name__} import main; main()"
-        child = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                 start_new_session=True, env=child_variables())  # fmt: skip
+        child, used = self._children.take("-c", code)
+        if used:
+            return child
         timer = threading.Timer(START_SECONDS, child.kill)
         timer.start()
         ready = _ask(child, marshal.dumps(vocabulary))
         timer.cancel()
         if not ready:
-            _end(child)
+            self._children.end(child)
             raise RequestFailed("the process that tries grammars cannot be started, see the log.", code="internal")
         return child
 
@@ -151,14 +143,3 @@ def _read(pipe: IO[bytes]) -> bytes:
 def _write(pipe: IO[bytes], data: bytes) -> None:
     pipe.write(len(data).to_bytes(8) + data)
     pipe.flush()
-
-
-def _end(child: Child) -> None:
-    child.kill()
-    with suppress(OSError):  # what was never sent
-        child.communicate()
-
-
-def _end_all(idle: list[Child]) -> None:
-    while idle:
-        _end(idle.pop())

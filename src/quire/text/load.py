@@ -48,12 +48,13 @@ def load_text(config: EngineConfig, folder: Path, *, tokenizer_folder: Path | No
     """
     model = config.model
     tokenizer_folder = tokenizer_folder or folder
+    pooling = read_pooling(folder, model.pooler_config)  # first: a folder without config.json is no model's
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
     return TextSide(
         tokenizer=tokenizer, tokenizer_folder=tokenizer_folder,
         chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template),
         eos_ids=load_eos_ids(folder, tokenizer), default_params=_default_params(config, folder),
-        pooling=read_pooling(folder, model.pooler_config))
+        pooling=pooling)
 
 
 def _default_params(config: EngineConfig, folder: Path) -> SamplingParams:

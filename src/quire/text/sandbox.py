@@ -7,22 +7,18 @@ one is first needed, serves one rendering after the other, and is killed by the 
 
 import marshal
 import math
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from quire.config.env import child_variables
 from quire.contracts.errors import InvalidParameter, RequestFailed
+from quire.text.children import Child, Children
 
 MOST_TEXT = 16 * 2**20  # bytes of a prompt; twice the largest body
 CHILD = "quire.text.sandbox_child"
 READY = b"ready 0\n"
-Child = subprocess.Popen[bytes]
 
 
 class TextTooLong(InvalidParameter):
@@ -37,15 +33,14 @@ class Sandbox:
 
     def __init__(self, seconds: float = 5.0, memory: int = 512 * 2**20) -> None:
         self._seconds, self._memory = seconds, memory
-        self._idle: list[Child] = []
-        self._busy: set[Child] = set()
-        self._reap = weakref.finalize(self, _end_all, self._idle, self._busy)  # at exit, too
+        self._children = Children()
 
     def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str,
                over: Future[None] | None = None) -> str:
         """What a template makes of arguments; both go as they are to `sandbox_child.render`. `over` ends it when done.
 
-        Errors: `InvalidParameter`: what the child says, or that a limit was met, of `param`; `RequestFailed`.
+        Errors: `InvalidParameter`: what the child says, or that a limit was met, of `param`; `RequestFailed`;
+        `EngineClosed` after `close`.
         """
         job, over = marshal.dumps((marshal.dumps(template), arguments)), over or Future()
         status, used, began = "dead", True, time.monotonic()
@@ -65,8 +60,8 @@ class Sandbox:
             f"rendering the chat template {limit} and was ended: send less, or use a simpler template.", param=param)
 
     def close(self) -> None:
-        """End the children; idempotent, and new ones are started if somebody renders again."""
-        _end_all(self._idle, self._busy)
+        """End the children, and start none any more; idempotent."""
+        self._children.close()
 
     def _run(self, child: Child, job: bytes, over: Future[None]) -> tuple[str, str]:
         """`_ask` until time is up or it is over; a child that does not answer well is ended."""
@@ -76,33 +71,23 @@ class Sandbox:
             if not answered:
                 child.kill()
 
-        self._busy.add(child)
         timer = threading.Timer(self._seconds, stop)
         timer.start()
         over.add_done_callback(stop)
         status, text = _ask(child, job)
         answered = True
         timer.cancel()
-        self._busy.discard(child)
-        self._idle.append(child) if status in ("text", "refused") else _end(child)
+        (self._children.give if status in ("text", "refused") else self._children.end)(child)
         return status, text
 
     def _take(self) -> tuple[Child, bool]:
         """A child, and whether it has rendered before."""
-        with suppress(IndexError):
-            while True:
-                child = self._idle.pop()
-                if child.poll() is None:
-                    return child, True
-        # -P: no module of the folder in which the server was started; a session of its own: no Ctrl-C
-        command = [sys.executable, "-P", "-m", CHILD, str(math.ceil(self._seconds) + 1), str(self._memory)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-                                 env=child_variables())
+        child, used = self._children.take("-m", CHILD, str(math.ceil(self._seconds) + 1), str(self._memory))
         assert child.stdout is not None
-        if child.stdout.readline() != READY:
-            _end(child)
+        if not used and child.stdout.readline() != READY:
+            self._children.end(child)
             raise RequestFailed("the process for chat templates cannot be started; the log says more.", code="sandbox")
-        return child, False
+        return child, used
 
 
 def _ask(child: Child, job: bytes) -> tuple[str, str]:
@@ -116,16 +101,3 @@ def _ask(child: Child, job: bytes) -> tuple[str, str]:
         if len(data) == int(size):
             return status, data.decode("utf-8", "surrogatepass")
     return "dead", ""
-
-
-def _end(child: Child) -> None:
-    child.kill()
-    with suppress(OSError):  # what was never sent
-        child.communicate()
-
-
-def _end_all(idle: list[Child], busy: set[Child]) -> None:
-    for child in list(busy):  # whoever reads from it sees to the rest
-        child.kill()
-    while idle:
-        _end(idle.pop())

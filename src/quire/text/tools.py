@@ -185,10 +185,11 @@ class OutputParser:
             self._in.held.clear()
         self._muted = form.drops
 
-    def _object_call(self, brace: str) -> Read:
-        """{"name": ..., "arguments": {...}}, the members in any order; from `brace` on."""
+    def _object_call(self, brace: str, within: dict[str, str] | None = None) -> Read:
+        """{"name": ..., "arguments": {...}}, the members in any order; from `brace` on. It may be the "function" of
+        another object, as tools are: then `within` is what that one holds."""
         yield from self._in.need(brace)
-        texts, early, more = {"name": "", "id": ""}, "", ","
+        texts, early, more = within or {"name": "", "id": ""}, "", ","
         while more == ",":
             key = yield from self._text()
             yield from self._in.need(":")
@@ -196,6 +197,8 @@ class OutputParser:
                 yield from self._in.json(len)
             elif key in ("name", "id", "type"):
                 texts[key] = yield from self._text()
+            elif key == "function" and within is None:
+                yield from self._object_call("{", texts)
             elif key in ("arguments", "parameters") and not early:
                 early = yield from self._arguments(texts["name"], texts["id"])
             else:

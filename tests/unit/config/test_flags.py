@@ -12,6 +12,7 @@ from quire.config.flags import (
     add_flags,
     add_model_argument,
     engine_config,
+    error_text,
     given_options,
     option_warnings,
     server_options,
@@ -19,7 +20,7 @@ from quire.config.flags import (
     with_objects,
 )
 from quire.config.texts import parse_bool, parse_size
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, ModelError
 
 # The command line is a promise: a flag that goes or changes its name breaks somebody's script.
 FLAGS = """
@@ -267,3 +268,17 @@ def test_what_is_configured_later_is_there_when_needed() -> None:
     assert len(parser._actions) == 1
     assert parser.parse_args(["m"]).model_argument == "m"
     assert len(parser.actions()) == 2  # not added twice
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("max_num_seqs=0: must be at\n least 1.", "--max-num-seqs=0: must be at least 1."),
+    ("lower max_num_seqs or max_model_len.", "lower --max-num-seqs or --max-model-len."),
+    ("use dtype=float32, or another device", "use --dtype=float32, or another device"),
+    ("api_key: a key must be", "--api-key: a key must be"),
+    ("no option 'max_num_seqs' (--max_model_len)", "no option 'max_num_seqs' (--max_model_len)"),
+    ("a/generation_config.json: override_generation_config", "a/generation_config.json: --override-generation-config"),
+    ("generation_config.json, hf_token_x=1, my_seed=2", "generation_config.json, hf_token_x=1, my_seed=2"),
+])
+def test_a_configurations_error_names_flags(text: str, told: str) -> None:
+    assert error_text(ConfigError(text)) == told
+    assert error_text(ModelError(text)) == " ".join(text.split())  # may name keys of a model's files

@@ -34,10 +34,10 @@ def rows(lines: list[str]) -> dict[str, str]:
 
 
 def test_the_banner_tells_what_is_served_and_how() -> None:
-    lines = banner_lines(ready(), config(model="a/b", revision="v1", served_model_name=("x",)), URL)
+    lines = banner_lines(ready(), config(model="a/b", revision="v1", served_model_name=("x", "y")), URL)
     assert len(lines) <= 12 and lines[0].startswith("Quire ")
     found = rows(lines)
-    assert found["model"] == "a/b at v1, served as x"
+    assert found["model"] == "a/b at v1, served as x, y"
     assert found["dtype"] == "bfloat16 (as asked)"
     assert found["device"] == "cpu; one process, one device; 1 step in flight"
     assert found["kernels"] == f"norm, rope: cpu ({REASON}); linear: native (asked for)"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire import __version__
+from quire.config.flags import error_text
 from quire.contracts.errors import ConfigError, EngineDead, InvalidParameter, QuireError, WeightsError
 from quire.entry.cli import weights
 from quire.entry.cli.main import COMMANDS, main
@@ -70,12 +71,12 @@ def test_a_misuse_is_one_line_and_exit_code_2(args: list[str], message: str,
 @pytest.mark.parametrize(("args", "message"), [
     (["weights", "a", "--model", "b"], "two models are named"),
     (["weights", "/no/such/folder"], "'/no/such/folder' does not exist"),
-    (["complete", "-p", "x", "--block-size", "0"], "block_size=0: must be at least 1"),
+    (["complete", "-p", "x", "--block-size", "0"], "--block-size=0: must be at least 1"),
     (["bench", "throughput", "--only", "nothing"], "unknown workload 'nothing'"),
     (["bench", "throughput", "--scale", "0"], "--scale 0.0: must be above 0"),
     (["bench", "kernels", "--models", "nothing"], "--models: there is no 'nothing'"),
     (["serve", "-tp", "2"], "-tp 2: several devices are not implemented yet: leave the flag out, or start"),
-    (["serve", "--ssl-keyfile", "k"], "ssl_keyfile and ssl_certfile go together"),
+    (["serve", "--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
     (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml: No such file"),
     (["chat", "--api-key", "k"], "--api-key and --model-name go with --url"),
 ])
@@ -108,7 +109,7 @@ def test_what_a_command_raises_becomes_an_exit_code(error: BaseException, code: 
     err = capsys.readouterr().err
     assert "Traceback" not in err
     if isinstance(error, QuireError):
-        assert err == f"quire: error: {' '.join(str(error).split())}\n"
+        assert err == f"quire: error: {error_text(error)}\n"
 
 
 @pytest.mark.parametrize("args", [["--debug", "weights", "/no/such"], ["weights", "/no/such", "--debug"]])

@@ -93,3 +93,7 @@ def test_warnings_about_who_can_come_in(options: dict[str, Any], words: list[str
     assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True))
 
 
+def test_a_refused_value_is_told_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value in (("--max-num-seqs", "0"), ("--watermark", "3"), ("--root-path", "x")):
+        assert main(["serve", f"{flag}={value}"]) == 3
+        assert f"quire: error: {flag}=" in capsys.readouterr().err

@@ -37,4 +37,4 @@ def test_the_report_decides(ok: bool, code: int, monkeypatch: pytest.MonkeyPatch
 
 def test_random_weights_have_nothing_to_be_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "some/model", "--load-format", "dummy"]) == 3
-    assert "load_format=dummy" in capsys.readouterr().err
+    assert "--load-format=dummy" in capsys.readouterr().err

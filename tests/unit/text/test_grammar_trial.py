@@ -92,7 +92,7 @@ def test_children_end_with_who_asked() -> None:
     trial = GrammarTrial()
     compiler = GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size, trial)
     compiler.compile(StructuredOutputsParams(regex="a").spec())
-    (child,) = trial._idle
+    (child,) = trial._children.idle
     assert child.poll() is None
     del trial, compiler
     assert child.poll() is not None

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from quire.config.bundled import bundled_model
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, ModelNotFound, UserError
 from quire.text.load import load_text
 
 
@@ -29,6 +30,14 @@ def test_sampling_defaults_come_from_the_model_unless_they_are_refused() -> None
     assert load_text(config, bundled_model()).default_params.temperature == 0.25
     with pytest.raises(ConfigError, match="must be auto or none"):
         load_text(EngineConfig.from_flat(generation_config="yes"), bundled_model())
+
+
+def test_a_folder_that_is_no_models_is_told_by_its_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"/config\.json does not exist"):
+        load_text(EngineConfig(), tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        load_text(EngineConfig(), tmp_path)
 
 
 def test_it_brings_no_torch() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from quire.contracts.errors import InvalidParameter, RequestFailed
+from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.text import sandbox as sandbox_module
 from quire.text.chat import ChatTemplate
+from quire.text.children import Children
 from quire.text.sandbox import Sandbox
 from quire.text.sandbox_meter import BUDGET, TooCostly
 
@@ -190,21 +191,21 @@ def test_one_child_serves_many_and_is_replaced_when_it_died() -> None:
     box = Sandbox(seconds=30)
     template = ChatTemplate({}, sandbox=box).replaced("{{ messages[0].content }}")
     assert [template.render([USER]) for _ in range(3)] == ["hi"] * 3
-    (child,) = box._idle
+    (child,) = box._children.idle
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert template.render([USER]) == "hi"
-    (second,) = box._idle
+    (second,) = box._children.idle
     assert second.pid != child.pid
     box.close()
-    assert second.poll() is not None and not box._idle
+    assert second.poll() is not None and not box._children.idle
 
 
 def test_a_child_that_is_killed_as_it_is_taken_costs_nobody_an_answer() -> None:
     box = Sandbox(seconds=30)
     template = ChatTemplate({}, sandbox=box).replaced("{{ messages[0].content }}")
     template.render([USER])
-    (child,) = box._idle
+    (child,) = box._children.idle
     child.kill()
     child.wait()
     child.poll = lambda: None  # type: ignore[method-assign]
@@ -222,26 +223,43 @@ def test_a_rendering_ends_when_it_is_over() -> None:
         ended.append(caught.value)
 
     (thread := threading.Thread(target=run)).start()
-    while not box._busy:
+    while not box._children.busy:
         assert thread.is_alive()
     over.set_result(None)
     thread.join(60)
-    assert len(ended) == 1 and not box._busy and not box._idle
+    assert len(ended) == 1 and not box._children.busy and not box._children.idle
     with pytest.raises(InvalidParameter):
         ChatTemplate({}, sandbox=box).replaced("a").render_apart([USER], over)
-    assert not box._idle  # none is started for what is over
+    assert not box._children.idle  # none is started for what is over
 
 
-def test_children_that_are_busy_end_with_the_others() -> None:
+@pytest.mark.parametrize("used", [False, True])
+def test_after_its_end_a_sandbox_starts_no_child(used: bool) -> None:
+    """Nor for a rendering that loses the child which it has: a used one would otherwise be replaced."""
     box = Sandbox(seconds=600)
-    render = ChatTemplate({}, sandbox=box).replaced(HOSTILE["loops"]).render
-    (thread := threading.Thread(target=lambda: pytest.raises(InvalidParameter, render, [USER]))).start()
-    while not box._busy:
+    template = ChatTemplate({}, sandbox=box).replaced
+    if used:
+        template("a").render([USER])
+    render = template(HOSTILE["loops"]).render
+    (thread := threading.Thread(target=lambda: pytest.raises(EngineClosed, render, [USER]))).start()
+    while not box._children.busy:
         assert thread.is_alive()
-    (child,) = box._busy
-    box.close()
+    (child,) = box._children.busy
+    for _ in range(2):
+        box.close()
     thread.join(60)
     assert child.poll() is not None and not thread.is_alive()
+    with pytest.raises(EngineClosed):
+        template("a").render([USER])
+    assert not box._children.busy and not box._children.idle
+
+
+def test_a_child_that_answers_after_the_end_is_not_kept() -> None:
+    children = Children()
+    child, _ = children.take("-c", "input()")
+    children.close()
+    children.give(child)
+    assert child.poll() is not None and not children.idle and not children.busy
 
 
 def test_a_child_is_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +270,6 @@ def test_a_child_is_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     child, _ = box._take()
     told = Path(f"/proc/{child.pid}/environ").read_text()
     assert "TZ=UTC" in told and "secret" not in told
-    box._idle.append(child)
     box.close()
 
 
@@ -266,7 +283,7 @@ def test_a_variable_may_have_any_name(sandbox: Sandbox) -> None:
 def test_children_end_with_who_started_them(sandbox: Sandbox) -> None:
     box = Sandbox()
     ChatTemplate({}, sandbox=box).replaced("a").render([USER])
-    (forgotten,) = box._idle
+    (forgotten,) = box._children.idle
     del box
     assert forgotten.poll() is not None
     child, _ = sandbox._take()
@@ -288,5 +305,5 @@ def test_a_child_holds_no_torch_and_opens_nothing(sandbox: Sandbox) -> None:
     maps = Path(f"/proc/{child.pid}/maps").read_text()
     assert "libtorch" not in maps and "tokenizers" not in maps
     assert [line.split()[3] for line in limits.splitlines() if line.startswith("Max open files")] == ["3"]
-    sandbox._idle.append(child)
+    sandbox._children.give(child)
     assert isinstance(child, subprocess.Popen)

@@ -175,8 +175,10 @@ def printed(name: str, calls: list[Call]) -> str:
         case "hermes":
             return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
         case "llama3_json":
-            return "<|python_tag|>" + "; ".join(
-                dumps({"name": call, "parameters": arguments}, indent=1) for call, arguments in calls)
+            plain = [{"name": call, "parameters": arguments} for call, arguments in calls]
+            return "<|python_tag|>" + "; ".join(  # every second one as the template shows tools
+                dumps({"type": "function", "function": one} if at % 2 else one, indent=1)
+                for at, one in enumerate(plain))
         case "plain":
             return ";".join(dumps({"arguments": arguments, "name": call}) for call, arguments in calls)
         case "mistral":
@@ -243,6 +245,24 @@ def test_without_parallel_the_first_call_is_all(name: str) -> None:
     tools = [function("get", {"a": {"type": "string"}})]
     [(call, arguments)] = calls_of(parse(style(name), [text], tools=tools, parallel=False))
     assert (call, json.loads(arguments)) == ("get", {"a": "x"})
+
+
+@pytest.mark.parametrize("text", [
+    '{"type": "function", "function": {"name": "f", "parameters": {"a": "x"}}}',
+    '{"function": {"parameters": {"a": "x"}, "name": "f"}, "type": "function"}',
+    '{"type" : "function" , "function" : { "type": "function", "name": "f", "arguments": {"a": "x"} } , "id": "1"}',
+])
+@pytest.mark.parametrize("name", ["llama3_json", "hermes", "plain"])
+def test_a_call_wrapped_as_tools_are_shown_is_one(name: str, text: str) -> None:
+    start, end = ("<tool_call>", "</tool_call>") if name == "hermes" else ("", "")
+    whole = f"a {start}{text}{end}"
+    events = [Words("a"), CallBegins(0, "", "f"), CallArguments(0, '{"a": "x"}')]
+    for at in range(len(whole)):
+        assert parse(style(name), [whole[:at], whole[at:]], tools=TOOLS) == events, at
+    assert parse(style(name), whole, tools=TOOLS) == events
+    [begins] = [event for event in OutputParser(style(name), tools=TOOLS).feed(
+        start + text.replace('"type"', '"id": "mine", "type"', 1)) if isinstance(event, CallBegins)]
+    assert (begins.call_id == "mine") == text.startswith('{"type"')  # one that comes late is not waited for
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -339,7 +359,9 @@ def test_a_text_that_ends_within_arguments_ends_them(name: str, text: str, sent:
 @pytest.mark.parametrize("text", [
     "not json", '{"name": "g", "arguments": {"a": 1}}', '{"name": "f"}', '{"name": "f", "arguments": 1}',
     '{"name": "f", "arguments": {a: 1}}', '{"name": "f", "size": 1, "arguments": {}}', '{"arguments": {"a": 1}}',
-    '{"arguments": {"a": 1}, "name": "g"}', '{"name": 1, "arguments": {}}', '["f"]', '{"name": "f", "arguments',
+    '{"arguments": {"a": 1}, "name": "g"}', '{"type": "function", "function": {"name": "g", "parameters": {}}}',
+    '{"function": "f", "arguments": {}}', '{"function": {"function": {"name": "f", "arguments": {}}}}',
+    '{"name": 1, "arguments": {}}', '["f"]', '{"name": "f", "arguments',
 ])
 def test_what_never_was_a_call_is_content(text: str) -> None:
     for name in ("hermes", "qwen3_coder", "glm45", "mistral", "deepseek_v31", "pythonic"):
@@ -387,7 +409,8 @@ def test_python_is_parsed_and_never_evaluated(text: str, read: dict[str, Any] | 
         assert [json.loads(arguments) for _, arguments in calls_of(events)] == [read]
 
 
-PARTS = [*FRAGMENTS, "f", "a", '"name"', '"arguments"', '"parameters"', '{"name": "f", "arguments": {', '"a": "',
+PARTS = [*FRAGMENTS, '{"type": "function", "function": ', "f", "a",
+         '"name"', '"arguments"', '"parameters"', '{"name": "f", "arguments": {', '"a": "',
          '"}}',
          "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "json",
          "<function=f>", "<parameter=a>", "<parameter=b>", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
@@ -412,8 +435,9 @@ def test_hostile_text_is_cut_anywhere_and_not_lost(name: str, seed: int, thinkin
         assert joined(plain, Words) == text
 
 
-@pytest.mark.parametrize("unit", ["<", "{", "[", " ", "<tool_call>", '{"a":', '{"arguments":', "[f(", "[TOOL_CALLS]f",
-                                  "\n<parameter=", "<function=f><parameter=b>", "<tool_call>f<arg_key>", "a ", '"'])
+@pytest.mark.parametrize("unit", ["<", "{", "[", " ", "<tool_call>", '{"a":', '{"arguments":', '{"function":', "[f(",
+                                  "[TOOL_CALLS]f", "\n<parameter=", "<function=f><parameter=b>",
+                                  "<tool_call>f<arg_key>", "a ", '"'])
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "mistral", "pythonic", "llama3_json"])
 def test_work_grows_with_the_text(unit: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of functions while a text is read, and characters that a piece finds waiting, for one text and a double."""

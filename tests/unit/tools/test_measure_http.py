@@ -83,7 +83,7 @@ def test_a_refusal_ends_the_run(listening: Callable[[list[bytes]], int]) -> None
 
 def test_a_server_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(quire.__file__).parents[1]))
-    with pytest.raises(EngineDead, match="max_num_seqs"), bench.mock_server(0.0, 1, "--max-num-seqs", "0"):
+    with pytest.raises(EngineDead, match="max-num-seqs"), bench.mock_server(0.0, 1, "--max-num-seqs", "0"):
         pass
 
 

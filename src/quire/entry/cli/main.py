@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire import __version__
-from quire.config.flags import FlagParser, option_warnings
+from quire.config.flags import FlagParser, error_text, option_warnings
 from quire.contracts.errors import QuireError
 from quire.entry.cli import bench, chat, complete, completion, doctor, explain, run_batch, serve, trace, verify, weights
 from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
@@ -80,7 +80,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     except (QuireError, MemoryError) as error:
         if args.debug:
             traceback.print_exc()
-        message = " ".join(str(error).split()) or "the memory does not suffice: use a smaller model or context."
+        message = error_text(error) or "the memory does not suffice: use a smaller model or context."
         print(f"quire: error: {message}", file=sys.stderr)
         return exit_code(error)
 

@@ -45,7 +45,7 @@ def configure(parser: flags.FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file. Exit code 0 also when answers are errors; 130 when interrupted, 1 when the engine died."""
+    """Answer the file. Exit code 1 when every answer is an error or the engine died, 130 when interrupted."""
     settings = flags.settings_of(args, server=True)
     settings.values.setdefault("queue_timeout", math.inf)  # nobody waits
     config = flags.server_config(settings)
@@ -62,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"quire: note: {batch.done} of {batch.total} were answered by an earlier run.", file=sys.stderr)
         code = asyncio.run(_answer(batch, config)) if batch.done < batch.total else DONE
         if code == DONE:
-            answers, errors = batch.finish()
-            print(f"quire: {answers} answers and {errors} errors in {args.output_file}", file=sys.stderr)
+            answers, errors, commonest = batch.finish()
+            why = commonest and f"; the commonest error: {commonest}"
+            print(f"quire: {answers} answers and {errors} errors in {args.output_file}{why}", file=sys.stderr)
+            code = FAILED if errors and not answers else DONE
         return code
     finally:
         batch.close()

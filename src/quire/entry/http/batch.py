@@ -11,9 +11,10 @@ import fcntl
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +24,7 @@ IN_FLIGHT = 256  # requests that are asked for at once: enough to fill a batch, 
 RETRY_SECONDS = 0.5  # before a request is sent again for which there was no room
 NO_ROOM, UNABLE = (408, 429, 529), 503
 RESPONSES = "/v1/responses"
+NULL = b"null"
 App = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 
@@ -37,7 +39,7 @@ class Line(msgspec.Struct):
     custom_id: Any = None
     method: Any = "POST"
     url: Any = None
-    body: msgspec.Raw = msgspec.Raw(b"null")
+    body: msgspec.Raw = msgspec.Raw(NULL)
     problem: str = ""
 
     def check(self) -> str:
@@ -56,6 +58,14 @@ class Line(msgspec.Struct):
         """Of its answer: the same for the same request, and for no other."""
         asked = msgspec.json.encode((self.custom_id, self.url, bytes(self.body), self.problem))
         return f"batch_req_{hashlib.sha256(asked).hexdigest()[:24]}"
+
+
+class Outcome(NamedTuple):
+    """How many lines of an output are answers, and errors; `commonest`: of the errors, how often and an example."""
+
+    answers: int
+    errors: int
+    commonest: str
 
 
 class Batch:
@@ -109,9 +119,10 @@ class Batch:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    def finish(self) -> tuple[int, int]:
-        """Write the output, in the order of the input; returns how many of its lines are answers, and errors."""
-        counts, new = [0, 0], self._target.with_name(self._target.name + ".tmp")
+    def finish(self) -> Outcome:
+        """Write the output, in the order of the input."""
+        new, answers = self._target.with_name(self._target.name + ".tmp"), 0
+        kinds, examples = Counter[str](), dict[str, str]()
         with new.open("wb") as out:
             for number, line in self._lines():
                 if line.problem:
@@ -119,11 +130,18 @@ class Batch:
                 else:
                     self._file.seek(self._places[line.custom_id])
                     data = self._file.readline()
-                counts[msgspec.json.decode(data)["error"] is not None] += 1
+                if (error := msgspec.json.decode(data)["error"]) is None:
+                    answers += 1
+                else:
+                    kind = str(error.get("code") or error.get("type"))
+                    kinds[kind] += 1
+                    examples.setdefault(kind, str(error.get("message")))
                 out.write(data)
         os.replace(new, self._target)
         self._partial.unlink(missing_ok=True)
-        return counts[0], counts[1]
+        commonest = "".join(f"{kind}, {count} of {kinds.total()} ({examples[kind]})"
+                            for kind, count in kinds.most_common(1))
+        return Outcome(answers, kinds.total(), commonest)
 
     def close(self) -> None:
         """Close what is open, and keep no file without an answer."""
@@ -190,7 +208,9 @@ async def _ask(app: App, line: Line) -> bytes:
     """The answer to a line, as a line of the output."""
     asked = bytes(line.body)
     if line.url == RESPONSES:  # to be kept for nobody, unless the request says so
-        asked = msgspec.json.encode({"store": False} | msgspec.json.decode(asked, type=dict[str, msgspec.Raw]))
+        given = msgspec.json.decode(asked, type=dict[str, msgspec.Raw])
+        if bytes(given.get("store", NULL)) == NULL:
+            asked = msgspec.json.encode(given | {"store": False})
     while True:
         status, headers, body = await _post(app, line.url, asked)
         if status == UNABLE:

@@ -100,7 +100,7 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
 
     seconds   since the process was started, where the system tells
     """
-    model, served = config.engine.model, config.model_names[0]
+    model, names = config.engine.model, config.model_names
     source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
     tokens = ready.num_blocks * ready.block_size
     phases = ", ".join(f"{name} {each:.2f} s" for name, each in ready.phases.items())
@@ -108,7 +108,7 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
     blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
     device = ready.plans.get("device", ready.device)
     rows = {
-        "model": source if served == model.model else f"{source}, served as {served}",
+        "model": source if names == (model.model,) else f"{source}, served as {', '.join(names)}",
         "dtype": ready.plans.get("dtype", ready.dtype),
         "device": f"{device}; one process, one device; {ready.depth} step{'s'[:ready.depth != 1]} in flight",
         "kernels": _kernels(ready),
@@ -118,7 +118,7 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
         "at once": _at_once(ready),
         "loading": "; ".join(filter(None, (phases, since))),
         "address": f"{url}/v1; {access_text(config)}",
-        "try": curl_line(config, url, served),
+        "try": curl_line(config, url, names[0]),
     }
     return [f"Quire {__version__}", *(f"  {name:<9} {text}" for name, text in rows.items() if text)]
 

@@ -90,15 +90,18 @@ def not_implemented(what: str, reason: str, param: str | None = None) -> HttpErr
     return HttpError(400, message, code="unsupported_parameter", param=param or what)
 
 
-def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str) -> HttpError:
-    """400 for a prompt that does not fit the context, alone or with the `asked` tokens after it.
+def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str, limit: str) -> HttpError:
+    """400 for a prompt that does not fit the context, alone or with the `asked` tokens after it, which the field
+    `limit` asks for and is to blame where the prompt alone would fit.
 
     By the first words litellm knows it, by "prompt is too long" langchain and clients of Anthropic's API."""
     wanted = f", and {asked} more asked for" if asked else ""
     room = max_model_len - num_prompt
-    fix = "shorten the prompt" + (f" or ask for at most {room} tokens" if asked and room > 0 else "")
+    fits = asked and room > 0
+    fix = "shorten the prompt" + (f" or lower {limit} to {room}" if fits else "")
     return HttpError(400, f"this model's maximum context length is {max_model_len} tokens, and the prompt is too long "
-                     f"with its {num_prompt}{wanted}: {fix}.", code="context_length_exceeded", param=param)
+                     f"with its {num_prompt}{wanted}: {fix}.", code="context_length_exceeded",
+                     param=limit if fits else param)
 
 
 def error_json(status: int, message: str, code: str | None = None) -> bytes:

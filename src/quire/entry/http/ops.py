@@ -1,5 +1,6 @@
 """Routes for those who run the server: is it alive, is it ready, what is it, what does it count.
 
+    /        what serves, and where to look next
     /health  200 while the engine runs         /live     200 while the event loop turns
     /ping    the same, GET or POST             /ready    200 when requests should come here
     /version what serves, and every choice     /metrics  Prometheus        /openapi.json  what the API takes
@@ -23,7 +24,8 @@ from quire.entry.http.errors import error_json
 from quire.entry.http.readiness import RETRY_AFTER, Readiness, readiness
 from quire.observe.metrics import Metrics
 
-ALWAYS = OPEN_PATHS | {"/version", "/metrics", "/openapi.json", "/debug/requests"}  # in every state of the engine
+ENTRIES = ("/v1/models", "/health", "/metrics", "/version", "/openapi.json")  # what `/` names
+ALWAYS = OPEN_PATHS | {"/", "/version", "/metrics", "/openapi.json", "/debug/requests"}  # in every state of the engine
 RETRY_HEADERS = {"retry-after": str(RETRY_AFTER)}
 
 
@@ -43,6 +45,10 @@ def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
             return _json(content | error, 503, headers=RETRY_HEADERS)
 
         return answer
+
+    async def root(request: Request) -> Response:
+        return _json({"name": "Quire", "version": __version__, "models": config.model_names,
+                      "paths": [config.http.root_path + path for path in ENTRIES]})
 
     async def live(request: Request) -> Response:
         return _json({"status": "live"})
@@ -75,7 +81,8 @@ def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
         return _json({"requests": engine.requests()})
 
     alive = state(lambda now: now.alive)  # also while it drains
-    return [Route("/health", alive, methods=["GET"]), Route("/ping", alive, methods=["GET", "POST"]),
+    return [Route("/", root, methods=["GET"]),
+            Route("/health", alive, methods=["GET"]), Route("/ping", alive, methods=["GET", "POST"]),
             Route("/live", live, methods=["GET"]), Route("/ready", state(lambda now: now.ready), methods=["GET"]),
             Route("/version", version, methods=["GET"]), Route("/metrics", scrape, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),

@@ -118,15 +118,16 @@ class RequestStream:
             output = generation.output()
         except Exception as error:
             LOG.exception("the output of request %s could not be made", self.request_id)
-            raise self._failure(INTERNAL) from error
+            raise failure(self.request_id, INTERNAL) from error
         for completion in output.outputs:
             if completion.finish_reason == "error":
                 if completion.stop_reason == "deadline" and all(g.began is None for g in self.generations):
                     raise QueueTimeout(f"request {self.request_id} could not start before its time was up: the server "
                                        "is busy, try again later.")
-                raise self._failure(str(completion.stop_reason), completion.error)
+                raise failure(self.request_id, str(completion.stop_reason), completion.error)
         return output
 
-    def _failure(self, code: str, words: str | None = None) -> RequestFailed:
-        words = words or f"request {self.request_id} failed: {code}{FIXES.get(code, '')}."
-        return RequestFailed(words, code=code)
+
+def failure(request_id: str, code: str, words: str | None = None) -> RequestFailed:
+    """Why a request failed by itself: in the engine's words, or in those for the code."""
+    return RequestFailed(words or f"request {request_id} failed: {code}{FIXES.get(code, '')}.", code=code)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from quire.config.flags import error_text
 from quire.config.serve import ServerConfig
 from quire.contracts.errors import QuireError
 from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED, exit_code
@@ -60,7 +61,7 @@ def run(config: ServerConfig, console: Console) -> int:
             release(listener, config.http)
     except QuireError as error:
         console.close()
-        print(f"quire: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"quire: error: {error_text(error)}", file=sys.stderr)
         code = exit_code(error)
     if _threads_left():
         console.close()

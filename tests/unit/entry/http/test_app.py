@@ -72,6 +72,19 @@ def test_an_empty_bearer_is_fine_when_no_key_is_set(engine: FakeEngine) -> None:
     assert call(make(engine), "/version", authorization="Bearer ").status == 200
 
 
+def test_the_root_names_what_serves_and_where_to_look_next(engine: FakeEngine) -> None:
+    config = ServerConfig.from_flat(model="a/b", served_model_name=("x", "y"), api_key=(SECRET,))
+    app = make(engine, config)
+    answer = call(app, "/", x_api_key=SECRET)
+    shown = answer.json()
+    assert {**shown, "paths": 0} == {"name": "Quire", "version": __version__, "models": ["x", "y"], "paths": 0}
+    assert SECRET not in answer.body.decode() and call(app, "/").status == 401
+    assert {"/v1/models", "/health", "/metrics", "/openapi.json"} <= set(shown["paths"])
+    assert [call(app, path, x_api_key=SECRET).status for path in shown["paths"]] == [200] * len(shown["paths"])
+    behind = ServerConfig(http=HttpConfig(root_path="/llm"))
+    assert "/llm/health" in call(make(engine, behind), "/").json()["paths"]
+
+
 # --- states ---------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +162,7 @@ def test_unknown_paths_and_methods_are_answered_in_openais_form(engine: FakeEngi
     app = make(engine)
     answer = call(app, "/chat/completions", "POST", b"{}", content_type="application/json")
     assert answer.status == 404 and "Did you mean /v1/chat/completions?" in answer.error["message"]
-    for path in ("/", "/v1", "/health/", "/%00", "/" + "x" * 10_000):
+    for path in ("/v1", "/health/", "/%00", "/" + "x" * 10_000):
         assert call(app, path).status == 404 and call(app, path).error["type"] == "invalid_request_error", path
     for method, path in every_route(app):
         answer = call(app, path, "PATCH")

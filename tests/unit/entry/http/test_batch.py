@@ -55,12 +55,13 @@ def run(files: tuple[Path, Path], app: App, most: int = 1000) -> list[dict[str, 
     try:
         asyncio.run(batch.run(app, lambda: None))
         assert batch.done == batch.total
-        answers, errors = batch.finish()
+        answers, errors, commonest = batch.finish()
     finally:
         batch.close()
     results = [json.loads(text) for text in files[1].read_text().splitlines()]
     assert sorted(path.name for path in files[0].parent.iterdir()) == ["in.jsonl", "out.jsonl"]
     assert (answers, errors) == (sum(r["error"] is None for r in results), sum(r["error"] is not None for r in results))
+    assert bool(commonest) == bool(errors)
     assert all(set(r) == {"id", "custom_id", "response", "error"} for r in results)
     assert len({r["id"] for r in results}) == len(results)
     return results
@@ -79,6 +80,17 @@ def test_errors_of_the_application_are_both_answer_and_error(files: Callable[...
     (result,) = run(files(line("a")), App(lambda body: (400, {"error": error})))
     assert result["response"]["status_code"] == 400 and result["response"]["body"] == {"error": error} 
     assert result["error"] == error
+
+
+def test_the_commonest_error_is_told_with_an_example(files: Callable[..., Any]) -> None:
+    def respond(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        code = {0: None, 1: "rare"}.get(body["n"], "often")  # errors in Anthropic's form have no code
+        return 400, {"error": {"message": f"no {body['n']}", "type": "a_type", "code": code}}
+
+    batch = Batch(*files("nonsense", *(line(str(i), n=i) for i in range(4))), 1000)
+    asyncio.run(batch.run(App(respond), lambda: None))
+    assert batch.finish() == (0, 5, "often, 2 of 5 (no 2)")
+    batch.close()
 
 
 @pytest.mark.parametrize("bad, name, words", [
@@ -120,10 +132,10 @@ def test_warnings_are_part_of_a_line(files: Callable[..., Any]) -> None:
 
 
 def test_responses_are_kept_only_when_they_are_to_be(files: Callable[..., Any]) -> None:
-    app, bodies = App(), ({"input": "a"}, {"input": "b", "store": True})
+    app, bodies = App(), ({"input": "a"}, {"input": "b", "store": True}, {"input": "c", "store": None})
     run(files(*(json.dumps({"custom_id": body["input"], "url": "/v1/responses", "body": body})
                 for body in bodies)), app)
-    assert {body["input"]: body["store"] for _, body in app.asked} == {"a": False, "b": True}
+    assert {body["input"]: body["store"] for _, body in app.asked} == {"a": False, "b": True, "c": False}
 
 
 def test_another_request_of_the_same_name_is_asked(files: Callable[..., Any]) -> None:

@@ -154,7 +154,7 @@ def test_while_it_cannot_answer_every_route_says_so(engine: FakeEngine) -> None:
         engine.state, engine.failure = state, errors.EngineDead("gone")
         told = [path for method, path in walker.routes
                 if walker.ask(method, path, b"{}", content_type="application/json").status == 503]
-        others = {"/version", "/metrics", "/openapi.json", "/debug/requests"}  # tell how things are
+        others = {"/", "/version", "/metrics", "/openapi.json", "/debug/requests"}  # tell how things are
         if state is EngineState.DRAINING:  # what runs in the background can still be fetched and cancelled
             others = others | {path for _, path in walker.routes if path.startswith("/v1/responses/")}
         assert set(told) - OPEN_PATHS == {path for _, path in walker.routes} - OPEN_PATHS - others

@@ -9,7 +9,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,6 +24,7 @@ from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.responses_schema import ResponseRequest
+from quire.entry.http.openai.unknown import MAX_NAME, Fields
 
 LOG = logging.getLogger("quire")
 T = TypeVar("T", bound=msgspec.Struct)
@@ -35,8 +35,7 @@ UNKNOWN = re.compile(r"contains unknown field `(.*?)`")
 GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
 JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
               "array": "a list", "object": "an object"}
-MAX_NAME = 64
-MAX_UNKNOWN, MAX_LOGGED = 10, 100  # names that are told back, and logged: more would let a client fill the log
+MAX_LOGGED = 100  # names of unknown fields: more would let a client fill the log
 MAX_DEPTH = 128  # of lists and objects in one another: what renders or compiles them calls itself for each
 NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -84,8 +83,11 @@ class RequestDecoder(Generic[T]):
         """`refused`: a table of fields that this route refuses, though its type or others may know them; `unread`:
         fields of other routes that would change nothing here, and are told back."""
         self._decoder = msgspec.json.Decoder(kind)
-        self._type = inspect.type_info(kind)
-        fields = frozenset(kind.__struct_encode_fields__)
+        info = inspect.type_info(kind)
+        assert isinstance(info, inspect.StructType)
+        self._type: inspect.Type = info
+        self._fields = Fields(info, {})
+        fields = self._fields.known
         self._refused = {name: rule for name, rule in (REFUSED | _foreign(fields)).items()
                          if name not in fields | unread}
         self._refused |= dict(_refused(refused)) if refused else {}
@@ -102,7 +104,7 @@ class RequestDecoder(Generic[T]):
         return request
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the first names of fields that nobody knows, fit for a header.
+        """The request, and the first of the fields that nobody knows, in words that fit into a header.
 
         Errors: `HttpError` 400 for what is no JSON or asks for something that is not implemented, `InvalidParameter`
         for a field of the wrong type or out of its range.
@@ -122,14 +124,13 @@ class RequestDecoder(Generic[T]):
         except RecursionError as error:
             words = f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another."
             raise HttpError(400, words, code="invalid_json") from error
-        unknown = (ascii(name[:MAX_NAME]) for name in names if name not in self._known)
-        return request, list(islice(unknown, MAX_UNKNOWN))
+        return request, self._fields.unknown(names, self._known)
 
     def _refuse(self, names: dict[str, msgspec.Raw]) -> None:
-        for name, rule in self._refused.items():
-            if name not in names:
+        for name, given in names.items():
+            if (rule := self._refused.get(name)) is None:
                 continue
-            value = msgspec.json.decode(names[name])
+            value = msgspec.json.decode(given)
             if value is not None and not any(type(value) is type(h) and value == h for h in rule.harmless):
                 if rule.reason.startswith("send "):  # there is another way
                     raise HttpError(400, f"{name} is not read: {rule.reason}", code="unsupported_parameter", param=name)

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import logging
+import math
 import time
 from collections.abc import Sequence
 from itertools import chain, repeat
@@ -19,6 +20,7 @@ from quire.entry.http.openai import schema_embeddings as schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.prompts import away, encoded, fitted, several, tokenizer_of
 from quire.entry.http.openai.sampling import request_timeout
+from quire.entry.http.request_stream import failure
 from quire.entry.prompts import Prompt
 
 LOG = logging.getLogger("quire")
@@ -53,18 +55,22 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
                      texts: Sequence[str | list[int]], params: Sequence[str], dimensions: int | None = None,
                      ) -> tuple[list[F32], schema.PromptUsage]:
     """The embeddings of texts, or of token ids, and how many tokens they have. `params`: the field of each; the last
-    one is that of all that follow. More than the engine has room for are sent one part after the other."""
+    one is that of all that follow. More than the engine has room for are sent one part after the other, within one
+    deadline."""
     plan, began = context.text().pooling, time.monotonic()
     prompts = await _prompts(context, exchange, request, texts, params)
     room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()
+    limits = (request_timeout(exchange.header(b"x-request-timeout")), context.config.serve.request_timeout)
+    deadline = time.monotonic() + min((limit for limit in limits if limit is not None), default=math.inf)
     with context.in_flight.hold(exchange.request_id):
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # ends here if the client has hung up
             for at in range(0, len(prompts), room):
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise failure(exchange.request_id, "deadline")
                 stream = context.engine.open(
                     prompts[at : at + room], embed_params(), request_id=exchange.request_id,
-                    priority=request.priority or 0, timeout=request_timeout(exchange.header(b"x-request-timeout")),
-                    pool=plan.method)
+                    priority=request.priority or 0, timeout=left if left < math.inf else None, pool=plan.method)
                 try:
                     async for _ in stream:
                         pass

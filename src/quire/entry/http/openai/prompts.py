@@ -102,8 +102,9 @@ async def chat_prompts(context: ServerContext, exchange: Exchange, request: Chat
     plan = plan_turn(request, use, params, text, prompt.text or "")
     if bounded and not plan.thinking:
         exchange.warn("a budget of thinking bounds nothing here: the prompt begins no reasoning")
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    return [fitted(context, request, prompt, asked, "messages")], plan
+    if (asked := request.max_completion_tokens) is not None:
+        return [fitted(context, request, prompt, asked, "messages", "max_completion_tokens")], plan
+    return [fitted(context, request, prompt, request.max_tokens, "messages")], plan
 
 
 async def conversation_prompt(
@@ -202,8 +203,9 @@ def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt"
 
 
 def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, prompt: Prompt, asked: int | None,
-           param: str) -> Prompt:
-    """The prompt cut as asked, with its salt. Errors: 400 when it and `asked` tokens exceed the context."""
+           param: str, limit: str = "max_tokens") -> Prompt:
+    """The prompt cut as asked, with its salt. Errors: 400 when it (`param`) and the `asked` tokens (of the field
+    `limit`) exceed the context."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
     text = prompt.text
     if keep is not None:
@@ -213,7 +215,7 @@ def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, pro
     if not ids:
         raise InvalidParameter("the prompt is empty: give at least one token.", param=param)
     if len(ids) + (1 if asked is None else asked) > longest:
-        raise too_long(len(ids), longest, asked, param)
+        raise too_long(len(ids), longest, asked, param, limit)
     return replace(prompt, text=text, token_ids=ids, cache_salt=request.cache_salt or "")
 
 
@@ -260,6 +262,8 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
                     raise not_implemented(what, "the model reads text only.", "messages")
                 if part.text is None:
                     raise InvalidParameter(f"messages[{at}].content: a text part needs a text.", param="messages")
+        for name in [name for name, given in (("audio", message.audio), ("images", message.images)) if given]:
+            raise not_implemented(f"messages[{at}].{name}", "the model reads text only.", "messages")
         if message.function_call is not None:
             raise InvalidParameter(
                 f"messages[{at}].function_call is not read: send tool_calls instead.", param="messages")

@@ -174,6 +174,8 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     reasoning: str | None = None
     reasoning_content: str | None = None
     function_call: Any = None
+    audio: Any = None
+    images: Any = None
     prefix: bool | None = None
 
 

@@ -148,9 +148,19 @@ def test_a_long_conversation_is_prepared_off_the_loop(prompt: Callable[..., str]
     assert "word " * 2000 in prompt([{"role": "user", "content": "word " * 2000 + "end"}])
 
 
+@pytest.mark.parametrize(("field", "value"), [("audio", {"id": "a"}), ("images", ["aGk="])])
+def test_pictures_and_sounds_beside_a_text_are_refused(ask: Callable[..., Any], field: str, value: Any) -> None:
+    error = ask([{"role": "user", "content": "a", field: value}], max_tokens=1).error
+    assert error["code"] == "unsupported_parameter" and f"messages[0].{field}" in error["message"]
+    assert ask([{"role": "user", "content": "a", field: None}], max_tokens=1).status == 200
+
+
 def test_too_long(ask: Callable[..., Any]) -> None:
     error = ask([{"role": "user", "content": "word " * 5000}]).error
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = ask([{"role": "user", "content": "a"}], **{name: 5000}).error
+        assert error["code"] == "context_length_exceeded" and error["param"] == name
 
 
 @pytest.mark.parametrize("message", [

@@ -85,6 +85,7 @@ def test_a_prompt_that_does_not_fit_says_the_three_numbers(ask: Callable[..., An
     reply = ask([[5] * 4000], max_tokens=200)
     error = reply.error
     assert reply.status == 400 and error["code"] == "context_length_exceeded"
+    assert error["param"] == "max_tokens" and "lower max_tokens to 96" in error["message"]
     for words in (f"this model's maximum context length is {longest} tokens", "prompt is too long", " 4000", " 200"):
         assert words in error["message"]  # by the first litellm knows what it is, by the second langchain
     assert ask([[5] * longest], max_tokens=None).error["code"] == "context_length_exceeded"

@@ -95,9 +95,22 @@ def test_refused_values_that_clients_really_send(fields: dict[str, Any]) -> None
         completion(**fields)
 
 
+@pytest.mark.parametrize("names", [("best_of", "guided_json"), ("guided_json", "best_of")])
+def test_of_several_refused_fields_the_first_that_was_sent_is_named(names: tuple[str, str]) -> None:
+    with pytest.raises(HttpError) as caught:
+        completion(**dict.fromkeys(names, 2))
+    assert caught.value.param == names[0]
+
+
 def test_ignored_fields_are_silent_and_unknown_ones_are_named() -> None:
     request, unknown = completion(**dict.fromkeys(IGNORED, 1), foo=1, bar=[1])
     assert unknown == ["'foo'", "'bar'"]
+
+
+def test_a_misspelt_field_is_told_with_the_one_that_was_meant() -> None:
+    _, unknown = completion(max_token=5, temprature=0.5, Top_p=1, stopp="a", colour=1)
+    assert unknown == ["'max_token' (did you mean max_tokens?)", "'temprature' (did you mean temperature?)",
+                       "'Top_p' (did you mean top_p?)", "'stopp' (did you mean stop?)", "'colour'"]
 
 
 def test_names_of_unknown_fields_cannot_break_a_header() -> None:
@@ -197,4 +210,4 @@ def test_a_history_of_any_shape_is_taken() -> None:
         {"role": "assistant", "content": "four", "reasoning": "2+2"},
     ]
     request, unknown = CHAT.decode(json.dumps({"messages": history}).encode())
-    assert len(request.messages) == 5 and unknown == []
+    assert len(request.messages) == 5 and unknown == ["'messages[].extra'"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -125,6 +126,25 @@ def test_many_inputs_at_once_and_long_ones_cut(client: Any, mock_engine: Any) ->
     assert cut.json["usage"]["prompt_tokens"] == 13
     side = post(client, "/v1/embeddings", input=long, truncate_prompt_tokens=10, truncation_side="right")
     np.testing.assert_allclose(vectors(side)[0], expected(mock_engine, long[:10]), atol=1e-5)
+
+
+def test_parts_share_one_deadline(
+    mock_engine: Any, make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, room = mock_engine.open, mock_engine.ready.num_slots + 1
+
+    def slow(*args: Any, **options: Any) -> Any:
+        stream = begin(*args, **options)
+        time.sleep(0.3)
+        return stream
+
+    monkeypatch.setattr(mock_engine, "open", slow)
+    for header, limit in (("0.5", 60.0), ("60", 0.5)):
+        mock_engine.seen.clear()
+        client = make_client(mock_engine, max_waiting=1, request_timeout=limit)
+        reply = asyncio.run(client.post("/v1/embeddings", {"input": ["a"] * 3 * room}, x_request_timeout=header))
+        assert (reply.status, reply.error["code"]) == (504, "deadline") and len(mock_engine.seen) < 3
+        assert all(options["timeout"] < 0.5 for _, _, options in mock_engine.seen)
 
 
 def test_an_unknown_field_is_told_and_the_id_is_the_callers(client: Any) -> None:

@@ -73,13 +73,13 @@ def test_a_client_that_is_gone_leaves_no_rendering_behind(mock_engine: Any, make
 
     async def main() -> None:
         tasks = [asyncio.create_task(client.call("POST", CHAT, hostile, gone=gone)) for _ in range(6)]
-        while len(box._busy) < 2:
+        while len(box._children.busy) < 2:
             await asyncio.sleep(0.01)
         gone.set()
         assert [reply.status for reply in await asyncio.gather(*tasks)] == [0] * 6
         reply = await client.post(CHAT, {"messages": USER, "max_tokens": 1, "chat_template": "x"})
         assert reply.status == 200
-        while box._busy:
+        while box._children.busy:
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(main(), 60))

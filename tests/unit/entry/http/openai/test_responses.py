@@ -352,6 +352,8 @@ def test_of_a_conversation_that_is_too_long_the_oldest_turns_go(
     turn = [{"role": "user", "content": "word " * (longest // 4)}, {"role": "assistant", "content": "ok"}]
     history = [*turn * 5, {"role": "user", "content": "last"}]
     assert ask(history).error["code"] == "context_length_exceeded" and ask(history).error["param"] == "input"
+    too_much = ask("a", max_output_tokens=2 * longest).error
+    assert too_much["param"] == "max_output_tokens" and "lower max_output_tokens to " in too_much["message"]
     messages = told(history, truncation="auto", instructions="first")
     longest_that_fits = next(left for at in range(0, 12, 2) if ask(left := history[at:], instructions="first").status
                              == 200)

@@ -1,0 +1,79 @@
+"""Fields that no type knows, at the top of a request and inside its fields: what msgspec drops without a word."""
+
+import difflib
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+MAX_NAME = 64
+MAX_UNKNOWN = 10  # names that are told back: more would let a client fill the log
+MAX_LOOKED = 200  # of the objects in a list: a client writes all of them alike
+NOTHING: tuple[object, ...] = (None, False, "", [], {})  # values that ask for nothing
+# Inside fields, what clients send back as it came, and labels: nothing of it changes the answer.
+LABELS = frozenset("annotations cache_control caller citations data encrypted_content id include_obfuscation logprobs "
+                   "parsed parsed_arguments phase refusal signature status".split())
+
+
+class Fields:
+    """The names that an object may have, and the fields of what is in them."""
+
+    def __init__(self, kind: inspect.StructType, seen: dict[type, "Fields"]) -> None:
+        seen[kind.cls] = self  # before its fields are looked into: an object may hold others of its kind
+        self.known = frozenset(field.encode_name for field in kind.fields)
+        self.closed = kind.forbid_unknown_fields  # what is unknown is refused: nothing is to be told
+        self.inner: dict[str, Fields] = {}
+        for field in kind.fields:
+            if (fields := _inside(field.type, seen)) is not None:
+                self.inner[field.encode_name] = fields
+
+    def near(self, name: str) -> str:
+        """The name that was probably meant by an unknown one, in words."""
+        close = difflib.get_close_matches(name[:MAX_NAME], self.known, n=1, cutoff=0.8)
+        return "".join(f" (did you mean {known}?)" for known in close)
+
+    def unknown(self, names: dict[str, msgspec.Raw], known: Collection[str]) -> list[str]:
+        """The first names in a request, in words, that are neither in `known` nor, inside fields, in their types."""
+        top = (ascii(name[:MAX_NAME]) + self.near(name) for name in names if name not in known)
+        inside = (text for name, fields in self.inner.items() if name in names
+                  for text in fields._within(_value(names[name]), name))
+        found: dict[str, None] = {}
+        for text in chain(top, inside):
+            found[text] = None
+            if len(found) == MAX_UNKNOWN:
+                break
+        return list(found)
+
+    def _within(self, value: Any, path: str) -> Iterator[str]:
+        if isinstance(value, list):
+            for one in value[:MAX_LOOKED]:
+                yield from self._within(one, path + "[]")
+        elif isinstance(value, dict):
+            for name in value:
+                if name not in self.known and name not in LABELS and value[name] not in NOTHING:
+                    yield ascii(f"{path}.{name[:MAX_NAME]}") + self.near(name)
+            for name, fields in self.inner.items():
+                if name in value:
+                    yield from fields._within(value[name], f"{path}.{name}")
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    """What was decoded before by its type; None where something in it that no type reads is no JSON after all."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(raw)
+    return None
+
+
+def _inside(kind: inspect.Type, seen: dict[type, Fields]) -> Fields | None:
+    """The fields of the object, or the objects, that a field holds, if any may have unknown ones."""
+    if isinstance(kind, inspect.UnionType):
+        return next((fields for one in kind.types if (fields := _inside(one, seen)) is not None), None)
+    if isinstance(kind, inspect.ListType):
+        return _inside(kind.item_type, seen)
+    if not isinstance(kind, inspect.StructType):
+        return None
+    fields = seen.get(kind.cls) or Fields(kind, seen)
+    return None if fields.closed and not fields.inner else fields
