@@ -4,13 +4,16 @@ arenas wider than 2^31 elements."""
 from dataclasses import dataclass, replace
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from quire.config.checkpoint import parse_checkpoint_config
+from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
-from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention import AttentionMeta, SharedBlocks
+from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, hopper, ref, sequences, triton
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, StepContext
@@ -29,10 +32,11 @@ SCALE = (P + R) ** -0.5
 
 @dataclass(frozen=True)
 class Step:
-    """Rows and context length of every sequence."""
+    """Rows and context length of every sequence; the first `prefix` tokens are the same for all when not 0."""
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
+    prefix: int = 0
 
 
 STEPS = {
@@ -44,6 +48,9 @@ STEPS = {
     "mixed": Step((1,) * 20 + (150, 7), (*range(500, 520), 3000, 900)),
     "prompts": Step((512, 1, 1500), (512, 70, 2000)),
     "chunk": Step((1024,), (9000,)),
+    "shared": Step((1,) * 64, tuple(range(4096, 4224, 2)), prefix=4096),
+    "shared-verify": Step((2,) * 9, tuple(range(1024, 1042, 2)), prefix=1024),
+    "shared-mixed": Step((1,) * 20 + (128, 128), (*range(1100, 1120), 1152, 1153), prefix=1024),
 }
 
 
@@ -61,10 +68,17 @@ def build(step: Step, heads: int, size: int) -> tuple[Tensor, LatentView, Attent
     rows = torch.arange(len(counts), 0, -1, device=DEVICE, dtype=torch.int32)
     for row, length, blocks in zip(rows.tolist(), step.seq_lens, ids.split(counts), strict=True):
         tables[row, : len(blocks)] = blocks
+        tables[row, : step.prefix // size] = tables[len(counts), : step.prefix // size]  # the first sequence's
         at = torch.arange(length, device=DEVICE)
         for side in (cache.latent, cache.rope):
             fresh = torch.randn(length, side.shape[3], generator=random, device=DEVICE)
             side[blocks[at // size].long(), 0, at % size] = fresh.to(side.dtype)
+    shared = None
+    if step.prefix:
+        slots = np.arange(len(counts), dtype=np.int32)
+        packed = pack_shared([SharedPrefix(slots, step.prefix // size)], slots, np.array(step.query_lens, np.int32),
+                             num_groups=4, most_seqs=400, decode_len=min(step.query_lens))  # fmt: skip
+        shared = SharedBlocks.view(torch.from_numpy(packed).to(DEVICE), 4, 400, len(counts) + 2)
     longest = max(step.query_lens)
     meta = AttentionMeta(
         query_start=torch.tensor([0, *step.query_lens, 0, 0], device=DEVICE).cumsum(0).int(),
@@ -74,6 +88,7 @@ def build(step: Step, heads: int, size: int) -> tuple[Tensor, LatentView, Attent
         table_rows=torch.cat((rows, torch.zeros(2, dtype=torch.int32, device=DEVICE))),
         max_query_len=longest,
         decode_len=longest if longest <= 8 else 1,
+        shared=shared,
     )
     q = torch.randn(sum(step.query_lens), heads, P + R, generator=random, device=DEVICE).to(torch.bfloat16)
     return q, cache, meta
@@ -82,6 +97,13 @@ def build(step: Step, heads: int, size: int) -> tuple[Tensor, LatentView, Attent
 def close(actual: Tensor, expected: Tensor) -> None:
     bound = 2e-2 * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=bound)
+
+
+def check(actual: Tensor, expected: Tensor) -> None:
+    """Relative to what is expected: sums over long contexts are small."""
+    close(actual, expected)
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 1e-2, f"relative error {error}"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 60, 64, 200, 256, 300])
@@ -104,7 +126,31 @@ def test_absorbed(name: str, size: int, heads: int) -> None:
     q, cache, meta = build(STEPS[name], heads, size)
     q_latent = torch.randn(len(q), heads, L, device=DEVICE).div_(8).to(torch.bfloat16)
     expected = ref.absorbed(q_latent, q[..., P:], cache, meta, SCALE)
-    close(triton.absorbed(q_latent, q[..., P:], cache, meta, SCALE), expected)
+    actual = triton.absorbed(q_latent, q[..., P:], cache, meta, SCALE)
+    check(actual, expected)
+    again = triton.absorbed(q_latent, q[..., P:], cache, replace(meta, plans={}), SCALE)
+    assert torch.equal(actual, again), "the same step twice gives other bits"
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("name", ["decode-64", "shared", "shared-verify", "shared-mixed"])
+def test_a_captured_step_serves_other_lengths(name: str, heads: int) -> None:
+    """Only lengths change between replays, so that contexts end inside the prefix, too. Two layers share one plan."""
+    q, cache, meta = build(STEPS[name], heads, 64)
+    q_latent = torch.randn(len(q), heads, L, device=DEVICE).div_(8).to(torch.bfloat16)
+    triton.absorbed(q_latent, q[..., P:], cache, replace(meta, plans={}), SCALE)
+    graph, static = torch.cuda.CUDAGraph(), replace(meta, plans={})
+    with torch.cuda.graph(graph):
+        first = triton.absorbed(q_latent, q[..., P:], cache, static, SCALE)
+        second = triton.absorbed(-q_latent, q[..., P:], cache, static, SCALE)
+    assert isinstance(meta.seq_lens, Tensor)
+    for shorter in (0, 1, 17):
+        meta.seq_lens[: len(STEPS[name].seq_lens)] -= shorter
+        first.fill_(float("nan"))
+        second.fill_(float("nan"))
+        graph.replay()
+        check(first, ref.absorbed(q_latent, q[..., P:], cache, meta, SCALE))
+        check(second, ref.absorbed(-q_latent, q[..., P:], cache, meta, SCALE))
 
 
 @pytest.mark.parametrize("heads", [16, 32])
@@ -151,7 +197,7 @@ def test_expanded_waits_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", ["decode-64", "mixed"])
+@pytest.mark.parametrize("name", ["decode-64", "mixed", "shared", "shared-mixed"])
 @torch.inference_mode()
 def test_a_layer_can_be_captured(name: str) -> None:
     """What a graph leaves is what the layer leaves; forms agree; queries of all heads, from one projection."""
@@ -175,7 +221,7 @@ def test_a_layer_can_be_captured(name: str) -> None:
     ends = [(int(meta.block_tables[meta.table_rows[s]][at // 64]) * 64 + at % 64, at)  # type: ignore[index]
             for first, last, s, past in prompts for at in range(past, past + last - first)]  # fmt: skip
     slots, positions = torch.tensor(ends, device=DEVICE).unbind(1)
-    meta = replace(meta, kv_slots=slots.contiguous())
+    meta = replace(meta, kv_slots=slots.contiguous(), prompts=())
     hidden = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)
     rotation = Rotary(args.rope, R, DEVICE, width=R).rows(positions, torch.bfloat16)
 

@@ -1,18 +1,21 @@
 """Compiles latent attention for sm_90 at the sizes of DeepSeek-V2-Lite and V3; prints the name of each kernel."""
 
+from dataclasses import replace
+
 import torch
 from compiling import AbsentGpu, Made
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.attention import AttentionMeta, triton_plan
+from quire.kernels.attention import AttentionMeta, SharedBlocks, triton_plan
 from quire.kernels.latent import LatentView, hopper, triton, triton_project
 
 
 def check(made: Made) -> None:
-    """Many rows run on Hopper's tensor cores."""
+    """Many rows run on Hopper's tensor cores; what reads for all spills no register."""
     wide = made.name.endswith("expanded_kernel") or made.constants.get("M", 0) >= 64
     assert not wide or "*bf16" not in made.signature.values() or "wgmma" in made.ptx, made
+    assert made.name != "shared_kernel" or made.stack == 0, (made.stack, made)
 
 
 def launch(tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16, few: int = 1) -> None:
@@ -27,12 +30,14 @@ def launch(tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype 
     cache = LatentView(pages[:, : 512 * size].view(9, 1, size, 512), pages[:, 512 * size :].view(9, 1, size, 64))
     slots = empty(tokens, dtype=torch.int64)
     prompts = ((0, tokens, 0, 4096),) if longest == tokens > 1 else None
+    shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
     meta = AttentionMeta(ints(65), ints(64), ints(99, 512), slots, ints(64), longest, few, None, prompts)
     down = empty(tokens, heads * 192 + 576)
     q = down[:, :-576].view(tokens, heads, 192)
     triton.prepare(q, down[:, -576:], empty(512), 1e-6, empty(tokens, 64), empty(tokens, 64), cache, slots)
     up, latents = empty(heads, 256, 512), empty(tokens, heads, 512)
-    triton.absorbed(latents, q[..., 128:], cache, meta, 0.1)
+    for given in (meta, replace(meta, shared=shared, plans={})):
+        triton.absorbed(latents, q[..., 128:], cache, given, 0.1)
     for rows in (min(tokens, most) for most in (1, 3, 16, triton_project.MOST)):
         triton.project(q[:rows, :, :128], up[:, :128], latents[:rows])
         triton.project(latents[:rows], up[:, 128:].transpose(1, 2), empty(rows, heads, 128))
@@ -45,13 +50,14 @@ def compile_production() -> None:
     """Decodes, decodes that verify drafts, mixed steps and prompts; then a small GPU, and float32."""
     gpu = AbsentGpu(check)
     gpu.describe_to(triton_plan, triton, hopper)
-    for dependent, size, heads in ((False, 64, 16), (True, 64, 16), (True, 128, 128)):
+    for dependent, size, heads in ((False, 64, 16), (True, 128, 16), (True, 128, 128)):
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for tokens, longest, few in ((64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)):
             launch(tokens, longest, heads, size, few=few)
     launch(8192, 8192, 16, 64, torch.float32)
     gpu.room = 99 << 10
     launch(64, 1, 16, 64)
+    launch(64, 4, 16, 64, few=4)
 
 
 if __name__ == "__main__":

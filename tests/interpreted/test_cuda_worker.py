@@ -183,8 +183,7 @@ def test_the_same_tokens_as_on_a_cpu(
     cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], model: str
 ) -> None:
     """With sizes decodes and samples are padded, and whole steps of up to 48 tokens, made for 2 and for 4 sequences."""
-    for key, value in MODELS[model].items():
-        monkeypatch.setitem(CONFIG, key, value)
+    monkeypatch.setattr(f"{__name__}.CONFIG", CONFIG | MODELS[model])
     monkeypatch.setattr("quire.worker.cuda_worker.NARROW", 2)
     oracle = cpu_worker()
     worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
@@ -276,7 +275,11 @@ def test_rehearsing_leaves_no_result_and_does_what_is_captured(cuda_worker: Call
     assert not worker._running
 
 
-def test_a_shared_prefix_changes_no_token(cuda_worker: Callable[..., CudaWorker]) -> None:
+@pytest.mark.parametrize("model", ["dense", "latent"])
+def test_a_shared_prefix_changes_no_token(
+    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setattr(f"{__name__}.CONFIG", CONFIG | MODELS[model])
     prompts = tuple(admission(slot, 40, (1, 2, 3 + slot), seed=slot, temperature=1.0) for slot in (0, 1))
     plans = (
         plan(1, (0,), (40,), (SAMPLE,), admitted=prompts[:1]),
@@ -289,15 +292,16 @@ def test_a_shared_prefix_changes_no_token(cuda_worker: Callable[..., CudaWorker]
     assert [each.tokens.tolist() for each in alone] == [each.tokens.tolist() for each in shared]
 
 
+@pytest.mark.parametrize("model", ["dense", "latent"])
 @pytest.mark.parametrize("sizes, tokens", [
     ((4, 16), (48,)), *(pytest.param(*each, marks=pytest.mark.full) for each in (((4, 16), ()), ((), ()))),
 ])  # fmt: skip
 def test_a_shared_prefix_beside_prompts_changes_no_logit(
     cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...],
-    tokens: tuple[int, ...],
+    tokens: tuple[int, ...], model: str,
 ) -> None:  # fmt: skip
     """Five decodes share a prefix; then, in the same buffer, two of them, one who shares nothing and a prompt."""
-    monkeypatch.setitem(CONFIG, "num_hidden_layers", 1)
+    monkeypatch.setattr(f"{__name__}.CONFIG", CONFIG | MODELS[model] | {"num_hidden_layers": 1})
     limits = replace(LIMITS, num_slots=16, graph_sizes=sizes, graph_tokens=tokens)
     first = [admission(slot, 36, (1, 2, 3 + slot)) for slot in range(5)]
     members = [first[0], *(msgspec.structs.replace(each, num_computed=32) for each in first[1:])]

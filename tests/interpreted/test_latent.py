@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from quire.config.checkpoint import parse_checkpoint_config
+from quire.contracts.step import SharedPrefix
 from quire.kernels import triton_runtime
 from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs
 from quire.kernels.attention.inputs import Case
-from quire.kernels.latent import LatentView, ref, triton, triton_expanded
+from quire.kernels.attention.triton_plan import pack_shared
+from quire.kernels.latent import LatentView, ref, sequences, triton, triton_expanded
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
+from quire.layers.latent import split
 from quire.models.layout import layout
 
 from ..latent_steps import make, steps, weights
@@ -137,13 +141,73 @@ def test_wherever_decodes_end(decode_len: int) -> None:
     check(triton.absorbed(q_latent, q_rope, cache, on_device(meta, decode_len), 0.2), expected)
 
 
-def test_shared_prefixes_are_read_by_each() -> None:
-    """There is no kernel for them: a context is read from its beginning whatever it shares."""
-    q_latent, q_rope, cache, meta = make(steps(inputs.CASES[7])[0], R, torch.float32)
-    words = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-    shared = SharedBlocks(words(0, 2), words(0, 1), words(0, 1, -1, -1, -1), words(4, 4, 0, 0, 0))
+def share(meta: AttentionMeta, *groups: tuple[tuple[int, ...], int]) -> AttentionMeta:
+    """A step whose groups, the sequences and how many blocks each, begin alike; as `on_device` gives it."""
+    tables, num_seqs = meta.block_tables.clone(), len(meta.seq_lens)
+    assert isinstance(meta.query_start, Tensor)
+    for members, blocks in groups:
+        tables[list(members), :blocks] = tables[members[0], :blocks]
+    device = on_device(replace(meta, block_tables=tables))
+    packed = pack_shared([SharedPrefix(np.array(members, np.int32), blocks) for members, blocks in groups],
+                         np.arange(num_seqs, dtype=np.int32), meta.query_start.diff().numpy(), num_groups=3,
+                         most_seqs=21, decode_len=device.decode_len)  # fmt: skip
+    meta.block_tables.copy_(tables)
+    return replace(device, shared=SharedBlocks.view(torch.from_numpy(packed), 3, 21, num_seqs + 2))
+
+
+@pytest.mark.parametrize(("query_lens", "heads", "size", "dtype", "cuts"), [
+    ((1, 1, 1, 1, 1, 1), 16, 64, torch.float32, 2), ((1, 1, 1, 1, 1, 1), 16, 16, torch.float16, 4),
+    ((1, 1, 1, 1, 1, 1), 128, 16, torch.float32, 1), ((1, 3, 2, 2, 1, 1), 6, 48, torch.float32, 1),
+    ((1, 3, 2, 2, 1, 1), 40, 16, torch.float32, 1), ((1, 20, 1, 1, 9, 1), 4, 64, torch.float32, 8),
+])  # fmt: skip
+def test_shared_prefixes(query_lens: tuple[int, ...], heads: int, size: int, dtype: torch.dtype, cuts: int) -> None:
+    """Two groups, members that end with the prefix or whose first row is before its end, a sequence of no group; tiles
+    that are not full and cuts in which there is nothing. A prompt is no member."""
+    lens = (5 * size + 3, 6 * size, 4 * size, 3 * size - 1, 2 * size + 7, 2 * size)
+    q_latent, q_rope, cache, meta = make(steps(Case(query_lens, lens, heads=(heads, 1), block_size=size))[0], R, dtype)
+    device = share(meta, ((2, 1, 0), 4), ((5, 4), 2))
     expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)
-    check(triton.absorbed(q_latent, q_rope, cache, replace(on_device(meta), shared=shared), 0.2), expected)
+    check(triton.absorbed(q_latent, q_rope, cache, device, 0.2), expected)
+    ((plan,),) = (plans.values() for plans in device.plans.values())  # type: ignore[attr-defined]
+    assert plan.items[0, 3] == 4 * size and plan.prefix_parts == cuts
+    again = triton.absorbed(q_latent, q_rope, cache, replace(device, plans={}), 0.2)
+    assert torch.equal(again, triton.absorbed(q_latent, q_rope, cache, device, 0.2))
+
+
+def test_what_is_not_finite_in_a_shared_prefix_reaches_its_group_alone() -> None:
+    case = steps(Case((1, 1, 1), (150, 130, 160), heads=(4, 1), block_size=64))[0]
+    q_latent, q_rope, cache, meta = make(case, R, torch.float32)
+    device = share(meta, ((0, 2), 2))
+    cache.rope[int(meta.block_tables[0, 1]), 0, 5, 3] = float("nan")
+    assert triton.absorbed(q_latent, q_rope, cache, device, 0.2).isnan().all(-1).all(-1).tolist() == [True, False, True]
+
+
+def test_a_member_behind_a_prompt_that_is_expanded_takes_no_part() -> None:
+    """The absorbed form has the first two sequences alone; its queries end with theirs."""
+    case = steps(Case((1, 1, 9, 1), (70, 66, 9, 80), heads=(4, 1), block_size=16))[0]
+    q_latent, q_rope, cache, meta = make(case, R, torch.float32)
+    device = share(meta, ((3, 0, 1), 4))
+    few, naive = split(replace(device, prompts=sequences(meta)[2:]), 4)
+    assert [prompt[2] for prompt in naive] == [2, 3] and few.shared is not None
+    expected = ref.absorbed(q_latent, q_rope, cache, meta, 0.2)[:2]
+    check(triton.absorbed(q_latent[:2].clone(), q_rope[:2], cache, few, 0.2), expected)
+    (plan,) = few.plans[16].values()  # type: ignore[attr-defined]
+    sums = plan.stats[len(plan.items) :, ..., 1].view(-1, plan.prefix_parts, 4).sum(1)  # of weights, by member
+    assert (sums[0] == 64).all() and not (sums[1:3] == 64).any(), "a query of zeros weighs 64 tokens alike"
+
+
+def test_many_sequences_are_added_up_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every program takes several sequences; some have one part and are left alone."""
+    monkeypatch.setattr(triton, "MERGING", 1)
+    lens = (300, 20, 290, 31, 280, 270)
+    q_latent, q_rope, cache, meta = make(steps(Case((1,) * 6, lens, heads=(16, 1), block_size=64))[0], R, torch.float32)
+    device = on_device(meta)
+    check(triton.absorbed(q_latent, q_rope, cache, device, 0.2), ref.absorbed(q_latent, q_rope, cache, meta, 0.2))
+    (plan,) = device.plans[64].values()  # type: ignore[attr-defined]
+    records = plan.items.tolist()
+    assert sorted({record[5] for record in records if record[0] >= 0})[0] == 1
+    firsts = [next((at for at, other in enumerate(records) if other[0] == s and other[5] > 1), -1) for s in range(6)]
+    assert [record[10] for record in records[:8]] == [*firsts, -1, -1] and max(firsts) > 6
 
 
 def test_a_plan_serves_every_layer_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +361,6 @@ def test_compiles_for_hopper() -> None:
     script, environment = Path(__file__).with_name("compile_latent.py"), os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(done.stdout.split()) == {"_prepare_kernel", "_plan_kernel", "absorbed_kernel", "merge_kernel",
-                                         "_few_kernel", "_some_kernel",
-                                        "expanded_kernel", "hopper._expanded_kernel"}  # fmt: skip
+    assert set(done.stdout.split()) == {"_prepare_kernel", "_plan_kernel", "absorbed_kernel", "shared_kernel",
+                                        "merge_kernel", "_few_kernel", "_some_kernel", "expanded_kernel",
+                                        "hopper._expanded_kernel"}  # fmt: skip

@@ -40,7 +40,7 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
     count = naive[0][2]
     few = replace(
         meta, query_start=meta.query_start[: count + 1], seq_lens=meta.seq_lens[:count],
-        table_rows=None if meta.table_rows is None else meta.table_rows[:count], shared=None,
+        table_rows=None if meta.table_rows is None else meta.table_rows[:count],
         max_query_len=max((last - first for first, last, *_ in known[: -len(naive)]), default=meta.decode_len),
     )  # fmt: skip
     return few, naive

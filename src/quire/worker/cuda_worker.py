@@ -70,7 +70,6 @@ class CudaWorker:
         self.model, self.limits = model, limits
         self.graphs = Graphs()
         self._kv, self._pooler = kv, Pooler(model.norm)
-        self._can_share = model.args.latent is None  # whose kernels read every context by itself
         slots = limits.num_slots + 1  # the last is for padding
         max_blocks = -(-limits.max_model_len // limits.block_size) + 1
 
@@ -193,20 +192,19 @@ class CudaWorker:
         """What steps of these sizes do, and its key in `graphs`: the layers of steps with prompts, decode steps,
         sampling; each largest first."""
         narrow, most = min(NARROW, self.limits.num_slots), self.limits.num_slots
-        variants = (False, True) if self._can_share else (False,)
         for tokens in reversed(graph_tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
-            for seqs, shared in (*((narrow, shared) for shared in variants), *wide):
+            for seqs, shared in (*((narrow, shared) for shared in (False, True)), *wide):
                 yield ("mixed", tokens, 2 * seqs + shared), partial(self._mixed, tokens, seqs, shared)
         for size in reversed(graph_sizes):
-            for shared in variants:
+            for shared in (False, True):
                 yield ("decode", size, shared), partial(self._decode, size, shared)
             for mode in self.sampler.modes:
                 yield ("sample", size, mode), partial(self._sample, size, mode)
 
     def _shared(self, plan: StepPlan) -> I32 | None:
         """What the kernels need of the prefixes that decodes share."""
-        if not plan.shared or not self._can_share:
+        if not plan.shared:
             return None
         decodes = plan.num_tokens == 1
         members = np.zeros(self.limits.num_slots, bool)

@@ -28,7 +28,7 @@ from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 MAX_PARTS = 32  # items of one sequence, where a shape says nothing else
 ITEM_WORDS, TILE_WORDS = 16, 8
 WIDTHS = (64, 256, 1024, MOST_SEQUENCES)  # of steps, in sequences, that the plan's kernel is compiled for
-PREFIX_ROWS = 64  # rows of a tile over a shared prefix, where there are as many; two of them run on a multiprocessor
+PREFIX_ROWS = 64  # rows of a tile over a shared prefix, where there are as many
 
 
 def pack_shared(
@@ -67,6 +67,7 @@ class Shape:
     heads   query heads, of which `group` share a KV head;  window   0: none
     tile    keys per iteration of a decode;  tile_rows   query rows (heads of a KV head times tokens) of a tile
     programs   of a decode that run on a multiprocessor at the same time;  parts  a sequence's items at most
+    prefix   over a shared prefix: rows of a tile, programs that run on a multiprocessor at the same time, cuts at most
     """
 
     heads: int
@@ -78,6 +79,7 @@ class Shape:
     tile_rows: int
     programs: int = 2
     parts: int = MAX_PARTS
+    prefix: tuple[int, int, int] = (PREFIX_ROWS, 2, 16)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Plan:
 
     limit      sequences with at most this many rows are decoded
     items      [I, ITEM_WORDS] int32: first row (-1: nothing to do), rows, context length, first and last + 1 token,
-               parts of the sequence, the first of them, row of the block tables, prefix parts, the first of them
+               parts of the sequence, the first of them, row of the block tables, prefix parts, the first of them;
+               then, of sequence i and not of item i: its first part if there are several to add up, else -1
     tiles      [J, TILE_WORDS] int32, those that see most first: first row (-1: nothing), rows, position of the first,
                row of the block tables, nothing, how many tiles there are
     counters   [I, Hkv] int32: parts that are done, by the first of them; zero between launches
@@ -154,8 +157,9 @@ def _limit(meta: AttentionMeta) -> tuple[int, bool]:
 
 def _prefix_parts(shared: SharedBlocks, limit: int, shape: Shape) -> int:
     """Cuts of a shared context that fill the GPU once."""
-    tiles = -(-len(shared.members) * limit * shape.group // PREFIX_ROWS)
-    return max(1, min(16, 2 * multiprocessors() // (tiles * (shape.heads // shape.group))))
+    rows, programs, most = shape.prefix
+    tiles = -(-len(shared.members) * limit * shape.group // rows)
+    return max(1, min(most, programs * multiprocessors() // (tiles * (shape.heads // shape.group))))
 
 
 def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves: int) -> None:
@@ -235,6 +239,11 @@ def _plan_kernel(
             query_start, seq_lens, table_rows, place, blocks, items, entry, seq, base, chunk, entry < total,
             num_items, limit, prefix_parts, TILE, WINDOW, SIZE, SHARED, ITEM_WORDS,
         )  # fmt: skip
+        if program == 0:
+            several = parts > 1
+            if SHARED:
+                several = several | (decodes & (first > 0))
+            tl.store(items + seqs * ITEM_WORDS + 10, tl.where(several, tl.cumsum(parts, 0) - parts, -1), mask=real)
         for head in tl.static_range(HEADS):
             tl.store(counters + entry * HEADS + head, 0, mask=entry < num_items)
     else:

@@ -1,5 +1,5 @@
-"""Latent attention on NVIDIA GPUs: what leads to the cache (here), few rows (triton_project, triton_absorbed), many
-(triton_expanded).
+"""Latent attention on NVIDIA GPUs: what leads to the cache (here), few rows (triton_project, triton_absorbed), decodes
+that share the beginning of their context (triton_shared), many rows (triton_expanded).
 
 Made for latents of 512, rotated keys of 64 and 16 to 128 heads; other sizes are right. Nothing is read from the device:
 steps without `meta.prompts` can be captured.
@@ -8,19 +8,19 @@ steps without `meta.prompts` can be captured.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quire.kernels import pdl
 from quire.kernels.attention import AttentionMeta
-from quire.kernels.attention.triton_plan import ITEM_WORDS, TILE_WORDS, Shape, plan_step, shared_memory
+from quire.kernels.attention.triton_plan import ITEM_WORDS, TILE_WORDS, Shape, multiprocessors, plan_step, shared_memory
 from quire.kernels.attention.triton_tiles import LOG2E, finite
 from quire.kernels.latent import LatentView
 from quire.kernels.latent.triton_absorbed import absorbed_kernel, merge_kernel
 from quire.kernels.latent.triton_expanded import STEP, cut_prompts, expanded_kernel, workspace
 from quire.kernels.latent.triton_project import project
+from quire.kernels.latent.triton_shared import shared_kernel
 from quire.kernels.triton_runtime import jit, tl
 
 __all__ = ["absorbed", "expanded", "prepare", "project"]
@@ -33,6 +33,8 @@ CUTS = {16: (32, 4, 3, 2), 32: (64, 8, 2, 1), 64: (64, 8, 2, 1)}
 MANY = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 16, 4, 1))
 EXACT = {torch.float32: "ieee"}  # how numbers of four bytes are multiplied
 PARTS = 128  # of a sequence's context at most
+PREFIX_PARTS = 32  # of a shared one
+MERGING = 4  # programs on a multiprocessor that add up parts
 TURNED = 16  # heads of a token that a program rotates
 WORKSPACE = 256 << 20  # bytes of expanded keys and values at one time
 
@@ -103,42 +105,56 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
     assert q_latent.is_contiguous() and q_rope.stride(2) == 1
     out = torch.empty_like(q_latent)
     group, few, many = configure(q_latent, cache, meta)
-    shape = Shape(heads, group, dim, cache.block_size, 0, few[1], many[0], few[4], PARTS)
-    plan = plan_step(replace(meta, shared=None), shape, tokens)
-    groups, rows = heads // group, plan.limit * group
+    prefix = (many[0], many[4], PREFIX_PARTS)
+    shape = Shape(heads, group, dim, cache.block_size, 0, few[1], many[0], few[4], PARTS, prefix)
+    plan = plan_step(meta, shape, tokens)
+    groups, rows, shared = heads // group, plan.limit * group, plan.shared
     in_pdl = pdl.in_use()
     sizes = {"L": dim, "LP": _power(dim), "GROUP": group, "ROWS": rows, "HEADS": groups, "PDL": in_pdl}
     sizes |= pdl.options(in_pdl)
+    given = {"EXACT": EXACT.get(q_latent.dtype, "tf32"), "SIZE": cache.block_size, "R": q_rope.shape[2],
+             "RP": _power(q_rope.shape[2]), **sizes}  # fmt: skip
+    numbers = (q_latent.stride(0), *q_rope.stride()[:2], cache.latent.stride(0), cache.rope.stride(0),
+               meta.block_tables.stride(0), scale * LOG2E)  # fmt: skip
+    if shared is not None and len(plan.items):
+        lanes, keys, warps, stages, _ = many
+        count, num_seqs = len(shared.starts) - 1, len(meta.seq_lens)
+        shared_kernel[(len(shared.members) * rows // lanes + count, groups, plan.prefix_parts)](
+            q_latent, q_rope, cache.latent, cache.rope, meta.block_tables, meta.table_rows, meta.query_start,
+            meta.seq_lens, shared.starts, shared.members, shared.blocks, plan.sums, plan.stats, count, num_seqs,
+            len(plan.items), plan.prefix_parts, *numbers, TILE=keys, M=lanes, WIDTH=_power(count), num_warps=warps,
+            num_stages=stages, **given,
+        )  # fmt: skip
     for records, words, cut in ((plan.items, ITEM_WORDS, few), (plan.tiles, TILE_WORDS, many)):
         lanes, keys, warps, stages, _ = cut
         if len(records):
             absorbed_kernel[(len(records) * groups,)](
                 q_latent, q_rope, out, cache.latent, cache.rope, meta.block_tables, records, plan.sums, plan.stats,
-                q_latent.stride(0), *q_rope.stride()[:2], cache.latent.stride(0), cache.rope.stride(0),
-                meta.block_tables.stride(0), scale * LOG2E, DECODES=cut is few, EXACT=EXACT.get(q_latent.dtype, "tf32"),
-                SIZE=cache.block_size, TILE=keys, R=q_rope.shape[2], RP=_power(q_rope.shape[2]), M=lanes, WORDS=words,
-                num_warps=warps, num_stages=stages, **sizes,
+                *numbers, DECODES=cut is few, TILE=keys, M=lanes, WORDS=words, SHARED=shared is not None,
+                num_warps=warps, num_stages=stages, **given,
             )  # fmt: skip
     if len(plan.items):
         lanes = 1 << min(2, (rows - 1).bit_length())
-        merge_kernel[(len(plan.items) * groups * -(-rows // lanes),)](
-            out, plan.items, plan.sums, plan.stats, out.stride(0), PARTS=PARTS, LANES=lanes, WORDS=ITEM_WORDS,
-            num_warps=4, **sizes,
+        work = len(meta.seq_lens) * groups * -(-rows // lanes)
+        merge_kernel[(min(work, MERGING * multiprocessors()),)](
+            out, plan.items, plan.sums, plan.stats, len(meta.seq_lens), out.stride(0), LANES=lanes, WORDS=ITEM_WORDS,
+            PARTS=PARTS if shared is None else 2 * PARTS, SHARED=shared is not None, num_warps=4, **sizes,
         )  # fmt: skip
     return out
 
 
 def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Heads of a program of `absorbed`, and how sequences of few rows and those of many are cut: lanes and CUTS."""
-    limit, most = max(1, meta.decode_len), 128 // q.element_size()  # lanes of a program
+    room = shared_memory() // (4 * _power(q.shape[2]))  # a program's sums pass through shared memory at its end
+    limit, most = max(1, meta.decode_len), min(128 // q.element_size(), 1 << room.bit_length() - 1)  # lanes
     group = max((d for d in range(1, most + 1) if q.shape[1] % d == 0 and d * limit <= most), default=1)
     width = q.element_size() * (_power(q.shape[2]) + _power(cache.rope.shape[3]))
 
     def fit(lanes: int) -> tuple[int, ...]:
         keys, warps, stages, programs = ALONE if lanes == 16 and len(q) <= 8 else CUTS[min(64, lanes)]
-        room = shared_memory() // width - lanes
-        keys = max(16, min(keys * 2 // q.element_size(), 1 << max(room, 1).bit_length() - 1))
-        return lanes, keys, warps, max(1, min(stages, room // keys + (lanes < 64))), programs
+        left = shared_memory() // width - lanes
+        keys = max(16, min(keys * 2 // q.element_size(), 1 << max(left, 1).bit_length() - 1))
+        return lanes, keys, warps, max(1, min(stages, left // keys + (lanes < 64))), programs
 
     return group, fit(_power(group * limit)), fit(most)
 

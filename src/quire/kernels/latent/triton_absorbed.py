@@ -2,11 +2,13 @@
 
 A program takes up to 64 pairs of (row, head) over a part of one context, so that a tile of latents is read from memory
 once and used by all its heads twice. Rows, items and tiles are those of `quire.kernels.attention.triton_plan`, with the
-heads of a program in the place of a KV head's; parts of a sequence are added up by a second kernel.
+heads of a program in the place of a KV head's. What decodes share at the front of their contexts another kernel reads
+once for all (triton_shared); parts of a sequence are added up by a last one.
 """
 
 from __future__ import annotations
 
+from quire.kernels.attention.triton_plan import unspecialized
 from quire.kernels.attention.triton_tiles import (
     LOWEST,
     accumulate,
@@ -26,9 +28,10 @@ def absorbed_kernel(
     stride_rope_head, latent_block, rope_block, stride_table, scale, DECODES: tl.constexpr, EXACT: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs: records (items when DECODES, else tiles) times HEADS groups of GROUP heads, side by side."""
+    """Programs: records (items when DECODES, else tiles) times HEADS groups of GROUP heads, side by side. SHARED: some
+    of a decode's context may be in parts that are there already."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -38,6 +41,8 @@ def absorbed_kernel(
     if DECODES:
         start, end, parts, index = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 7)
         position -= num_rows
+        if SHARED:
+            parts += tl.load(record + 8)
     else:
         start, end, parts, index = 0, position + num_rows, 1, tl.load(record + 3)
     if row < 0:
@@ -45,6 +50,25 @@ def absorbed_kernel(
     table += index.to(tl.int64) * stride_table
     lane = tl.arange(0, M)
     rows, heads, live = row + lane // GROUP, head * GROUP + lane % GROUP, lane < num_rows * GROUP
+    sums, top, weight = attend_latents(
+        q_latent, q_rope, rows, heads, live, position + lane // GROUP, latent, rope, table, start, end, stride_latent,
+        stride_rope, stride_rope_head, latent_block, rope_block, scale, True, EXACT, SIZE, TILE, L, LP, R, RP, M,
+    )  # fmt: skip
+    if parts == 1:
+        store_outputs(out, sums, top, weight, None, rows, heads, live, stride_latent, L, LP)
+    else:
+        place = (work.to(tl.int64) * HEADS + head) * ROWS + lane
+        store_part(sums_at, stats_at, sums, top, weight, place, live, L, LP)
+
+
+@jit
+def attend_latents(
+    q_latent, q_rope, rows, heads, live, positions, latent, rope, table, start, end, stride_latent, stride_rope,
+    stride_rope_head, latent_block, rope_block, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
+    TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """The softmax of M (row, head) pairs over tokens start .. end of one context: weighted sums, maxima, sums of
+    weights. Unless MASKED, (end - start) % TILE == 0 and every row sees all."""
     plain = load_queries(q_latent, rows, heads, live, stride_latent, L, LP)
     few = tl.arange(0, RP)
     pointers = q_rope + (rows.to(tl.int64) * stride_rope + heads * stride_rope_head)[:, None] + few[None, :]
@@ -55,47 +79,57 @@ def absorbed_kernel(
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):
         upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
-        keys = load_tile(latent, ids, at, end, latent_block, L, True, SIZE, TILE, L, LP)
-        short = load_tile(rope, ids, at, end, rope_block, R, True, SIZE, TILE, R, RP)
+        keys = load_tile(latent, ids, at, end, latent_block, L, MASKED, SIZE, TILE, L, LP)
+        short = load_tile(rope, ids, at, end, rope_block, R, MASKED, SIZE, TILE, R, RP)
         scores = tl.dot(turned, tl.trans(short), input_precision=EXACT)
         scores = tl.dot(plain, tl.trans(keys), scores, input_precision=EXACT)
-        scores, rest = rescore(scores, position + lane // GROUP, at, scale, 0.0, True, 0, False, TILE)
+        scores, rest = rescore(scores, positions, at, scale, 0.0, MASKED, 0, False, TILE)
         sums, top, weight = accumulate(scores, rest, keys, sums, top, weight, EXACT)
         ids = upcoming
-    if parts == 1:
-        store_outputs(out, sums, top, weight, None, rows, heads, live, stride_latent, L, LP)
-    else:
-        place = (work.to(tl.int64) * HEADS + head) * ROWS + lane
-        store_part(sums_at, stats_at, sums, top, weight, place, live, L, LP)
+    return sums, top, weight
 
 
-@jit
+@unspecialized("num_seqs")
 def merge_kernel(
-    out, items, sums_at, stats_at, stride_out, L: tl.constexpr, LP: tl.constexpr, GROUP: tl.constexpr,
+    out, items, sums_at, stats_at, num_seqs, stride_out, L: tl.constexpr, LP: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up a sequence's parts, always in the same order. Programs: items, HEADS and LANES of the ROWS lanes."""
+    """Add up parts of sequences, always in the same order: their own, then the prefix's. Each program takes every so
+    many-th of sequences times HEADS times chunks of LANES of the ROWS lanes. PARTS >= parts."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     CHUNKS: tl.constexpr = (ROWS + LANES - 1) // LANES
-    work, head = tl.program_id(0) // (CHUNKS * HEADS), tl.program_id(0) // CHUNKS % HEADS
-    record = items + work * WORDS
-    row, num_rows, parts, first = tl.load(record), tl.load(record + 1), tl.load(record + 5), tl.load(record + 6)
-    if (row < 0) | (parts == 1) | (work != first):
-        return
-    lane = tl.program_id(0) % CHUNKS * LANES + tl.arange(0, LANES)
+    for work in tl.range(tl.program_id(0), num_seqs * HEADS * CHUNKS, tl.num_programs(0)):
+        first = tl.load(items + work // (CHUNKS * HEADS) * WORDS + 10)
+        if first >= 0:
+            _merge(
+                out, items + first * WORDS, sums_at, stats_at, stride_out, work // CHUNKS % HEADS,
+                work % CHUNKS * LANES + tl.arange(0, LANES), L, LP, GROUP, ROWS, LANES, HEADS, PARTS, SHARED,
+            )  # fmt: skip
+
+
+@jit
+def _merge(
+    out, record, sums_at, stats_at, stride_out, head, lane, L: tl.constexpr, LP: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of one sequence for some of its lanes."""
+    row, num_rows, own, first = tl.load(record), tl.load(record + 1), tl.load(record + 5), tl.load(record + 6)
+    parts, prefix = own, 0
+    if SHARED:
+        parts, prefix = own + tl.load(record + 8), tl.load(record + 9) - own
     part, dims, live = tl.arange(0, PARTS), tl.arange(0, LP), lane < num_rows * GROUP
-    base = (first.to(tl.int64) * HEADS + head) * ROWS + lane
-    at, known = base[None, :] + part[:, None] * (HEADS * ROWS), (part < parts)[:, None] & live[None, :]
+    places = (tl.where(part < own, first, prefix) + part).to(tl.int64) * HEADS + head
+    at, known = places[:, None] * ROWS + lane[None, :], (part < parts)[:, None] & live[None, :]
     tops = tl.load(stats_at + 2 * at, mask=known, other=LOWEST)
     top = tl.max(tops, 0)
     weight = tl.sum(tl.load(stats_at + 2 * at + 1, mask=known, other=0.0) * tl.exp2(tops - top[None, :]), 0)
     sums = tl.zeros([LANES, LP], tl.float32)
     mask = live[:, None] & (dims < L)[None, :]
     for turn in tl.range(0, parts, num_stages=4):
-        place = base + turn * (HEADS * ROWS)
+        place = ((tl.where(turn < own, first, prefix) + turn).to(tl.int64) * HEADS + head) * ROWS + lane
         share = tl.exp2(tl.load(stats_at + 2 * place, mask=live, other=LOWEST) - top)
         sums += tl.load(sums_at + place[:, None] * L + dims[None, :], mask=mask, other=0.0) * share[:, None]
     pointers = out + (row + lane // GROUP).to(tl.int64)[:, None] * stride_out
