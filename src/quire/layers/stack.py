@@ -1,6 +1,7 @@
 """The only loop over layers, and what a model must show to be run by it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -59,3 +60,25 @@ def run_layers(
         if tap is not None:
             tap(index, hidden)
     return hidden
+
+
+def first_of_each_kind(layers: Iterable[object]) -> list[int]:
+    """Indices of layers: every other one differs from one of these in nothing but the numbers in its tensors, so that
+    it launches the same kernels."""
+    first: dict[str, int] = {}
+    for index, layer in enumerate(layers):
+        first.setdefault(repr(_kind(layer)), index)
+    return list(first.values())
+
+
+def _kind(value: object) -> object:
+    """What of `value` decides about kernels; what is not known is told apart by its name or place in memory."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
+    if isinstance(value, Mapping):
+        return {name: _kind(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_kind(part) for part in value]
+    if isinstance(value, nn.Module) or is_dataclass(value):
+        return type(value), _kind(vars(value))
+    return value

@@ -20,7 +20,7 @@ from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import triton as step
 from quire.layers.context import StepContext
-from quire.layers.stack import Model, run_layers
+from quire.layers.stack import Model, first_of_each_kind, run_layers
 from quire.worker.gpu_sampler import GpuSampler, Mode
 from quire.worker.graphs import Graphs, Key
 from quire.worker.packed import Change, PackedSteps
@@ -70,6 +70,7 @@ class CudaWorker:
         self.model, self.limits = model, limits
         self.graphs = Graphs()
         self._kv, self._pooler = kv, Pooler(model.norm)
+        self._some: list[int] | None = None  # layers that run; None: all
         slots = limits.num_slots + 1  # the last is for padding
         max_blocks = -(-limits.max_model_len // limits.block_size) + 1
 
@@ -167,8 +168,9 @@ class CudaWorker:
 
     @torch.inference_mode()
     def rehearse(self, plans: list[StepPlan]) -> None:
-        """Do once what these steps and `warm_up` do, with kernels that may be compiled and not run: no result counts.
-        """
+        """Do once what these steps and `warm_up` do, with one of all layers that are alike, and kernels that may be
+        compiled and not run: no result counts."""
+        self._some = first_of_each_kind(zip(self.model.layers, self._kv, strict=True))
         for plan in plans:
             self.submit(plan)
             self._running.pop()
@@ -177,11 +179,12 @@ class CudaWorker:
         prompts = self.limits.graph_tokens or tuple(sorted({min(count, tokens) for count in EAGER_TOKENS}))
         for _, work in self._work(sizes, prompts):
             work()
+        self._some = None
         torch.cuda.synchronize()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture what can be. The tables say that all sequences are empty."""
+        """Capture what can be, after a rehearsal. The tables say that all sequences are empty."""
         for key, work in self._work(self.limits.graph_sizes, self.limits.graph_tokens):
             self.graphs.capture(key, work)
         torch.cuda.synchronize()
@@ -296,7 +299,7 @@ class CudaWorker:
             prompts=prompts,
         )
         ctx = StepContext(positions=buffers.positions[:tokens], attention=meta, kv=self._kv)
-        return run_layers(self.model, self.model.embed(buffers.token_ids[:tokens]), ctx)
+        return run_layers(self.model, self.model.embed(buffers.token_ids[:tokens]), ctx, self._some)
 
     def _changes(self, plan: StepPlan) -> list[Change]:
         """What the plan changes in the device's tables, as words and where they go."""

@@ -29,15 +29,12 @@ class Graphs:
             graph.replay()
 
     def capture(self, key: Key, work: Callable[[], None]) -> None:
-        """Run `work` once, which compiles what it needs, and capture it. Larger work first: its memory serves the rest.
-        """
+        """Capture `work`, whose kernels have been loaded. Larger work first: its memory serves the rest."""
         stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # "relaxed" lets a kernel that nobody foresaw be loaded in the middle.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed"):
             work()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph

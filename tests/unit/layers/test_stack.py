@@ -1,11 +1,13 @@
-"""The loop over layers: ranges and taps."""
+"""The loop over layers: ranges, taps, and layers that are alike."""
+
+from typing import Any
 
 import torch
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
-from quire.layers.stack import Model, run_layers
+from quire.layers.stack import Model, first_of_each_kind, run_layers
 from quire.models.registry import build_model
 from quire.platforms.cpu import read_cpu_facts
 from quire.weights.dummy import load_dummy
@@ -46,3 +48,24 @@ def test_ranges_compose() -> None:
     half = run_layers(model, run_layers(model, hidden, ctx, layers=range(2)), ctx, layers=range(2, LAYERS))
     assert torch.equal(whole, half)
     assert torch.equal(run_layers(model, hidden, ctx, layers=()), hidden)
+
+
+def test_layers_that_launch_the_same_are_one_kind() -> None:
+    """Other numbers in the same places make no kind; a size, an option, a place in memory that is not even does."""
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8, "mlp_only_layers": [2], "max_position_embeddings": 64,
+    }  # fmt: skip
+    for routing in ("model", "uniform"):
+        model = build_model(parse_checkpoint_config(config), dtype="float32", device="cpu", platform=read_cpu_facts(),
+                            kernels={"linear": "ref"}, routing=routing)  # fmt: skip
+        load_dummy(model)
+        model.pack()
+        layers: list[Any] = list(model.layers)
+        assert first_of_each_kind(layers) == [0, 2]
+    views = [KVView(*torch.zeros(2, 2, 2, 8, 8)) for _ in layers]
+    assert first_of_each_kind(zip(layers, views, strict=True)) == [0, 2]
+    layers[3].attention.scale *= 2
+    layers[4].attention_norm.weight.data = torch.zeros(17)[1:]
+    assert first_of_each_kind(layers) == [0, 2, 3, 4]

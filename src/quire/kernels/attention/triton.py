@@ -45,9 +45,8 @@ class Config:
 # By head dimension padded to a power of two, for two-byte elements; four-byte ones get half the tiles. The decodes of
 # 128 are the best of ten cuts, measured on an H200 (docs/log.md).
 DECODE = {64: Config(16, 64, 4, 4), 128: Config(16, 64, 4, 3, programs=3), 256: Config(16, 32, 4, 3)}
-DECODE_MANY = Config(16, 64, 4, 2, programs=4)  # heads of 128, for as many sequences:
-MANY = range(16, 129)
-DECODE_WHOLE = Config(16, 128, 4, 2)  # and where these and their KV heads are at most two programs a multiprocessor
+DECODE_FEW = Config(16, 128, 4, 2)  # heads of 128, where sequences times KV heads are two programs a multiprocessor
+DECODE_MANY, MANY = Config(16, 64, 4, 2, programs=4), 1024  # and where they are at most so many
 DECODE_OWN = Config(16, 32, 2, 3, programs=6)  # heads of 128, for the little that is not in a shared prefix
 PREFILL = {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)}
 PREFILL_FEW = Config(64, 64, 4, 2)  # when larger tiles would leave multiprocessors idle
@@ -102,12 +101,11 @@ class Call:
         return out
 
     def _decode_config(self, padded: int) -> Config:
-        sequences = len(self.meta.seq_lens)
+        programs = len(self.meta.seq_lens) * self.kv.k.shape[1]
         if padded == 128 and self.meta.shared is not None:
             return DECODE_OWN
-        if padded == 128 and sequences in MANY:
-            programs = sequences * self.kv.k.shape[1]
-            return DECODE_MANY if programs > DECODE_WHOLE.programs * multiprocessors() else DECODE_WHOLE
+        if padded == 128 and programs <= MANY:
+            return DECODE_FEW if programs <= DECODE_FEW.programs * multiprocessors() else DECODE_MANY
         return DECODE[max(64, padded)]
 
     def _prefill_config(self, padded: int) -> Config:
