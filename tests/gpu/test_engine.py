@@ -424,7 +424,7 @@ def test_no_step_waits_for_the_device(mixed: bool, bundled: LLM, monkeypatch: py
     if mixed:
         form = StructuredOutputsParams(regex="([a-z]+ )*")
         fields = (*SAMPLED, {"temperature": 0.0}, {"temperature": 1.0, "logprobs": 5}, {"structured_outputs": form})
-        params = [SamplingParams(seed=i, max_tokens=10 + 7 * i % 50, ignore_eos=True, **fields[i % len(fields)])
+        params = [SamplingParams(seed=i, max_tokens=20 + 7 * i % 50, ignore_eos=True, **fields[i % len(fields)])
                   for i in range(len(prompts))]  # fmt: skip
     expected = tokens(run(bundled, prompts, params))  # warms up
     bundled.reset_prefix_cache()

@@ -288,6 +288,7 @@ def compile_production(full: bool) -> None:
     launch_production(128, (32, 8), 128)
     gpu.room = 99 << 10
     launch_production(64, (16, 8), 128)
+    launch_production(96, (16, 2), 128)
     if not full:
         return
     launch_production(16, (32, 8), 64)

@@ -114,14 +114,16 @@ class Call:
         return config if tiles >= multiprocessors() or config.rows <= PREFILL_FEW.rows else PREFILL_FEW
 
     def _fit(self, config: Config) -> Config:
-        """`config` for this dtype, block size and GPU: blocks of 64 and more hold whole tiles of keys."""
+        """`config` for this dtype, block size and GPU: powers of two, whole tiles of keys in blocks that can hold some,
+        and two tiles in flight where half as many keys make room for them."""
         half = 2 if self.q.dtype == torch.float32 else 1
         keys, size = max(16, config.keys // half), self.kv.block_size
-        keys = min(keys, size) if size >= 64 else keys
+        keys = min(keys, 1 << size.bit_length() - 1) if size >= 64 else keys
         rows = max(16, _power(self.q.shape[1] // self.kv.k.shape[1]), config.rows // half)
         width = self.q.element_size() * max(16, _power(self.q.shape[2]))
-        room = (shared_memory() // width - rows) // (2 * keys)  # for stages, each of keys and values
-        return replace(config, rows=rows, keys=keys, stages=max(1, min(config.stages, room)))
+        room = (shared_memory() // width - rows) // 2  # for keys, and as many values
+        keys = keys if room >= 2 * keys else max(16, keys // 2)
+        return replace(config, rows=rows, keys=keys, stages=max(1, min(config.stages, room // keys)))
 
     def _options(self, config: Config) -> dict[str, object]:
         """Constants that every kernel takes."""
