@@ -168,7 +168,7 @@ def main() -> None:
     if args.make:
         return train(args.make, args.size)
     tokenizer = Tokenizer.load(args.tokenizer)
-    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
+    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, threads=os.cpu_count() or 1)
     began = perf_counter()
     compiler.token_bytes(0)
     print(f"{tokenizer.vocab_size:,} tokens, ready for grammars in {perf_counter() - began:.2f} s; batch {args.batch}, "

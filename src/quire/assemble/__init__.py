@@ -117,7 +117,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
             parts = assemble_plain(config, folder, args, dtype, cpu, on_loading=loading, end_phase=phases.end,
                                    free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
     tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
-    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size, GrammarTrial())
+    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size, GrammarTrial(),
+                               cpu.cores)  # fmt: skip
     core = _build_core(parts, folder, dtype, device, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()

@@ -4,9 +4,11 @@ Knows forms, one tokenizer and llguidance, which is imported when the first form
 steps. Whatever a caller sends is bounded: in size, in what compiling it takes, and in what one mask takes.
 """
 
+import itertools
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
 LAYOUT = r" ?(\r?\n[ \t]{0,60})?"  # between the parts of JSON: as it is printed in any style, but without end
 MAX_REASON = 500  # characters of what is wrong with a grammar
+# A form is compiled as often as there are threads, up to MOST_COPIES, as long as that takes COPIES_SECONDS together.
+MOST_COPIES, COPIES_SECONDS = 8, 0.02
 TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
 # Of llguidance: a token of an ambiguous grammar takes 0.5 s at most and not 6 s, by the items in a row (those of a step
 # may be many: an object of 100 optional strings needs 200,000 in a vocabulary of 150,000); an object of many properties
@@ -41,8 +45,8 @@ LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled form. `fork` makes the matcher of one output (None: only its reasoning is held to something); forks
-    share what they find out about the grammar.
+    """A compiled form. `fork` makes the matcher of one output (None: only its reasoning is held to something); those of
+    one copy of the form share what they find out about it, and a lock: only one of them moves at a time.
 
     after    bytes that end the reasoning before the form; b"": there is none
     budget   tokens of reasoning, then `closing`, the tokens of `after`, are forced
@@ -89,10 +93,12 @@ class GrammarCompiler:
     load   the tokenizer, called when the first form comes;  vocab_size  of the model: it may be wider than the
            tokenizer's, whose ids are then the only ones that may come
     trial  where a form is tried before it is compiled here; None: nowhere, and one that hurts hurts this process
+    threads   that compute masks
     """
 
-    def __init__(self, load: "Callable[[], Tokenizer]", vocab_size: int, trial: GrammarTrial | None = None) -> None:
-        self._load, self._vocab_size, self._trial = load, vocab_size, trial
+    def __init__(self, load: "Callable[[], Tokenizer]", vocab_size: int, trial: GrammarTrial | None = None,
+                 threads: int = 1) -> None:
+        self._load, self._vocab_size, self._trial, self._threads = load, vocab_size, trial, threads
         self._lock = threading.Lock()
         self._made: _Vocabulary | None = None
         self._executor: LLExecutor | None = None
@@ -115,12 +121,16 @@ class GrammarCompiler:
         if self._trial and (
                 error := self._trial.run(source, LIMITS, (words.tokens, words.special_token_ids, vocabulary.end))):
             raise _refusal(_reason(error))
-        matcher = LLMatcher(vocabulary.tokens, source, log_level=0, limits=LLParserLimits(**LIMITS))
+        until, limits = time.perf_counter() + COPIES_SECONDS, LLParserLimits(**LIMITS)
+        copies = [matcher := LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)]
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that no text matches is found out here
         if matcher.is_error():
             raise _refusal(error_of(matcher))
-        return Grammar(matcher.deep_copy, *reasoning)
+        while len(copies) < min(self._threads, MOST_COPIES) and time.perf_counter() < until:
+            copies.append(LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits))
+        turn = itertools.cycle(copies)
+        return Grammar(lambda: next(turn).deep_copy(), *reasoning)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text, special ones included."""
@@ -140,7 +150,7 @@ class GrammarCompiler:
             if self._executor is None:
                 from llguidance import LLExecutor
 
-                self._executor = LLExecutor()
+                self._executor = LLExecutor(self._threads)
             self._executor.unsafe_compute_mask_ptr(rows, out.ctypes.data, 4 * words, len(out))
         over = []
         end, bit = vocabulary.end // 32, np.int32(np.uint32(1 << vocabulary.end % 32).view(np.int32))

@@ -12,6 +12,7 @@ import pytest
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import MAX_BYTES, StructuredOutputsParams
+from quire.text import grammar
 from quire.text.byte_tokenizer import ByteTokenizer
 from quire.text.grammar import GrammarCompiler, error_of
 from quire.text.tokenizer import Tokenizer
@@ -125,6 +126,39 @@ def test_rows_are_apart(compiler: GrammarCompiler) -> None:
     for row, matcher in ((0, mixed.fork()), (2, second), (3, word.fork())):
         assert (masks[row] == compiler.masks([matcher], [()])[0][0]).all()
     assert (masks[0] != masks[2]).any() and (masks[0] != masks[3]).any()
+
+
+def test_outputs_of_one_form_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their matchers are dealt from several copies, where these are soon made; masks are those of one."""
+    import llguidance
+
+    made: list[Any] = []
+
+    class Counting:
+        """A matcher that remembers what was copied of it."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.matcher, self.copies = LLMatcher(*args, **options), 0
+            made.append(self)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.matcher, name)
+
+        def deep_copy(self) -> Any:
+            self.copies += 1
+            return self.matcher.deep_copy()
+
+        grammar_from_regex = llguidance.LLMatcher.grammar_from_regex
+
+    LLMatcher = llguidance.LLMatcher
+    monkeypatch.setattr(llguidance, "LLMatcher", Counting)
+    for threads, seconds, copies in ((1, 10, [5]), (3, 10, [2, 2, 1]), (99, 10, [1] * 5 + [0] * 3), (3, 0, [5])):
+        monkeypatch.setattr(grammar, "COPIES_SECONDS", seconds)
+        made.clear()
+        several = GrammarCompiler(lambda: TOKENIZER, VOCAB, threads=threads)
+        form = compiled(several, regex="[a-c][0-9]{3}")
+        masks, _ = several.masks([form.fork() for _ in range(5)], [()] * 5)
+        assert [one.copies for one in made] == copies and (masks == masks[0]).all() and masks.any()
 
 
 def test_a_failed_matcher_is_over_and_says_why(compiler: GrammarCompiler) -> None:
