@@ -65,4 +65,4 @@ def _parse_mapping(prompt: Mapping[str, object]) -> Prompt:
 
 def _is_ids(value: object) -> TypeGuard[Sequence[int]]:
     return (isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
-            and all(isinstance(i, int) and not isinstance(i, bool) for i in value))
+            and all(issubclass(kind, int) and kind is not bool for kind in set(map(type, value))))
