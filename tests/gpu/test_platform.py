@@ -19,6 +19,7 @@ from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
 from quire.weights.stream import stream_weights
+from quire.worker.graphs import Graphs
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
@@ -113,3 +114,19 @@ def test_a_kernel_compiled_ahead_is_not_compiled_again(device: torch.device, mon
     monkeypatch.setattr(scale_kernel, "compile", lambda *a, **k: pytest.fail("compiled at its launch"), raising=False)
     scale_kernel[(8,)](x, y, 1000, 2.5, BLOCK=128)
     assert torch.equal(y, x * 2.5)
+
+
+def test_a_kernel_that_no_rehearsal_foresaw_is_captured(device: torch.device) -> None:
+    """It is compiled and loaded in the middle of the capture, among kernels that were not."""
+    x, y, z = (torch.full((1000,), value, device=device) for value in (3.0, float("nan"), float("nan")))
+    scale_kernel[(16,)](x, y, 1000, 2.5, BLOCK=64)
+
+    def work() -> None:
+        scale_kernel[(16,)](x, y, 1000, 2.5, BLOCK=64)
+        scale_kernel[(32,)](y, z, 1000, 0.5, BLOCK=32)
+
+    graphs = Graphs()
+    graphs.capture(("decode", 1, 0), work)
+    x.fill_(4.0)
+    graphs.run(("decode", 1, 0), lambda: pytest.fail("was not captured"))
+    assert (z == 5.0).all()

@@ -57,10 +57,11 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     end_phase   told the name of each part of the start when it is over
     """
     facts = read_cuda_facts()
-    batch = resolve_batch(config.scheduler, facts.total_memory, args.moe is not None and not served)
+    weights = sum(prod(param.shape) * ITEM_BYTES[param.dtype or dtype.dtype] for param in layout(args))
+    wide = args.moe is not None and not served and weights <= facts.total_memory // 2  # else they would cost context
+    batch = resolve_batch(config.scheduler, facts.total_memory, wide)
     config = replace(config, scheduler=batch)
     check_sequences(config)
-    weights = sum(prod(param.shape) * ITEM_BYTES[param.dtype or dtype.dtype] for param in layout(args))
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=dtype.dtype)
     end_phase("device")
     if why := missing():

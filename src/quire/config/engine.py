@@ -78,7 +78,7 @@ class SchedulerConfig:
     """Batching."""
 
     max_num_batched_tokens: int | None = option(None, "token budget of one step (default: 2048 on a CPU, 8192 on a "
-                                                      "GPU; offline 16384 for experts on one of 70 GiB)", least=1)
+                                                      "GPU; in LLM 16384 for experts on a large one)", least=1)
     max_num_seqs: int | None = option(None, "requests running at once (default: 256; on a GPU of 70 GiB or more 1024)",
                                       least=1)
     max_waiting: int | None = option(None, "requests that may wait beside those that fill free slots; more are "

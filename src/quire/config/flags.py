@@ -301,7 +301,7 @@ def error_text(error: BaseException) -> str:
         return text
     names = sorted(server_names())
     words = "|".join(name for name in names if "_" in name)  # the others mean an option only before a value
-    option = rf"(?<![\w./'\"-])(?:(?:{'|'.join(names)})(?==)|(?:{words})(?!\w|[./-]\w))"
+    option = rf"(?<![\w./'\"?&(-])(?:(?:{'|'.join(names)})(?==)|(?:{words})(?!\w|[./-]\w))"
     return re.sub(option, lambda found: "--" + found[0].replace("_", "-"), text)
 
 

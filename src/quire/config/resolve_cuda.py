@@ -55,7 +55,7 @@ class DeviceMemory:
 
 def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) -> SchedulerConfig:
     """What a GPU with `total` bytes decides when nobody did: more requests where their caches have room, and more
-    tokens in a step for a model with experts whose answers nobody reads as they come (`wide`)."""
+    tokens in a step for a model with experts, and room, whose answers nobody reads as they come (`wide`)."""
     seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
     tokens = scheduler.max_num_batched_tokens
     if tokens is not None and scheduler.max_num_seqs is None:

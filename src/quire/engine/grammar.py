@@ -24,7 +24,7 @@ LOG = logging.getLogger("quire")
 THREADS = 2  # that compile
 COMPILE_SECONDS = 10.0  # from when it begins: before, a request waits as for a slot
 MOST_WAITING = 64  # requests whose grammars are being compiled, or wait for it
-KEPT = 16  # compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
+KEPT = 32  # copies of compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
 IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there is nothing else to do
 
 
@@ -73,7 +73,7 @@ class Grammars:
         future = self._cache.get(new.grammar) or self._pool.submit(self._compiler.compile, new.grammar)
         self._cache[new.grammar] = future
         self._cache.move_to_end(new.grammar)
-        if len(self._cache) > KEPT:
+        while len(self._cache) > 1 and sum(map(_copies, self._cache.values())) > KEPT:
             self._cache.popitem(last=False)
         held = _Held(new.grammar, future)
         self._held[new.handle] = self._compiling[new.handle] = held
@@ -180,3 +180,8 @@ class Grammars:
     def _forget(self, held: _Held) -> None:
         if self._cache.get(held.spec) is held.future:
             del self._cache[held.spec]
+
+
+def _copies(future: Future[Grammar]) -> int:
+    """How many a form that may not be compiled yet, or cannot be, has."""
+    return future.result().copies if future.done() and not future.cancelled() and not future.exception() else 1

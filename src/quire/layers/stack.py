@@ -1,9 +1,11 @@
 """The only loop over layers, and what a model must show to be run by it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
@@ -13,6 +15,8 @@ from quire.layers.params import Param
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
+# What is equal where it looks equal; a module has a set of the names of some buffers.
+PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None))
 
 
 class Model(Protocol):
@@ -72,13 +76,17 @@ def first_of_each_kind(layers: Iterable[object]) -> list[int]:
 
 
 def _kind(value: object) -> object:
-    """What of `value` decides about kernels; what is not known is told apart by its name or place in memory."""
+    """What of `value` decides about kernels; what is not known here is like nothing but itself."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
     if isinstance(value, Mapping):
         return {name: _kind(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_kind(part) for part in value]
-    if isinstance(value, nn.Module) or is_dataclass(value):
+    if isinstance(value, partial):
+        return _kind([value.func, value.args, value.keywords])
+    if isinstance(value, nn.Module):
         return type(value), _kind(vars(value))
-    return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), [_kind(getattr(value, field.name)) for field in fields(value)]
+    return value if isinstance(value, PLAIN) else id(value)

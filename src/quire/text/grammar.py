@@ -32,6 +32,7 @@ MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6
 LAYOUT = r" ?(\r?\n[ \t]{0,60})?"  # between the parts of JSON: as it is printed in any style, but without end
 MAX_REASON = 500  # characters of what is wrong with a grammar
 # A form is compiled as often as there are threads, up to MOST_COPIES, as long as that takes COPIES_SECONDS together.
+# Each copy grows with what its outputs find out, to 50 MB at most (LIMITS).
 MOST_COPIES, COPIES_SECONDS = 8, 0.02
 TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
 # Of llguidance: a token of an ambiguous grammar takes 0.5 s at most and not 6 s, by the items in a row (those of a step
@@ -51,6 +52,7 @@ class Grammar:
     after    bytes that end the reasoning before the form; b"": there is none
     budget   tokens of reasoning, then `closing`, the tokens of `after`, are forced
     inside   the form holds in the reasoning, too
+    copies   how many there are
     """
 
     fork: Callable[[], "LLMatcher | None"]
@@ -58,6 +60,7 @@ class Grammar:
     budget: float = math.inf
     closing: tuple[int, ...] = ()
     inside: bool = False
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class GrammarCompiler:
         while len(copies) < min(self._threads, MOST_COPIES) and time.perf_counter() < until:
             copies.append(LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits))
         turn = itertools.cycle(copies)
-        return Grammar(lambda: next(turn).deep_copy(), *reasoning)
+        return Grammar(lambda: next(turn).deep_copy(), *reasoning, copies=len(copies))
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text, special ones included."""

@@ -170,23 +170,30 @@ class CudaWorker:
     def rehearse(self, plans: list[StepPlan]) -> None:
         """Do once what these steps and `warm_up` do, with one of all layers that are alike, and kernels that may be
         compiled and not run: no result counts."""
-        self._some = first_of_each_kind(zip(self.model.layers, self._kv, strict=True))
-        for plan in plans:
-            self.submit(plan)
-            self._running.pop()
         slots, tokens = self.limits.num_slots, self.limits.max_tokens
         sizes = self.limits.graph_sizes or tuple(sorted({1, min(16, slots), slots}))  # else compiled while all wait
         prompts = self.limits.graph_tokens or tuple(sorted({min(count, tokens) for count in EAGER_TOKENS}))
-        for _, work in self._work(sizes, prompts):
-            work()
-        self._some = None
+        self._some = first_of_each_kind(zip(self.model.layers, self._kv, strict=True))
+        try:
+            for plan in plans:
+                self.submit(plan)
+                self._running.pop()
+            for _, work in self._work(sizes, prompts):
+                work()
+        finally:
+            self._some = None
         torch.cuda.synchronize()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture what can be, after a rehearsal. The tables say that all sequences are empty."""
+        """Capture what can be, after a rehearsal, and run the smallest of each kind: a kernel that fails does so now.
+        The tables say that all sequences are empty."""
+        smallest: dict[tuple[str, int], tuple[Key, Callable[[], None]]] = {}
         for key, work in self._work(self.limits.graph_sizes, self.limits.graph_tokens):
             self.graphs.capture(key, work)
+            smallest[key[0], key[2]] = key, work
+        for key, work in smallest.values():
+            self.graphs.run(key, work)
         torch.cuda.synchronize()
 
     def _work(

@@ -29,11 +29,11 @@ class Graphs:
             graph.replay()
 
     def capture(self, key: Key, work: Callable[[], None]) -> None:
-        """Capture `work`, whose kernels have been loaded. Larger work first: its memory serves the rest."""
+        """Capture `work`, whose kernels a rehearsal has loaded; one that it did not foresee is compiled in the middle.
+        Larger work first: its memory serves the rest."""
         stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        # "relaxed" lets a kernel that nobody foresaw be loaded in the middle.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed"):
             work()
         self._pool = self._pool or graph.pool()

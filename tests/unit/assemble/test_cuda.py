@@ -95,10 +95,12 @@ def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch
         assemble(monkeypatch, load_format="dummy")
 
 
-@pytest.mark.parametrize(("model", "served", "tokens"), [
-    ("qwen3-0.6b", False, 8192), ("deepseek-v2-lite", False, 16384), ("deepseek-v2-lite", True, 8192)])
+@pytest.mark.parametrize(("model", "served", "gib", "tokens"), [
+    ("qwen3-0.6b", False, 140, 8192), ("deepseek-v2-lite", False, 140, 16384), ("deepseek-v2-lite", True, 140, 8192),
+    ("deepseek-v2-lite", False, 100, 8192),  # of which 58.5 are weights
+])  # fmt: skip
 def test_steps_are_wide_for_experts_when_nobody_waits(
-    model: str, served: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+    model: str, served: bool, gib: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[EngineConfig] = []
 
@@ -107,7 +109,7 @@ def test_steps_are_wide_for_experts_when_nobody_waits(
         raise ConfigError("enough")
 
     monkeypatch.setattr(cuda, "check_weights", check)
-    large = replace(FACTS, total_memory=80 * GIB, free_memory=80 * GIB)
+    large = replace(FACTS, total_memory=gib * GIB, free_memory=gib * GIB)
     with pytest.raises(ConfigError, match="enough"):
         assemble(monkeypatch, large, folder=model_folder(model), served=served)
     assert asked[0].scheduler.token_budget() == tokens

@@ -13,6 +13,7 @@ from quire.contracts.request import BlockReason, FinishReason, RequestState
 from quire.contracts.structured import StructuredOutputsParams
 from quire.engine import grammar as engine_grammar
 from quire.engine.core import EngineCore
+from quire.text import grammar as text_grammar
 
 LETTERS, VOCAB = "abcdefg", 7
 
@@ -309,9 +310,14 @@ def test_a_form_of_nothing_ends_before_its_first_token(Rig: Any, depth: int) -> 
     rig.judge(other)
 
 
-def test_one_grammar_is_compiled_once_and_the_last_used_are_kept(Rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_grammar, "KEPT", 2)
+@pytest.mark.parametrize("copies", [1, 3])
+def test_one_grammar_is_compiled_once_and_the_last_used_are_kept(
+    Rig: Any, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    monkeypatch.setattr(engine_grammar, "KEPT", 2 * copies)
+    monkeypatch.setattr(text_grammar, "COPIES_SECONDS", 60)
     rig = small(Rig, 1)
+    rig.compiler._threads = copies
     for pattern in ("a", "b", "a", "c", "a", "b"):
         rig.add([1], 2, grammar=form(regex=pattern))
         rig.drain()

@@ -163,7 +163,7 @@ def test_a_step_is_split_at_the_first_long_prompt() -> None:
     few, naive = split(meta, 20)
     assert naive == ((12, 52, 3, 30), (52, 53, 4, 7))
     assert few.query_start.tolist() == [0, 1, 2, 12] and few.seq_lens.tolist() == [9, 4, 10]  # type: ignore[union-attr]
-    assert few.max_query_len == 10 and few.shared is None and few.plans is meta.plans
+    assert few.max_query_len == 10 and few.shared is meta.shared and few.plans is meta.plans
     assert few.table_rows is not None and few.table_rows.tolist() == [0, 1, 2]
     assert split(meta, 40) == (meta, ())
     told = replace(meta, decode_len=10, prompts=naive)

@@ -1,5 +1,7 @@
 """The loop over layers: ranges, taps, and layers that are alike."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,13 @@ from quire.platforms.cpu import read_cpu_facts
 from quire.weights.dummy import load_dummy
 
 LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A dataclass without a dictionary."""
+
+    number: int
 
 
 def make() -> tuple[Model, StepContext, torch.Tensor]:
@@ -69,3 +78,6 @@ def test_layers_that_launch_the_same_are_one_kind() -> None:
     layers[3].attention.scale *= 2
     layers[4].attention_norm.weight.data = torch.zeros(17)[1:]
     assert first_of_each_kind(layers) == [0, 2, 3, 4]
+    even, odd = (partial(torch.add, torch.zeros(18)[at:][:16]) for at in (0, 1))
+    things = [even, partial(torch.add, torch.ones(16)), odd, Slot(1), Slot(1), Slot(2), Slot, object(), object()]
+    assert first_of_each_kind(things) == [0, 2, 3, 5, 6, 7, 8]

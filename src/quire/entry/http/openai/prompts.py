@@ -262,7 +262,8 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
                     raise not_implemented(what, "the model reads text only.", "messages")
                 if part.text is None:
                     raise InvalidParameter(f"messages[{at}].content: a text part needs a text.", param="messages")
-        for name in [name for name, given in (("audio", message.audio), ("images", message.images)) if given]:
+        media = (("audio", message.audio), ("images", message.images))  # of an answer sent back, its text counts
+        for name in [name for name, given in media if given and message.role != "assistant"]:
             raise not_implemented(f"messages[{at}].{name}", "the model reads text only.", "messages")
         if message.function_call is not None:
             raise InvalidParameter(
@@ -271,6 +272,8 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
             raise InvalidParameter(f"messages[{at}].prefix is not read: send continue_final_message instead.",
                                    param="messages")
         fields = msgspec.to_builtins(message)
+        for name, _ in media:
+            fields.pop(name, None)
         if message.role == "developer" and not knows_developer:
             fields["role"] = "system"
         plain.append(fields)

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ from msgspec import inspect
 
 MAX_NAME = 64
 MAX_UNKNOWN = 10  # names that are told back: more would let a client fill the log
-MAX_LOOKED = 200  # of the objects in a list: a client writes all of them alike
+MAX_LOOKED = 1000  # objects of a request: a client writes all of them alike, and this runs where streams are served
 NOTHING: tuple[object, ...] = (None, False, "", [], {})  # values that ask for nothing
 # Inside fields, what clients send back as it came, and labels: nothing of it changes the answer.
 LABELS = frozenset("annotations cache_control caller citations data encrypted_content id include_obfuscation logprobs "
@@ -37,27 +37,27 @@ class Fields:
 
     def unknown(self, names: dict[str, msgspec.Raw], known: Collection[str]) -> list[str]:
         """The first names in a request, in words, that are neither in `known` nor, inside fields, in their types."""
-        top = (ascii(name[:MAX_NAME]) + self.near(name) for name in names if name not in known)
-        inside = (text for name, fields in self.inner.items() if name in names
-                  for text in fields._within(_value(names[name]), name))
-        found: dict[str, None] = {}
-        for text in chain(top, inside):
-            found[text] = None
+        top = ((self, "", name) for name in names if name not in known)
+        objects = chain.from_iterable(fields._objects(_value(names[name]), name + ".")
+                                      for name, fields in self.inner.items() if name in names)
+        inside = ((fields, path, name) for fields, path, value in islice(objects, MAX_LOOKED) for name in value
+                  if name not in fields.known and name not in LABELS and value[name] not in NOTHING)
+        found: dict[tuple[str, str], Fields] = {}  # what is near is sought once for all places of a kind
+        for fields, path, name in chain(top, inside):
+            found.setdefault((path, name), fields)
             if len(found) == MAX_UNKNOWN:
                 break
-        return list(found)
+        return [ascii(path + name[:MAX_NAME]) + fields.near(name) for (path, name), fields in found.items()]
 
-    def _within(self, value: Any, path: str) -> Iterator[str]:
+    def _objects(self, value: Any, path: str) -> "Iterator[tuple[Fields, str, dict[str, Any]]]":
         if isinstance(value, list):
             for one in value[:MAX_LOOKED]:
-                yield from self._within(one, path + "[]")
+                yield from self._objects(one, path[:-1] + "[].")
         elif isinstance(value, dict):
-            for name in value:
-                if name not in self.known and name not in LABELS and value[name] not in NOTHING:
-                    yield ascii(f"{path}.{name[:MAX_NAME]}") + self.near(name)
+            yield self, path, value
             for name, fields in self.inner.items():
                 if name in value:
-                    yield from fields._within(value[name], f"{path}.{name}")
+                    yield from fields._objects(value[name], f"{path}{name}.")
 
 
 def _value(raw: msgspec.Raw) -> Any:

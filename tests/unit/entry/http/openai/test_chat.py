@@ -155,6 +155,12 @@ def test_pictures_and_sounds_beside_a_text_are_refused(ask: Callable[..., Any], 
     assert ask([{"role": "user", "content": "a", field: None}], max_tokens=1).status == 200
 
 
+def test_of_an_answer_with_sound_that_is_sent_back_the_text_counts(prompt: Callable[..., str]) -> None:
+    answer = {"role": "assistant", "content": "b"}
+    for more in ({"audio": {"id": "a"}}, {"audio": {}, "images": []}):
+        assert prompt([*USER, answer | more, *USER]) == prompt([*USER, answer, *USER])
+
+
 def test_too_long(ask: Callable[..., Any]) -> None:
     error = ask([{"role": "user", "content": "word " * 5000}]).error
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages"

@@ -1,5 +1,6 @@
 """What a request holds that no type knows is told, wherever it stands; what clients send back as it came is not."""
 
+import difflib
 import json
 from typing import Any
 
@@ -67,7 +68,20 @@ def test_what_says_nothing_is_taken_silently(decoder: Any, fields: Any) -> None:
 def test_only_so_many_are_told_and_looked_for() -> None:
     assert len(told(CHAT, messages=[user(**{f"field{i}": 1 for i in range(50)})])) == MAX_UNKNOWN
     assert told(CHAT, messages=[*[user()] * MAX_LOOKED, user(colour=1)]) == []
+    parts = user(content=[TEXT] * (MAX_LOOKED // 10))
+    assert told(CHAT, messages=[*[parts] * 9, user(colour=1)]) == ["'messages[].colour'"]
+    assert told(CHAT, messages=[*[parts] * 10, user(colour=1)]) == []
     assert told(CHAT, messages=[user(**{"a\r\nb€" * 50: 1})])[0].isascii()
+
+
+def test_what_is_near_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing a name with those that are known takes as long as reading hundreds of objects."""
+    compared: list[str] = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}, "colour": 1, "size": 2}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call] * 20, "colour": 1}
+    told(CHAT, messages=[turn] * 20)
+    assert compared == ["colour", "colour", "size"]
 
 
 @pytest.mark.parametrize("value", [b"1e999", b"9" * 5000])
