@@ -293,6 +293,8 @@ def compile_production(full: bool) -> None:
         return
     launch_production(16, (32, 8), 64)
     launch_production(64, (32, 8), 128, window=4096, soft_cap=50.0)
+    launch_production(128, (32, 4), 128)
+    launch_production(128, (64, 4), 128, dtype=torch.float16)
     launch_production(64, (64, 8), 64, sinks=torch.empty(64, device="meta"), window=128)
     launch_production(64, (8, 4), 256, dtype=torch.float16)
     launch_production(64, (4, 2), 64, dtype=torch.float32)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quire.contracts.errors import InvalidParameter, QueueFull, RequestFailed
 from quire.contracts.request import NewRequest, Request
 from quire.contracts.step import I32
-from quire.text.grammar import Grammar, GrammarCompiler, error_of, only, without
+from quire.text.grammar import MOST_COPIES, Grammar, GrammarCompiler, error_of, only, without
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -24,7 +24,7 @@ LOG = logging.getLogger("quire")
 THREADS = 2  # that compile
 COMPILE_SECONDS = 10.0  # from when it begins: before, a request waits as for a slot
 MOST_WAITING = 64  # requests whose grammars are being compiled, or wait for it
-KEPT = 32  # copies of compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
+KEPT = 64  # copies of compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
 IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there is nothing else to do
 
 
@@ -70,7 +70,9 @@ class Grammars:
         if bounded and len(self._compiling) >= MOST_WAITING and new.grammar not in self._cache:
             raise QueueFull(f"{MOST_WAITING} requests wait for grammars to be compiled: try again later.")
         self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="quire-grammar")
-        future = self._cache.get(new.grammar) or self._pool.submit(self._compiler.compile, new.grammar)
+        most = max(1, KEPT // (2 * len(self._cache) + 2))  # with many forms, outputs of one are few
+        future = self._cache.get(new.grammar) or self._pool.submit(
+            self._compiler.compile, new.grammar, min(most, MOST_COPIES))
         self._cache[new.grammar] = future
         self._cache.move_to_end(new.grammar)
         while len(self._cache) > 1 and sum(map(_copies, self._cache.values())) > KEPT:

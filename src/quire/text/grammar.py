@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
 LAYOUT = r" ?(\r?\n[ \t]{0,60})?"  # between the parts of JSON: as it is printed in any style, but without end
 MAX_REASON = 500  # characters of what is wrong with a grammar
-# A form is compiled as often as there are threads, up to MOST_COPIES, as long as that takes COPIES_SECONDS together.
+# A form is compiled as often as there are threads, up to MOST_COPIES or fewer, as long as that takes COPIES_SECONDS.
 # Each copy grows with what its outputs find out, to 50 MB at most (LIMITS).
 MOST_COPIES, COPIES_SECONDS = 8, 0.02
 TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
@@ -106,7 +106,7 @@ class GrammarCompiler:
         self._made: _Vocabulary | None = None
         self._executor: LLExecutor | None = None
 
-    def compile(self, spec: str) -> Grammar:
+    def compile(self, spec: str, most_copies: int = MOST_COPIES) -> Grammar:
         """The grammar of `StructuredOutputsParams.spec`; raises `InvalidParameter` that says what is wrong with it."""
         from llguidance import LLMatcher, LLParserLimits
 
@@ -130,7 +130,7 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # a grammar that no text matches is found out here
         if matcher.is_error():
             raise _refusal(error_of(matcher))
-        while len(copies) < min(self._threads, MOST_COPIES) and time.perf_counter() < until:
+        while len(copies) < min(self._threads, most_copies) and time.perf_counter() < until:
             copies.append(LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits))
         turn = itertools.cycle(copies)
         return Grammar(lambda: next(turn).deep_copy(), *reasoning, copies=len(copies))

@@ -105,7 +105,9 @@ class GpuSampler:
         """What `sample` is to leave of the rows of slots [r]: masks [m, ceil(V / 32)] of those of `masked` [m], in
         their order. Sent without waiting; PyTorch keeps the pinned buffer until it was read."""
         places, device = len(self._rows.places), self._masks.device
-        host = torch.full((places + masks.size,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # Filled by NumPy: PyTorch would wake all its threads, which go on spinning where masks are to be computed.
+        host = torch.empty(places + masks.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        host.numpy()[:places] = -1
         host.numpy()[np.flatnonzero(np.isin(slots, masked))] = np.arange(len(masked), dtype=np.int32)
         host.numpy()[places:] = masks.ravel()
         self._masks[: len(host)].copy_(host, non_blocking=True)

@@ -310,19 +310,29 @@ def test_a_form_of_nothing_ends_before_its_first_token(Rig: Any, depth: int) -> 
     rig.judge(other)
 
 
-@pytest.mark.parametrize("copies", [1, 3])
-def test_one_grammar_is_compiled_once_and_the_last_used_are_kept(
-    Rig: Any, monkeypatch: pytest.MonkeyPatch, copies: int
-) -> None:
-    monkeypatch.setattr(engine_grammar, "KEPT", 2 * copies)
-    monkeypatch.setattr(text_grammar, "COPIES_SECONDS", 60)
+def test_one_grammar_is_compiled_once_and_the_last_used_are_kept(Rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_grammar, "KEPT", 2)
     rig = small(Rig, 1)
-    rig.compiler._threads = copies
     for pattern in ("a", "b", "a", "c", "a", "b"):
         rig.add([1], 2, grammar=form(regex=pattern))
         rig.drain()
     assert rig.jobs.num_done == 4
     assert list(rig.core._grammars._cache) == [form(regex="a"), form(regex="b")]
+
+
+def test_the_more_forms_there_are_the_fewer_copies_has_each(Rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_grammar, "KEPT", 12)
+    monkeypatch.setattr(text_grammar, "COPIES_SECONDS", 60)
+    rig = small(Rig, 1)
+    rig.compiler._threads = 99
+    for pattern in "abcd":
+        rig.add([1], 2, grammar=form(regex=pattern))
+        rig.drain()
+    cache = rig.core._grammars._cache
+    assert [future.result().copies for future in cache.values()] == [6, 3, 2, 1]
+    rig.add([1], 2, grammar=form(regex="ab"))  # one too many
+    rig.drain()
+    assert [future.result().copies for future in cache.values()] == [3, 2, 1, 1]
 
 
 def test_an_engine_without_a_tokenizer_refuses(Rig: Any) -> None:
@@ -339,7 +349,7 @@ def test_threads_compile_and_an_idle_core_waits_for_them(Rig: Any, monkeypatch: 
     monkeypatch.undo()
     rig = small(Rig, 2)
     rig.core._grammars._pool, compile_now = None, rig.compiler.compile
-    rig.compiler.compile = lambda spec: (time.sleep(0.2), compile_now(spec))[1]  # type: ignore[method-assign]
+    rig.compiler.compile = lambda *spec: (time.sleep(0.2), compile_now(*spec))[1]  # type: ignore[method-assign]
     handle, steps = rig.add([1], 3, grammar=form(regex="a{3}")), 0
     while handle not in rig.finish:
         rig.step()

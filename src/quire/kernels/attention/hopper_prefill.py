@@ -98,6 +98,19 @@ def softmax(
 
 
 @gluon_jit
+def as_operand(weights, DTYPE: gl.constexpr, SUMS: gl.constexpr):
+    """Weights [64, TILE] float32, rounded, as the operand of a product in registers. Two at a time: of single ones ptxas
+    makes pairs in the wrong order, and turns them around twice an iteration."""
+    if DTYPE == gl.bfloat16:
+        pairs = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16,
+                                          is_pure=True, pack=2)  # fmt: skip
+    else:
+        pairs = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.float16,
+                                          is_pure=True, pack=2)  # fmt: skip
+    return gl.convert_layout(pairs, gl.DotOperandLayout(0, SUMS, 2))
+
+
+@gluon_jit
 def begin_scores(queries, keys, stage, TILE: gl.constexpr, SCORES: gl.constexpr):
     """Of a tile: `queries` and `keys` are one part of each, or two whose products add up."""
     scores = warpgroup_mma(queries[0], keys[0].index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
@@ -127,7 +140,7 @@ def advance(
     sums = warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(v_free.index(before))
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-    weights = gl.convert_layout(exact.to(values.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    weights = as_operand(exact, values.dtype, SUMS)
     return weights, sums, top, weight, count + 1
 
 
@@ -161,28 +174,30 @@ def _attend(
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    mine = (queries.reshape([128, D]).slice(HALF * 64, 64),)
-    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
+    HELD: gl.constexpr = GROUP != 2  # queries in registers: with 2 heads ptxas moves some of them about all the time
+    half = queries.reshape([128, D]).slice(HALF * 64, 64)
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
         work = nth_work(turn, programs)
         if work < num_work:
             head = work % HEADS
-            row, rows, position, first, whole, whole_end, last = _span(tiles + work // HEADS * WORDS, TILE, WINDOW)
+            _row, _rows, position, first, whole, whole_end, last = _span(tiles + work // HEADS * WORDS, TILE, WINDOW)
             positions = position + (HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) // GROUP
             mbarrier.wait(q_ready, turn & 1)
             mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
+            mine = (half.load(gl.DotOperandLayout(0, SCORES, 2)),) if HELD else (half,)
             scores = begin_scores(mine, (keys,), count % STAGES, TILE, SCORES)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_free.index(count % STAGES))
+            if HELD:
+                mbarrier.arrive(q_free)  # not before a product has had them: a warp's own may be under way until then
             count += 1
             top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
             weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
             sums = gl.zeros([64, D], gl.float32, SUMS)
             exact, top, weight, _decay = softmax(scores, top, weight, positions, last * TILE, scale, cap, True, WINDOW,
                                                   CAPPED, TILE, SCORES)  # fmt: skip
-            weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+            weights = as_operand(exact, keys.dtype, SUMS)
             for back in range(last - whole_end):
                 weights, sums, top, weight, count = advance(
                     mine, weights, sums, top, weight, (keys,), values, bars, count, positions, (last - 1 - back) * TILE,
@@ -199,11 +214,16 @@ def _attend(
                         mine, weights, sums, top, weight, (keys,), values, bars, count, positions,
                         (whole - 1 - back) * TILE, scale, cap, True, WINDOW, CAPPED, TILE, STAGES, SCORES, SUMS,
                     )  # fmt: skip
-            mbarrier.arrive(q_free)
+            if not HELD:
+                mbarrier.arrive(q_free)
             before = (count - 1) % STAGES
             mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
             sums = warpgroup_mma(weights, values.index(before), sums)
             mbarrier.arrive(v_free.index(before))
+            record = tiles + work // HEADS * WORDS
+            row, rows = gl.load(record), gl.load(record + 1)  # again: nothing of it is kept in registers meanwhile
+            lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+            dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
             weight = gl.convert_layout(weight, gl.SliceLayout(1, SUMS))
             heads = head * GROUP + lane % GROUP
             if sinks is not None:

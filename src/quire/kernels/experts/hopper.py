@@ -91,7 +91,7 @@ def _tiles_kernel(
 def _find(tiles, work, total, COLS: gl.constexpr, BAND: gl.constexpr, WORDS: gl.constexpr):
     """A record's first three words and the number of a tile of columns: BAND tiles of pairs side by side."""
     band = work // (BAND * COLS) * BAND
-    height = gl.minimum(total - band, BAND)
+    height = gl.maximum(gl.minimum(total - band, BAND), 1)
     number = work - band * COLS
     record = tiles + (band + number % height) * WORDS
     return gl.load(record), gl.load(record + 1), gl.load(record + 2), number // height
@@ -151,6 +151,14 @@ def _write(y, values, out, place, col, left, HALF: gl.constexpr, N: gl.constexpr
 
 
 @gluon_jit
+def _silu(x):
+    """x / (1 + exp(-x)), by the unit's own reciprocal: two units in the last place, in a third of the instructions."""
+    below = 1 + gl.exp2(-1.4426950408889634 * x)
+    return x * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=gl.float32, is_pure=True,
+                                         pack=1)  # fmt: skip
+
+
+@gluon_jit
 def _multiply(
     order, tiles, scales, y, rings, outs, ready, free,
     HALF: gl.constexpr, TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr,
@@ -164,8 +172,10 @@ def _multiply(
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     total = gl.load(tiles + 3)
     count = 0
+    _expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
     for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):
-        _expert, first, left, col = _find(tiles, work, total, COLS, BAND, WORDS)
+        upcoming = gl.minimum(work + gl.num_programs(0), total * COLS - 1)  # read meanwhile
+        _expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
         if left > HALF * 64:
             lane = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE)), left - 1)
             if GATED:
@@ -190,7 +200,7 @@ def _multiply(
             one, two = warpgroup_mma_wait(0, deps=(one, two))
             mbarrier.arrive(free.index((count + STAGES - 1) % STAGES))
             if GATED:
-                _write(y, one / (1 + gl.exp(-one)) * two, out, place, col * WIDTH, left, HALF, N, STORE)
+                _write(y, _silu(one) * two, out, place, col * WIDTH, left, HALF, N, STORE)
             else:
                 _write(y, one * scale, out, place, col * (2 * WIDTH), left, HALF, N, STORE)
                 _write(y, two * scale, out, place, col * (2 * WIDTH) + WIDTH, left, HALF, N, STORE)
@@ -199,6 +209,7 @@ def _multiply(
                 mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
                 mbarrier.arrive(free.index(count % STAGES))
                 count += 1
+        first, left, col = next_first, next_left, next_col
 
 
 @gluon_jit

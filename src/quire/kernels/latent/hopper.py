@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.attention.hopper import describe
-from quire.kernels.attention.hopper_prefill import advance, begin_scores, make_bars, nth_work, softmax
+from quire.kernels.attention.hopper_prefill import advance, as_operand, begin_scores, make_bars, nth_work, softmax
 from quire.kernels.attention.triton_plan import TILE_WORDS, multiprocessors
 from quire.kernels.attention.triton_tiles import LOG2E
 from quire.kernels.latent import LatentView, triton
@@ -93,10 +93,25 @@ def _read(
 
 
 @gluon_jit
-def _places(lse, out, rows, dims, head, stride_out, HEADS: gl.constexpr, V: gl.constexpr):
-    """Where the states of rows are."""
-    rows = rows.to(gl.int64)
-    return lse + rows * HEADS + head, out + (rows * stride_out + head * V)[:, None] + dims[None, :]
+def _store(
+    out, lse, record, sums, top, weight, head, stride_out, HALF: gl.constexpr, HEADS: gl.constexpr, V: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """The state of a tile's rows, with what was there of earlier pieces. That is added here: if the loop began with it,
+    ptxas would wait for each of its products. The record is read again, so nothing of it is kept meanwhile."""
+    row, rows, start = gl.load(record), gl.load(record + 1), gl.load(record + 4)
+    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, V, gl.SliceLayout(0, SUMS))
+    place, live = (row + lane).to(gl.int64), lane < rows
+    to_lse, to_out = lse + place * HEADS + head, out + (place * stride_out + head * V)[:, None] + dims[None, :]
+    before = gl.load(to_lse, mask=live & (start > 0), other=-1e30)
+    above = gl.maximum(top, before)
+    kept, decay = gl.exp2(before - above), gl.exp2(top - above)
+    weight = weight * decay + kept
+    earlier = gl.load(to_out, mask=(live & (start > 0))[:, None], other=0.0).to(gl.float32)
+    sums = sums * decay[:, None] + earlier * kept[:, None]
+    gl.store(to_out, (sums / weight[:, None]).to(out.dtype.element_ty), mask=live[:, None])
+    gl.store(to_lse, above + gl.log2(weight), mask=live)
 
 
 @gluon_jit
@@ -110,34 +125,25 @@ def _attend(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     queries, parts = (plain.slice(HALF * 64, 64), turned.slice(HALF * 64, 64)), (keys, short)
-    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, V, gl.SliceLayout(0, SUMS))
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
         work = nth_work(turn, programs)
         if work < num_work:
             head = work % HEADS
-            row, rows, first, _place, start, last, whole = _span(tiles + work // HEADS * WORDS, TILE)
+            _row, _rows, first, _place, _start, last, whole = _span(tiles + work // HEADS * WORDS, TILE)
             positions = first + (HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))
             top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
             weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
             sums = gl.zeros([64, V], gl.float32, SUMS)
-            if start > 0:
-                to_lse, to_out = _places(lse, out, row + lane, dims, head, stride_out, HEADS, V)
-                before_lse = gl.load(to_lse, mask=lane < rows, other=0.0)
-                top = gl.convert_layout(before_lse, gl.SliceLayout(1, SCORES))
-                weight = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
-                sums = gl.load(to_out, mask=(lane < rows)[:, None], other=0.0).to(gl.float32)
             mbarrier.wait(q_ready, turn & 1)
             mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
             scores = begin_scores(queries, parts, count % STAGES, TILE, SCORES)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_free.index(count % STAGES))
             count += 1
-            exact, top, weight, decay = softmax(scores, top, weight, positions, last * TILE, scale, 0.0, True, 0,
+            exact, top, weight, _decay = softmax(scores, top, weight, positions, last * TILE, scale, 0.0, True, 0,
                                                  False, TILE, SCORES)  # fmt: skip
-            sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-            weights = gl.convert_layout(exact.to(keys.dtype), gl.DotOperandLayout(0, SUMS, 2))
+            weights = as_operand(exact, keys.dtype, SUMS)
             for back in range(last - whole):
                 weights, sums, top, weight, count = advance(
                     queries, weights, sums, top, weight, parts, values, bars, count, positions,
@@ -154,9 +160,8 @@ def _attend(
             sums = warpgroup_mma(weights, values.index(before), sums)
             mbarrier.arrive(v_free.index(before))
             weight = gl.convert_layout(weight, gl.SliceLayout(1, SUMS))
-            to_lse, to_out = _places(lse, out, row + lane, dims, head, stride_out, HEADS, V)
-            gl.store(to_out, (sums / weight[:, None]).to(out.dtype.element_ty), mask=(lane < rows)[:, None])
-            gl.store(to_lse, gl.convert_layout(top, gl.SliceLayout(1, SUMS)) + gl.log2(weight), mask=lane < rows)
+            top = gl.convert_layout(top, gl.SliceLayout(1, SUMS))
+            _store(out, lse, tiles + work // HEADS * WORDS, sums, top, weight, head, stride_out, HALF, HEADS, V, SUMS)
 
 
 @gluon_jit

@@ -134,7 +134,8 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
                 num_warps=warps, num_stages=stages, **given,
             )  # fmt: skip
     if len(plan.items):
-        lanes = 1 << min(2, (rows - 1).bit_length())
+        alone = len(meta.seq_lens) * groups * rows <= 2 * multiprocessors()  # a program for every lane
+        lanes = 1 if alone else 1 << min(2, (rows - 1).bit_length())
         work = len(meta.seq_lens) * groups * -(-rows // lanes)
         merge_kernel[(min(work, MERGING * multiprocessors()),)](
             out, plan.items, plan.sums, plan.stats, len(meta.seq_lens), out.stride(0), LANES=lanes, WORDS=ITEM_WORDS,

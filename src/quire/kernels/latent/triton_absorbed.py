@@ -115,7 +115,7 @@ def _merge(
     out, record, sums_at, stats_at, stride_out, head, lane, L: tl.constexpr, LP: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of one sequence for some of its lanes."""
+    """Add up the parts of one sequence for some of its lanes, several read at the same time."""
     row, num_rows, own, first = tl.load(record), tl.load(record + 1), tl.load(record + 5), tl.load(record + 6)
     parts, prefix = own, 0
     if SHARED:
@@ -128,10 +128,14 @@ def _merge(
     weight = tl.sum(tl.load(stats_at + 2 * at + 1, mask=known, other=0.0) * tl.exp2(tops - top[None, :]), 0)
     sums = tl.zeros([LANES, LP], tl.float32)
     mask = live[:, None] & (dims < L)[None, :]
-    for turn in tl.range(0, parts, num_stages=4):
-        place = ((tl.where(turn < own, first, prefix) + turn).to(tl.int64) * HEADS + head) * ROWS + lane
-        share = tl.exp2(tl.load(stats_at + 2 * place, mask=live, other=LOWEST) - top)
-        sums += tl.load(sums_at + place[:, None] * L + dims[None, :], mask=mask, other=0.0) * share[:, None]
+    AT_ONCE: tl.constexpr = 16 // LANES
+    for start in range(0, parts, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
+            turn = start + step
+            place = ((tl.where(turn < own, first, prefix) + turn).to(tl.int64) * HEADS + head) * ROWS + lane
+            share = tl.exp2(tl.load(stats_at + 2 * place, mask=live & (turn < parts), other=LOWEST) - top)
+            part_sums = tl.load(sums_at + place[:, None] * L + dims[None, :], mask=mask & (turn < parts), other=0.0)
+            sums += part_sums * share[:, None]
     pointers = out + (row + lane // GROUP).to(tl.int64)[:, None] * stride_out
     pointers += ((head * GROUP + lane % GROUP) * L)[:, None] + dims[None, :]
     tl.store(pointers, (sums / weight[:, None]).to(out.dtype.element_ty), mask=mask)
