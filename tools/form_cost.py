@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.bench.offline import _watching
+from quire.bench.offline import watching
 from quire.bench.workload import model_folder
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
@@ -55,7 +55,7 @@ def run(llm: LLM, kind: str, batch: int, tokens: int) -> tuple[float, float, flo
     ids = [[draw.randrange(1000, 3000) for _ in range(PROMPT)] for _ in range(batch)]
     llm.reset_prefix_cache()
     start = time.perf_counter()
-    with _watching(llm.engine.core) as steps:
+    with watching(llm.engine.core) as steps:
         done = llm.generate([{"prompt_token_ids": row} for row in ids], params_of(kind, batch, tokens), use_tqdm=False)
     seconds = time.perf_counter() - start
     lengths = {len(output.outputs[0].token_ids) for output in done}

@@ -43,7 +43,7 @@ class OfflineBench:
         inter-token times in milliseconds of all runs."""
         works = self._fitting(works)
         for work in works:
-            with _watching(self.llm.engine.core) as steps:
+            with watching(self.llm.engine.core) as steps:
                 row = fastest_run(self.llm, SamplingParams, work, repeat)
             row |= _inter_token(steps)
             self.result["runs"].append(row)
@@ -85,7 +85,7 @@ class OfflineBench:
 
 
 @contextmanager
-def _watching(core: EngineCore) -> Iterator[list[tuple[float, I32]]]:
+def watching(core: EngineCore) -> Iterator[list[tuple[float, I32]]]:
     """When each step of `core` was confirmed, and for which requests."""
     steps: list[tuple[float, I32]] = []
     step = core.step

@@ -12,6 +12,7 @@ from msgspec import inspect
 MAX_NAME = 64
 MAX_UNKNOWN = 10  # names that are told back: more would let a client fill the log
 MAX_LOOKED = 1000  # objects of a request: a client writes all of them alike, and this runs where streams are served
+MOST_BYTES = 1 << 20  # of a field: more is an attached file or a fuzz, and decoding it again some 25 ms a megabyte
 NOTHING: tuple[object, ...] = (None, False, "", [], {})  # values that ask for nothing
 # Inside fields, what clients send back as it came, and labels: nothing of it changes the answer.
 LABELS = frozenset("annotations cache_control caller citations data encrypted_content id include_obfuscation logprobs "
@@ -61,7 +62,9 @@ class Fields:
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    """What was decoded before by its type; None where something in it that no type reads is no JSON after all."""
+    """What was decoded before by its type; None where it is large, or something in it that no type reads is no JSON."""
+    if len(memoryview(raw)) > MOST_BYTES:
+        return None
     with suppress(msgspec.DecodeError, UnicodeDecodeError):
         return msgspec.json.decode(raw)
     return None

@@ -9,7 +9,7 @@ import pytest
 from quire.entry.http.anthropic.messages import DECODER as MESSAGES
 from quire.entry.http.openai.chat import DECODER as CHAT
 from quire.entry.http.openai.responses import DECODER as RESPONSES
-from quire.entry.http.openai.unknown import MAX_LOOKED, MAX_UNKNOWN
+from quire.entry.http.openai.unknown import MAX_LOOKED, MAX_UNKNOWN, MOST_BYTES
 
 SPECS: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"colour": 1}}}}
 TEXT = {"type": "text", "text": "a"}
@@ -72,6 +72,11 @@ def test_only_so_many_are_told_and_looked_for() -> None:
     assert told(CHAT, messages=[*[parts] * 9, user(colour=1)]) == ["'messages[].colour'"]
     assert told(CHAT, messages=[*[parts] * 10, user(colour=1)]) == []
     assert told(CHAT, messages=[user(**{"a\r\nb€" * 50: 1})])[0].isascii()
+
+
+@pytest.mark.parametrize(("size", "unknown"), [(MOST_BYTES - 100, ["'messages[].colour'"]), (MOST_BYTES, [])])
+def test_large_fields_are_not_decoded_again(size: int, unknown: list[str]) -> None:
+    assert told(CHAT, messages=[user(colour=1, content="a" * size)]) == unknown
 
 
 def test_what_is_near_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
