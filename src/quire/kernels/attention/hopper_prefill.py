@@ -99,8 +99,8 @@ def softmax(
 
 @gluon_jit
 def as_operand(weights, DTYPE: gl.constexpr, SUMS: gl.constexpr):
-    """Weights [64, TILE] float32, rounded, as the operand of a product in registers. Two at a time: of single ones ptxas
-    makes pairs in the wrong order, and turns them around twice an iteration."""
+    """Weights [64, TILE] float32, rounded, as the operand of a product in registers. Two at a time: of single ones
+    ptxas makes pairs in the wrong order, and turns them around twice an iteration."""
     if DTYPE == gl.bfloat16:
         pairs = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16,
                                           is_pure=True, pack=2)  # fmt: skip
