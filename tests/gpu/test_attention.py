@@ -244,6 +244,7 @@ def test_nobody_overwrites_what_is_still_read(length: int, heads: tuple[int, int
     count = 16_384 // length
     q, kv, meta = build(Step((length,) * count, (length,) * count), heads, 128, 128)
     first = hopper.paged_attention(q, kv, meta, 0.1)[: length * count]
+    check(first, reference(q, kv, meta, 0.1), length * count)
     differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(100):
         differ += (hopper.paged_attention(q, kv, meta, 0.1)[: length * count] != first).sum()

@@ -185,6 +185,24 @@ def test_later_tokens_that_are_no_numbers_leave_earlier_ones_alone() -> None:
     assert not torch.equal(found[0][511], found[1][511])
 
 
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("op", [triton, hopper], ids=["triton", "hopper"])
+def test_expanded_does_not_hide_a_key_that_is_not_finite(op: ModuleType, bad: str) -> None:
+    """NaN in the same rows and heads as the reference, the row that sees nothing else among them."""
+    if op is hopper and (why := triton_runtime.missing_hopper()):
+        pytest.skip(why)
+    q, cache, meta = build(STEPS["prompts"], 16, 64)
+    up = torch.randn(16, P + V, L, device=DEVICE).div_(L**0.5).to(torch.bfloat16)
+    cache.rope[meta.block_tables[meta.table_rows[0].long(), 0].long(), 0, 0, 3] = float(bad)
+    meta = replace(meta, prompts=sequences(meta))
+    expected, out = (torch.full((len(q), 16, V), float("nan"), dtype=q.dtype, device=DEVICE) for _ in range(2))
+    ref.expanded(q, up, cache, meta, SCALE, expected)
+    op.expanded(q, up, cache, meta, SCALE, out)
+    hidden = expected.isnan().any(-1)
+    assert torch.equal(out.isnan().any(-1), hidden) and hidden[0].all()
+    close(out[~hidden], expected[~hidden])
+
+
 def test_expanded_waits_for_nothing() -> None:
     q, cache, meta = build(STEPS["chunk"], 16, 64)
     up, out = (torch.ones(shape, dtype=q.dtype, device=DEVICE) for shape in ((16, P + V, L), (len(q), 16, V)))

@@ -18,8 +18,9 @@ def check(made: Made) -> None:
     assert made.name != "shared_kernel" or made.stack == 0, (made.stack, made)
 
 
-def launch(tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16, few: int = 1) -> None:
-    """One layer of a step of 64 sequences in the middle of an arena, on tensors without storage."""
+def launch(tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16, few: int = 1,
+           seqs: int = 64) -> None:
+    """One layer of a step in the middle of an arena, on tensors without storage."""
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -30,8 +31,8 @@ def launch(tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype 
     cache = LatentView(pages[:, : 512 * size].view(9, 1, size, 512), pages[:, 512 * size :].view(9, 1, size, 64))
     slots = empty(tokens, dtype=torch.int64)
     prompts = ((0, tokens, 0, 4096),) if longest == tokens > 1 else None
-    shared = SharedBlocks(ints(9), ints(64), ints(64), ints(64))
-    meta = AttentionMeta(ints(65), ints(64), ints(99, 512), slots, ints(64), longest, few, None, prompts)
+    shared = SharedBlocks(ints(9), ints(seqs), ints(seqs), ints(seqs))
+    meta = AttentionMeta(ints(seqs + 1), ints(seqs), ints(99, 512), slots, ints(seqs), longest, few, None, prompts)
     down = empty(tokens, heads * 192 + 576)
     q = down[:, :-576].view(tokens, heads, 192)
     triton.prepare(q, down[:, -576:], empty(512), 1e-6, empty(tokens, 64), empty(tokens, 64), cache, slots)
@@ -54,6 +55,7 @@ def compile_production() -> None:
         setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
         for tokens, longest, few in ((64, 1, 1), (128, 2, 2), (512, 300, 1), (8192, 8192, 1)):
             launch(tokens, longest, heads, size, few=few)
+    launch(8, 1, 16, 128, seqs=8)  # a program for every lane adds up parts
     launch(8192, 8192, 16, 64, torch.float32)
     gpu.room = 99 << 10
     launch(64, 1, 16, 64)

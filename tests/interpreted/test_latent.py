@@ -22,6 +22,7 @@ from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs
 from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, ref, sequences, triton, triton_expanded
+from quire.kernels.latent.triton_absorbed import merge_kernel
 from quire.kernels.select import select_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
@@ -284,6 +285,32 @@ def test_a_key_that_is_not_finite_is_not_hidden(decode: bool, bad: str) -> None:
     actual = triton.absorbed(q_latent, q_rope, cache, on_device(meta), 0.2)
     assert torch.equal(actual.isnan().any(-1), expected.isnan().any(-1)) and expected.isnan().any()
     check(actual[rows:], expected[rows:])
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_any_number_of_parts_is_added_up(lanes: int) -> None:
+    """Some saw nothing, and lanes beyond a sequence's are NaN. A sequence of one part is left alone."""
+    counts, group, heads, width = (1, 2, 15, 16, 17, 33, 128), 3, 2, 20
+    sums, stats = torch.randn(sum(counts), heads, 6, width), torch.randn(sum(counts), heads, 6, 2).abs()
+    items = torch.full((sum(counts), 16), -1, dtype=torch.int32)
+    out, expected = (torch.full((2 * len(counts), group * heads, width), float("nan")) for _ in range(2))
+    first = 0
+    for s, count in enumerate(counts):
+        mine, rows = slice(first, first + count), 1 + s % 2
+        items[mine, :7] = torch.tensor([2 * s, rows, 0, 0, 0, count, first], dtype=torch.int32)
+        stats[mine, ..., 0] *= 10
+        blind = torch.arange(count) % 5 == 3
+        sums[mine][blind], stats[mine][blind] = 0.0, torch.tensor([-1e30, 0.0])
+        if count > 1:
+            items[s, 10] = first
+            shares = (stats[mine, ..., 0] - stats[mine, ..., 0].amax(0)).exp2()
+            whole = (sums[mine] * shares[..., None]).sum(0) / (stats[mine, ..., 1] * shares).sum(0)[..., None]
+            expected[2 * s : 2 * s + rows] = whole.view(heads, 2, group, width).transpose(0, 1).flatten(1, 2)[:rows]
+        sums[mine, :, rows * group :], stats[mine, :, rows * group :] = float("nan"), float("nan")
+        first += count
+    merge_kernel[(3,)](out, items, sums, stats, len(counts), out.stride(0), L=width, LP=32, GROUP=group, ROWS=6,
+                       LANES=lanes, HEADS=heads, PARTS=128, WORDS=16, SHARED=False, PDL=False)  # fmt: skip
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,7 +6,7 @@ A request holds one matcher from its first mask to its end, preempted or not; wh
 import logging
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()  # the last used comes last
         self._held: dict[int, _Held] = {}  # by handle
+        self._live: Counter[str] = Counter()  # requests that hold each form
         self._compiling: dict[int, _Held] = {}
 
     def __len__(self) -> int:
@@ -70,15 +71,16 @@ class Grammars:
         if bounded and len(self._compiling) >= MOST_WAITING and new.grammar not in self._cache:
             raise QueueFull(f"{MOST_WAITING} requests wait for grammars to be compiled: try again later.")
         self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="quire-grammar")
-        most = max(1, KEPT // (2 * len(self._cache) + 2))  # with many forms, outputs of one are few
+        forms = len(self._live) + (new.grammar not in self._live)
+        most = max(1, KEPT // (2 * forms))  # with many forms, outputs of one are few
         future = self._cache.get(new.grammar) or self._pool.submit(
             self._compiler.compile, new.grammar, min(most, MOST_COPIES))
         self._cache[new.grammar] = future
         self._cache.move_to_end(new.grammar)
-        while len(self._cache) > 1 and sum(map(_copies, self._cache.values())) > KEPT:
-            self._cache.popitem(last=False)
         held = _Held(new.grammar, future)
         self._held[new.handle] = self._compiling[new.handle] = held
+        self._live[new.grammar] += 1
+        self._trim()
 
     def settled(self) -> Iterator[tuple[int, RequestFailed | None]]:
         """The handles whose grammars were compiled since the last call, or why they were not."""
@@ -144,6 +146,10 @@ class Grammars:
         """A request ends. What nobody else waits for is not compiled any more, if it has not begun."""
         held = self._held.pop(handle, None)
         self._compiling.pop(handle, None)
+        if held is not None:
+            self._live[held.spec] -= 1
+            if not self._live[held.spec]:
+                del self._live[held.spec]
         if held is not None and all(other.future is not held.future for other in self._compiling.values()):
             if held.future.cancel():  # False once it has begun
                 self._forget(held)
@@ -168,10 +174,15 @@ class Grammars:
             LOG.error("a grammar could not be compiled", exc_info=error)
             return RequestFailed("structured_outputs: the grammar could not be compiled: an internal error.",
                                  code="internal")
+        self._trim()
         grammar = held.future.result()
         held.matcher, held.after = grammar.fork(), grammar.after
         held.budget, held.closing, held.inside = grammar.budget, grammar.closing, grammar.inside
         return None
+
+    def _trim(self) -> None:
+        while len(self._cache) > 1 and sum(map(_copies, self._cache.values())) > KEPT:
+            self._cache.popitem(last=False)
 
     def _failure(self, held: _Held) -> RequestFailed:
         """Why a matcher goes on no more; others are not given what it shared with its like."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
 LAYOUT = r" ?(\r?\n[ \t]{0,60})?"  # between the parts of JSON: as it is printed in any style, but without end
 MAX_REASON = 500  # characters of what is wrong with a grammar
-# A form is compiled as often as there are threads, up to MOST_COPIES or fewer, as long as that takes COPIES_SECONDS.
+# A form is compiled as often as there are threads, as often as is asked for at most, for up to COPIES_SECONDS.
 # Each copy grows with what its outputs find out, to 50 MB at most (LIMITS).
 MOST_COPIES, COPIES_SECONDS = 8, 0.02
 TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
@@ -107,7 +107,8 @@ class GrammarCompiler:
         self._executor: LLExecutor | None = None
 
     def compile(self, spec: str, most_copies: int = MOST_COPIES) -> Grammar:
-        """The grammar of `StructuredOutputsParams.spec`; raises `InvalidParameter` that says what is wrong with it."""
+        """The grammar of `StructuredOutputsParams.spec`, in at most `most_copies`; raises `InvalidParameter` that says
+        what is wrong with it."""
         from llguidance import LLMatcher, LLParserLimits
 
         form = msgspec.json.decode(spec, type=StructuredOutputsParams)

@@ -190,7 +190,7 @@ def _attend(
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_free.index(count % STAGES))
             if HELD:
-                mbarrier.arrive(q_free)  # not before a product has had them: a warp's own may be under way until then
+                mbarrier.arrive(q_free)  # not before a product has had them: until then warps may still be reading
             count += 1
             top = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
             weight = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))

@@ -104,7 +104,7 @@ def _store(
     dims = gl.arange(0, V, gl.SliceLayout(0, SUMS))
     place, live = (row + lane).to(gl.int64), lane < rows
     to_lse, to_out = lse + place * HEADS + head, out + (place * stride_out + head * V)[:, None] + dims[None, :]
-    before = gl.load(to_lse, mask=live & (start > 0), other=-1e30)
+    before = gl.load(to_lse, mask=live & (start > 0), other=float("-inf"))  # whose weight is 0, even beside no weight
     above = gl.maximum(top, before)
     kept, decay = gl.exp2(before - above), gl.exp2(top - above)
     weight = weight * decay + kept

@@ -128,7 +128,7 @@ def _merge(
     weight = tl.sum(tl.load(stats_at + 2 * at + 1, mask=known, other=0.0) * tl.exp2(tops - top[None, :]), 0)
     sums = tl.zeros([LANES, LP], tl.float32)
     mask = live[:, None] & (dims < L)[None, :]
-    AT_ONCE: tl.constexpr = 16 // LANES
+    AT_ONCE: tl.constexpr = 16 // LANES  # 64 registers a thread for latents of 512
     for start in range(0, parts, AT_ONCE):
         for step in tl.static_range(AT_ONCE):
             turn = start + step
