@@ -6,7 +6,7 @@ A request holds one matcher from its first mask to its end, preempted or not; wh
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -55,7 +55,6 @@ class Grammars:
         self._pool: ThreadPoolExecutor | None = None
         self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()  # the last used comes last
         self._held: dict[int, _Held] = {}  # by handle
-        self._live: Counter[str] = Counter()  # requests that hold each form
         self._compiling: dict[int, _Held] = {}
 
     def __len__(self) -> int:
@@ -71,26 +70,28 @@ class Grammars:
         if bounded and len(self._compiling) >= MOST_WAITING and new.grammar not in self._cache:
             raise QueueFull(f"{MOST_WAITING} requests wait for grammars to be compiled: try again later.")
         self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="quire-grammar")
-        forms = len(self._live) + (new.grammar not in self._live)
-        most = max(1, KEPT // (2 * forms))  # with many forms, outputs of one are few
-        future = self._cache.get(new.grammar) or self._pool.submit(
-            self._compiler.compile, new.grammar, min(most, MOST_COPIES))
-        self._cache[new.grammar] = future
+        future = self._cache.get(new.grammar)
+        if future is None:
+            forms = {held.spec for held in self._held.values()} | {new.grammar}
+            most = min(MOST_COPIES, max(1, KEPT // (2 * len(forms))))  # of many forms in use, each has few outputs
+            future = self._cache[new.grammar] = self._pool.submit(self._compiler.compile, new.grammar, most)
+            self._trim()
         self._cache.move_to_end(new.grammar)
         held = _Held(new.grammar, future)
         self._held[new.handle] = self._compiling[new.handle] = held
-        self._live[new.grammar] += 1
-        self._trim()
 
     def settled(self) -> Iterator[tuple[int, RequestFailed | None]]:
         """The handles whose grammars were compiled since the last call, or why they were not."""
-        for handle, held in list(self._compiling.items()):
+        waiting = list(self._compiling.items())
+        for handle, held in waiting:
             if held.deadline is None and held.future.running():
                 held.deadline = self._clock() + COMPILE_SECONDS
             if not held.future.done() and (held.deadline is None or self._clock() < held.deadline):
                 continue
             del self._compiling[handle]
             yield handle, self._take_up(held)
+        if len(self._compiling) < len(waiting):
+            self._trim()
 
     def wait(self) -> None:
         """Give what is being compiled a moment, if anything is."""
@@ -146,10 +147,6 @@ class Grammars:
         """A request ends. What nobody else waits for is not compiled any more, if it has not begun."""
         held = self._held.pop(handle, None)
         self._compiling.pop(handle, None)
-        if held is not None:
-            self._live[held.spec] -= 1
-            if not self._live[held.spec]:
-                del self._live[held.spec]
         if held is not None and all(other.future is not held.future for other in self._compiling.values()):
             if held.future.cancel():  # False once it has begun
                 self._forget(held)
@@ -174,13 +171,13 @@ class Grammars:
             LOG.error("a grammar could not be compiled", exc_info=error)
             return RequestFailed("structured_outputs: the grammar could not be compiled: an internal error.",
                                  code="internal")
-        self._trim()
         grammar = held.future.result()
         held.matcher, held.after = grammar.fork(), grammar.after
         held.budget, held.closing, held.inside = grammar.budget, grammar.closing, grammar.inside
         return None
 
     def _trim(self) -> None:
+        """Forget the forms that were not used for longest; what is still compiled counts as one copy."""
         while len(self._cache) > 1 and sum(map(_copies, self._cache.values())) > KEPT:
             self._cache.popitem(last=False)
 

@@ -176,12 +176,14 @@ def _attend(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     HELD: gl.constexpr = GROUP != 2  # queries in registers: with 2 heads ptxas moves some of them about all the time
     half = queries.reshape([128, D]).slice(HALF * 64, 64)
+    lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
         work = nth_work(turn, programs)
         if work < num_work:
             head = work % HEADS
-            _row, _rows, position, first, whole, whole_end, last = _span(tiles + work // HEADS * WORDS, TILE, WINDOW)
+            row, rows, position, first, whole, whole_end, last = _span(tiles + work // HEADS * WORDS, TILE, WINDOW)
             positions = position + (HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))) // GROUP
             mbarrier.wait(q_ready, turn & 1)
             mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
@@ -220,10 +222,6 @@ def _attend(
             mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
             sums = warpgroup_mma(weights, values.index(before), sums)
             mbarrier.arrive(v_free.index(before))
-            record = tiles + work // HEADS * WORDS
-            row, rows = gl.load(record), gl.load(record + 1)  # again: nothing of it is kept in registers meanwhile
-            lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-            dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
             weight = gl.convert_layout(weight, gl.SliceLayout(1, SUMS))
             heads = head * GROUP + lane % GROUP
             if sinks is not None:
