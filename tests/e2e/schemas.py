@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import jsonschema
+from llguidance import LLMatcher, LLTokenizer
 
 Schema = dict[str, Any]
 NAMES = ("a", "name", "名前", "naïve", "x y", 'q"uo\\te', "😀", "id", "", "a/b~c", "Ключ", "\n", "$ref", "enum")
@@ -41,6 +42,14 @@ def fault(text: str, schema: Schema) -> str:
     except (ValueError, jsonschema.ValidationError) as error:
         return str(error)[:200] or "fault"
     return ""
+
+
+def begins(text: str, schema: Schema) -> bool:
+    """Whether a text may go on to one of a schema, by the schema as it is and byte for byte: neither Quire's reading
+    of schemas nor the model's tokens have a part in it."""
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema))
+    given = text.encode()
+    return matcher.try_consume_tokens([*given]) == len(given)
 
 
 class Maker:

@@ -13,6 +13,7 @@ from quire.config.placement import ALONE, Parallel, Rank, check_parallel
 from quire.config.resolve import GIB, MemoryPlan, check_context, resolve_dtype, resolve_geometry, resolve_memory
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.contracts.errors import ConfigError
+from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Needs, Probe, choose_kernels
 from quire.models.layout import layout
@@ -100,6 +101,8 @@ def _probe(gpu: Gpu | None) -> Probe:
     def probe(need: str) -> str:
         if need == "hopper" and gpu and gpu.capability[0] != 9:
             return "needs compute capability 9.0, this GPU has {}.{}".format(*gpu.capability)
+        if need == "packed bfloat16":
+            return missing_bf16()
         if need == "native":
             return library.missing(library.compiled)
         return library.missing_amx(library.compiled) if need == "native AMX" else ""

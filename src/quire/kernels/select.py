@@ -82,7 +82,7 @@ def objection(support: Support, needs: Needs, probe: Probe = here) -> str:
     lacking = sorted(needs.features - support.features)
     if lacking:
         return f"has no {', '.join(lacking)}"
-    return next(filter(None, map(probe, support.needs)), "")
+    return next(filter(None, map(probe, (*support.needs, *support.typed.get(needs.dtype, ())))), "")
 
 
 def select(op: str, needs: Needs, forced: str | None = None, probe: Probe = here) -> Choice:

@@ -10,6 +10,7 @@ NEEDS: Mapping[str, str] = {
     "native": "quire.kernels.native.library:missing",
     "native AMX": "quire.kernels.native.library:missing_amx",
     "packed linears": "quire.kernels.linear.cpu:missing",
+    "packed bfloat16": "quire.kernels.linear.units:missing_bf16",
     "flash attention": "quire.kernels.attention.cpu:missing",
 }
 
@@ -20,7 +21,7 @@ class Support:
 
     features       words of the operation's `__init__`;  extra  those it has only where a need is met, by need
     max_head_dim   the widest attention head; None: any
-    needs          keys of `NEEDS`: without one of them it cannot run
+    needs          keys of `NEEDS`: without one of them it cannot run;  typed  those that one dtype adds, by dtype
     """
 
     devices: frozenset[str]
@@ -29,6 +30,7 @@ class Support:
     extra: Mapping[str, frozenset[str]] = field(default_factory=dict)
     max_head_dim: int | None = None
     needs: tuple[str, ...] = ()
+    typed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _WHOLE = frozenset({"float32", "bfloat16"})
@@ -51,7 +53,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
                           features=frozenset({"add", "exact", "gated", "rows"}), needs=("native AMX",)),
-        "cpu": replace(PLAIN, needs=("packed linears",)),
+        "cpu": replace(PLAIN, needs=("packed linears",), typed={"bfloat16": ("packed bfloat16",)}),
         "ref": replace(REFERENCE, features=frozenset({"exact"})),
     },
     "attention": {

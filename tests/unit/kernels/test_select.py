@@ -1,13 +1,16 @@
 """The choice of implementations is a value with reasons, and reading what they can do imports nothing."""
 
 import importlib
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention import cpu, hopper, native
+from quire.kernels.linear import units
 from quire.kernels.native import library
 from quire.kernels.select import Needs, choose_kernels, here, objection, select, select_kernels
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
@@ -70,6 +73,30 @@ def test_a_machine_is_asked_last_and_only_what_decides() -> None:
     assert objection(support, Needs(device="cuda", dtype="bfloat16"), nothing) == "there is no triton"
 
 
+def test_a_need_of_one_dtype() -> None:
+    """A CPU with AVX2 packs weights of float32 and none of bfloat16."""
+    def old(need: str) -> str:
+        return "" if need == "packed linears" else nothing(need)
+
+    assert select("linear", CPU, probe=old).name == "cpu"
+    choice = select("linear", Needs(device="cpu", dtype="bfloat16"), probe=old)
+    assert choice.name == "ref" and choice.rejected[-1] == ("cpu", "there is no packed bfloat16")
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ({"sse2", "avx2"}, "this CPU has no avx512bw"), ({"sse2", "avx512bw", "avx512vl"}, "this CPU has no avx512dq"),
+    ({"sse2", *units.X86}, ""), ({"sse2", "avx2", "avx_ne_convert"}, ""), ({"asimd", "bf16"}, ""),
+    ({"asimd"}, "this CPU has no bf16 units"),
+])  # fmt: skip
+def test_which_cpus_pack_bfloat16(flags: set[str], said: str) -> None:
+    assert units.missing_bf16(frozenset(flags)) == said
+
+
+@pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="oneDNN is told to use less than this CPU has")
+def test_what_is_known_of_bfloat16_without_pytorch_is_what_it_does() -> None:
+    assert (units.missing_bf16() == "") == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 @pytest.mark.parametrize("probe", [everything, nothing])
 def test_features_that_hang_on_a_need(probe: object) -> None:
     choice = select("linear", Needs(device="cuda", dtype="bfloat16"), probe=probe)  # type: ignore[arg-type]
@@ -106,7 +133,8 @@ def test_what_is_declared_exists() -> None:
     for op, supports in SUPPORTS.items():
         for name, support in supports.items():
             importlib.import_module(f"quire.kernels.{op}.{name}")
-            assert set(support.needs) | set(support.extra) <= NEEDS.keys()
+            assert {*support.needs, *support.extra}.union(*support.typed.values()) <= NEEDS.keys()
+            assert support.typed.keys() <= support.dtypes
         last = list(supports.values())[-1]
         assert not last.needs and last.devices == {"cpu", "cuda"}
     assert all(isinstance(here(need), str) for need in NEEDS)

@@ -241,3 +241,5 @@ def skip_unless_computed(impl: ModuleType, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     if name not in support(impl).dtypes:
         pytest.skip(f"computes no {name}")
+    if why := next(filter(None, map(here, support(impl).typed.get(name, ()))), ""):
+        pytest.skip(why)
