@@ -1,12 +1,16 @@
 """What every test may use: shared data outside the repository, and the switch for the long products."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it for what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Machines differ; a slow one is no bug. The same examples in every run, but for those of the long products: what is red
 # was made red by a change.

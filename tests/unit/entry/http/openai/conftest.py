@@ -254,7 +254,8 @@ class Client:
                 reply.parts.append(message["body"])
             reply.complete = not message.get("more_body", False)
 
-        await self.app(scope, receive, send)
+        async with asyncio.timeout(60):
+            await self.app(scope, receive, send)
         return reply
 
 
