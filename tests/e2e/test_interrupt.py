@@ -35,7 +35,7 @@ def started(at: str, *args: str) -> "subprocess.Popen[str]":
     ("quire.entry.cli.main", ("--help",)),
     ("argparse", ("weights",)),
     ("numpy", COMPLETE),
-    ("numpy._core.multiarray", COMPLETE),
+    ("numpy.linalg._umath_linalg", COMPLETE),
     ("torch", COMPLETE),
     ("torch.autograd", COMPLETE),
     ("tokenizers", COMPLETE),
