@@ -33,6 +33,7 @@ class Family:
     default_window: int | None = None  # sliding_window when the key is missing
     default_head_dim: int | None = None  # None: hidden_size / heads
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
+    windowed: str = "all"  # which layers have it: "all"; without layer_types "from" max_window_layers on, or "below" it
     norm_eps: float = 1e-6  # when rms_norm_eps is missing
     theta: float = 10_000.0  # when rope_theta is
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
@@ -43,15 +44,16 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, mlp_bias=None,
                     keys=frozenset({"attention_bias", "mlp_bias"})),
     "mistral": Family(architecture="MistralForCausalLM", default_window=4096),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, window_flag=True),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
+                    windowed="from"),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True, default_head_dim=128,
-        window_flag=True, keys=frozenset({"attention_bias"})),
+        default_window=4096, window_flag=True, windowed="from", keys=frozenset({"attention_bias"})),
     "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, keys=MOE_KEYS["mixtral"]),
-    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, window_flag=True,
-                        keys=MOE_KEYS["qwen2_moe"]),
+    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
+                        windowed="below", keys=MOE_KEYS["qwen2_moe"]),
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
-                        window_flag=True, keys=MOE_KEYS["qwen3_moe"] | {"attention_bias"}),
+                        default_window=4096, window_flag=True, keys=MOE_KEYS["qwen3_moe"] | {"attention_bias"}),
     "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", keys=MOE_KEYS["deepseek_v2"] | LATENT_KEYS),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", keys=MOE_KEYS["deepseek_v3"] | LATENT_KEYS),
     "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, norm_eps=1e-5, rotated=0.5,
@@ -160,8 +162,9 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     kv_heads = _kv_heads(keys, model_type, heads, source)
     max_positions = size(keys, "max_position_embeddings", source)
     layers = size(keys, "num_hidden_layers", source)
-    _refuse_window(keys, family, max_positions, layers, source)
     rope, rope_notes = read_rope(keys, max_positions, source, family.theta)
+    context = max(max_positions, rope.extended_positions)
+    _refuse_window(keys, family, context, layers, source)
     latent = read_latent(keys, model_type, rope, source)
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads, source)
     rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope, source)
@@ -188,7 +191,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=flag(keys, "use_qk_norm", source) if family.qk_norm is None else family.qk_norm,
         tie_word_embeddings=flag(keys, "tie_word_embeddings", source) or headless,
-        max_position_embeddings=max(max_positions, rope.extended_positions),
+        max_position_embeddings=context,
         dtype=dtype,
         moe=read_moe(keys, model_type, layers, source),
         latent=latent,
@@ -235,19 +238,21 @@ def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
             raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented.")
 
 
-def _refuse_window(keys: Mapping[str, Any], family: Family, positions: int, layers: int, source: str) -> None:
+def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers: int, source: str) -> None:
     """Attention here is full; a window at least as long as the context changes nothing."""
     kinds = sorted(set(names(keys, "layer_types", source)) - {"full_attention"})
     window = count(keys, "sliding_window", family.default_window, source)
-    active = window is not None and window < positions
+    active = window is not None and window < context
     if family.window_flag:
-        first = count(keys, "max_window_layers", None, source)
-        reached = bool(kinds) if keys.get("layer_types") else first is None or first < layers
+        limit = count(keys, "max_window_layers", None, source)
+        reaches = {"all": True, "from": limit is None or limit < layers, "below": limit is None or limit > 0}
+        listed = family.windowed != "all" and keys.get("layer_types")
+        reached = bool(kinds) if listed else reaches[family.windowed]
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
         default = "" if "sliding_window" in keys else f" (missing, which means {window})"
-        raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than "
-                               f"max_position_embeddings={positions}; sliding window attention is not implemented.")
+        raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than the context of {context} "
+                               "tokens; sliding window attention is not implemented.")
     if kinds and not (family.window_flag and kinds == ["sliding_attention"]):
         raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented.")
 
