@@ -14,11 +14,13 @@ from typing import Any
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
 from quire.config.keys import count, flag, names, positive, size
 from quire.config.latent import LATENT_FAMILIES, LATENT_KEYS, LatentArgs, read_latent
-from quire.config.rope import RopeArgs, read_rope
+from quire.config.quantized import read_quantization
+from quire.config.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
 EXTRA_LAYERS = ("deepseek_v3", "glm4_moe")  # families trained to predict more than one token (MTP)
+MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelNotFound(f"{path} does not exist: a model folder needs a config.json.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         raise ModelError(f"{path} cannot be read ({error}): download it again.") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} holds {type(raw).__name__}, not an object: download it again.")
@@ -154,14 +156,16 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     """
     keys = {key: value for key, value in raw.items()}
     model_type, family, headless = _find_family(keys, source)
-    if not allow_quantized:
-        _refuse_quantization(keys, source)
+    quantization = read_quantization(keys, source)
+    if quantization and not allow_quantized:
+        raise UnsupportedModel(f"{source}: quantization_config asks for {quantization['quant_method']!r}, which is not "
+                               "implemented yet: use the unquantized checkpoint of this model.")
     _refuse_math(keys, family, source)
     hidden = size(keys, "hidden_size", source)
     heads = size(keys, "num_attention_heads", source)
     kv_heads = _kv_heads(keys, model_type, heads, source)
     max_positions = size(keys, "max_position_embeddings", source)
-    layers = size(keys, "num_hidden_layers", source)
+    layers = size(keys, "num_hidden_layers", source, most=MOST_LAYERS)
     rope, rope_notes = read_rope(keys, max_positions, source, family.theta)
     context = max(max_positions, rope.extended_positions)
     _refuse_window(keys, family, context, layers, source)
@@ -169,7 +173,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads, source)
     rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope, source)
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
-    extra = count(keys, spelled, 1, source) or 0 if model_type in EXTRA_LAYERS else 0
+    extra = count(keys, spelled, 1, source, most=MOST_LAYERS) or 0 if model_type in EXTRA_LAYERS else 0
     bias = flag(keys, "attention_bias", source) if "attention_bias" in family.keys else False
     mlp_bias = flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False
     dtype, dtype_notes = _dtype(keys, source)
@@ -219,15 +223,6 @@ def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family, boo
     return model_type, family, headless
 
 
-def _refuse_quantization(keys: Mapping[str, Any], source: str) -> None:
-    quantization = keys.get("quantization_config")
-    if not quantization:
-        return
-    method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-    raise UnsupportedModel(f"{source}: quantization_config asks for {method!r}, which is not implemented yet: "
-                           "use the unquantized checkpoint of this model.")
-
-
 def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
     activation = keys.get("hidden_act", "silu")
     if activation != "silu":
@@ -259,7 +254,7 @@ def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers
 
 def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: RopeArgs, source: str) -> int:
     """How many of a head's dimensions are rotated; the two halves of them come first in the checkpoint."""
-    nested = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    nested = rope_settings(keys, source)
     if "partial_rotary_factor" not in family.keys:
         if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
             raise UnsupportedModel(f"{source}: partial_rotary_factor={nested['partial_rotary_factor']} is not "

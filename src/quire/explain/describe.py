@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel
+from quire.config.quantized import read_quantization
 from quire.config.resolve import GIB, MemoryPlan, check_context, resolve_dtype, resolve_geometry, resolve_memory
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.contracts.errors import ConfigError
@@ -55,7 +56,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
-    probe, quantization = _probe(gpu), raw.get("quantization_config") or {}
+    probe, quantization = _probe(gpu), read_quantization(raw, str(folder / "config.json"))
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, probe=probe)
     moe = moe_plans(args, kernels, Needs(device=device, dtype=dtype.dtype), probe, parallel=parallel,
                     quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip

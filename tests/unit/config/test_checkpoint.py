@@ -139,6 +139,7 @@ def test_biases_by_family() -> None:
         (changed(rope_scaling={"type": "longrope", "factor": 2.0}), "longrope"),
         (changed(rope_scaling={"type": "default", "mrope_section": [1, 2, 3]}), "mrope_section"),
         (changed(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer"),
+        (changed(rope_scaling={"full_attention": {}}), "rope_scaling.full_attention={}"),
         (changed(hidden_act="gelu"), "hidden_act='gelu'"),
         (changed(num_experts=8), "num_experts=8"),
         (changed(quantization_config={"quant_method": "awq"}), "awq"),
@@ -251,6 +252,20 @@ def test_inactive_keys_pass(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5"),
         ({"rope_scaling": LLAMA3 | {"type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor=1.0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
+        ({"rope_parameters": ["yarn"]}, "rope_parameters=['yarn'] must be an object or null"),
+        ({"rope_scaling": {"type": "linear", "factor": {}}}, "rope_scaling.factor={} must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": 1}, "rope_parameters=1"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8' must be an object"),
+        ({"quantization_config": 8}, "quantization_config=8"),
+        ({"quantization_config": True}, "quantization_config=True"),
+        ({"quantization_config": [1]}, "quantization_config=[1]"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method is missing"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "quantization_config: quant_method=['fp8']"),
+        ({"quantization_config": {"quant_method": {}}}, "quantization_config: quant_method={}"),
+        ({"quantization_config": {"quant_method": None}}, "quantization_config: quant_method=None"),
+        *(({"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}, f"weight_block_size={block!r}")
+          for block in (128, [128], [0, 128], [-128, 128], [128, 1.5], [128, 128, 128], [], "128", True)),
     ],
     ids=str,
 )
@@ -271,7 +286,7 @@ def test_notes_list_what_was_ignored() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"config\.json"):
         read_checkpoint_config(tmp_path)
-    for text in ("{", "[1]", '"x"'):
+    for text in ("{", "[1]", '"x"', f'{{"vocab_size": {"1" * 5000}}}', "[" * 200_000):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match="download it again"):
             read_checkpoint_config(tmp_path)
