@@ -22,7 +22,7 @@ def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = N
     if key not in keys and default is None:
         raise ModelError(f"{source}: {key} is missing; it must be a positive integer.")
     fits = lambda value: type(value) is int and 0 < value <= (most or value)  # noqa: E731
-    return int(checked(keys, key, source, fits, f"a positive integer{_at_most(most)}", default))
+    return int(checked(keys, key, source, fits, f"a positive integer{_bound(' of', most)}", default))
 
 
 def count(keys: Mapping[str, Any], key: str, default: int | None, source: str, *,
@@ -31,7 +31,7 @@ def count(keys: Mapping[str, Any], key: str, default: int | None, source: str, *
     value: int | None = checked(
         keys, key, source, lambda value: value is None or value is False or (
             type(value) is int and 0 <= value <= (most or value)),
-        f"an integer of at least 0{_at_most(most)}, or null", default)  # fmt: skip
+        f"an integer of at least 0{_bound(' and', most)}, or null", default)  # fmt: skip
     return None if value is False else value
 
 
@@ -47,8 +47,8 @@ def flag(keys: Mapping[str, Any], key: str, source: str, default: bool = False) 
                         default))
 
 
-def _at_most(most: int | None) -> str:
-    return "" if most is None else f" and at most {most}"
+def _bound(word: str, most: int | None) -> str:
+    return "" if most is None else f"{word} at most {most}"
 
 
 def names(keys: Mapping[str, Any], key: str, source: str) -> list[str]:
