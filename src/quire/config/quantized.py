@@ -1,6 +1,6 @@
 """The quantization_config of a config.json: what is read of it, checked once for the engine and for plans. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.config import keys as read
@@ -20,7 +20,14 @@ def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
     read.checked(value, "quant_method", inside, lambda name: isinstance(name, str) and name != "", "a name")
     if value["quant_method"] == "fp8":
         read.checked(value, "weight_block_size", inside, _is_block, "two positive integers, [rows, columns], or null")
+        read.names(value, "modules_to_not_convert", inside)
     return dict(value)
+
+
+def is_kept(name: str, kept: Collection[str]) -> bool:
+    """Whether `modules_to_not_convert` names a weight's module: in full, by what it is in, or by its last words."""
+    words = name.removesuffix(".weight").split(".")
+    return any(".".join(words[: i + 1]) in kept or ".".join(words[i:]) in kept for i in range(len(words) * bool(kept)))
 
 
 def _is_block(value: Any) -> bool:

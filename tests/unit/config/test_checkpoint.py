@@ -263,6 +263,7 @@ def test_inactive_keys_pass(config: dict[str, Any]) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method is missing"),
         ({"quantization_config": {"quant_method": ["fp8"]}}, "quantization_config: quant_method=['fp8']"),
         ({"quantization_config": {"quant_method": {}}}, "quantization_config: quant_method={}"),
+        ({"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": "lm_head"}}, "to_not_convert='lm_h"),
         ({"quantization_config": {"quant_method": None}}, "quantization_config: quant_method=None"),
         *(({"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}, f"weight_block_size={block!r}")
           for block in (128, [128], [0, 128], [-128, 128], [128, 1.5], [128, 128, 128], [], "128", True)),
