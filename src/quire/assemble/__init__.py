@@ -34,6 +34,7 @@ from quire.text.grammar_trial import GrammarTrial
 from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_folders
+from quire.weights.tied import unread_head
 
 LOG = logging.getLogger("quire")
 
@@ -122,7 +123,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     core = _build_core(parts, folder, dtype, device, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()
-    notes = (*_notes(args, dtype, parts.memory, config), *parts.notes, *unused)
+    unread = () if config.load.load_format == "dummy" else unread_head(folder)
+    notes = (*_notes(args, dtype, parts.memory, config), *unread, *parts.notes, *unused)
     for note in notes:
         LOG.warning("%s", note)
     return Engine(

@@ -14,11 +14,13 @@ from typing import Any
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
 from quire.config.keys import count, flag, names, positive, size
 from quire.config.latent import LATENT_FAMILIES, LATENT_KEYS, LatentArgs, read_latent
-from quire.config.rope import RopeArgs, read_rope
+from quire.config.quantized import read_quantization
+from quire.config.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
 EXTRA_LAYERS = ("deepseek_v3", "glm4_moe")  # families trained to predict more than one token (MTP)
+MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Family:
     default_window: int | None = None  # sliding_window when the key is missing
     default_head_dim: int | None = None  # None: hidden_size / heads
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
+    windowed: str = "all"  # which layers have it: "all"; without layer_types "from" max_window_layers on, or "below" it
     norm_eps: float = 1e-6  # when rms_norm_eps is missing
     theta: float = 10_000.0  # when rope_theta is
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
@@ -43,15 +46,16 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, mlp_bias=None,
                     keys=frozenset({"attention_bias", "mlp_bias"})),
     "mistral": Family(architecture="MistralForCausalLM", default_window=4096),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, window_flag=True),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
+                    windowed="from"),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True, default_head_dim=128,
-        window_flag=True, keys=frozenset({"attention_bias"})),
+        default_window=4096, window_flag=True, windowed="from", keys=frozenset({"attention_bias"})),
     "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, keys=MOE_KEYS["mixtral"]),
-    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, window_flag=True,
-                        keys=MOE_KEYS["qwen2_moe"]),
+    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
+                        windowed="below", keys=MOE_KEYS["qwen2_moe"]),
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
-                        window_flag=True, keys=MOE_KEYS["qwen3_moe"] | {"attention_bias"}),
+                        default_window=4096, window_flag=True, keys=MOE_KEYS["qwen3_moe"] | {"attention_bias"}),
     "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", keys=MOE_KEYS["deepseek_v2"] | LATENT_KEYS),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", keys=MOE_KEYS["deepseek_v3"] | LATENT_KEYS),
     "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, norm_eps=1e-5, rotated=0.5,
@@ -137,7 +141,7 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelNotFound(f"{path} does not exist: a model folder needs a config.json.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         raise ModelError(f"{path} cannot be read ({error}): download it again.") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} holds {type(raw).__name__}, not an object: download it again.")
@@ -152,21 +156,24 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     """
     keys = {key: value for key, value in raw.items()}
     model_type, family, headless = _find_family(keys, source)
-    if not allow_quantized:
-        _refuse_quantization(keys, source)
+    quantization = read_quantization(keys, source)
+    if quantization and not allow_quantized:
+        raise UnsupportedModel(f"{source}: quantization_config asks for {quantization['quant_method']!r}, which is not "
+                               "implemented yet: use the unquantized checkpoint of this model.")
     _refuse_math(keys, family, source)
     hidden = size(keys, "hidden_size", source)
     heads = size(keys, "num_attention_heads", source)
     kv_heads = _kv_heads(keys, model_type, heads, source)
     max_positions = size(keys, "max_position_embeddings", source)
-    layers = size(keys, "num_hidden_layers", source)
-    _refuse_window(keys, family, max_positions, layers, source)
+    layers = size(keys, "num_hidden_layers", source, most=MOST_LAYERS)
     rope, rope_notes = read_rope(keys, max_positions, source, family.theta)
+    context = max(max_positions, rope.extended_positions)
+    _refuse_window(keys, family, context, layers, source)
     latent = read_latent(keys, model_type, rope, source)
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads, source)
     rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope, source)
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
-    extra = count(keys, spelled, 1, source) or 0 if model_type in EXTRA_LAYERS else 0
+    extra = count(keys, spelled, 1, source, most=MOST_LAYERS) or 0 if model_type in EXTRA_LAYERS else 0
     bias = flag(keys, "attention_bias", source) if "attention_bias" in family.keys else False
     mlp_bias = flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False
     dtype, dtype_notes = _dtype(keys, source)
@@ -188,7 +195,7 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=flag(keys, "use_qk_norm", source) if family.qk_norm is None else family.qk_norm,
         tie_word_embeddings=flag(keys, "tie_word_embeddings", source) or headless,
-        max_position_embeddings=max(max_positions, rope.extended_positions),
+        max_position_embeddings=context,
         dtype=dtype,
         moe=read_moe(keys, model_type, layers, source),
         latent=latent,
@@ -216,15 +223,6 @@ def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family, boo
     return model_type, family, headless
 
 
-def _refuse_quantization(keys: Mapping[str, Any], source: str) -> None:
-    quantization = keys.get("quantization_config")
-    if not quantization:
-        return
-    method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-    raise UnsupportedModel(f"{source}: quantization_config asks for {method!r}, which is not implemented yet: "
-                           "use the unquantized checkpoint of this model.")
-
-
 def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
     activation = keys.get("hidden_act", "silu")
     if activation != "silu":
@@ -235,26 +233,28 @@ def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
             raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented.")
 
 
-def _refuse_window(keys: Mapping[str, Any], family: Family, positions: int, layers: int, source: str) -> None:
+def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers: int, source: str) -> None:
     """Attention here is full; a window at least as long as the context changes nothing."""
     kinds = sorted(set(names(keys, "layer_types", source)) - {"full_attention"})
     window = count(keys, "sliding_window", family.default_window, source)
-    active = window is not None and window < positions
+    active = window is not None and window < context
     if family.window_flag:
-        first = count(keys, "max_window_layers", None, source)
-        reached = bool(kinds) if keys.get("layer_types") else first is None or first < layers
+        limit = count(keys, "max_window_layers", None, source)
+        reaches = {"all": True, "from": limit is None or limit < layers, "below": limit is None or limit > 0}
+        listed = family.windowed != "all" and keys.get("layer_types")
+        reached = bool(kinds) if listed else reaches[family.windowed]
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
         default = "" if "sliding_window" in keys else f" (missing, which means {window})"
-        raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than "
-                               f"max_position_embeddings={positions}; sliding window attention is not implemented.")
+        raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than the context of {context} "
+                               "tokens; sliding window attention is not implemented.")
     if kinds and not (family.window_flag and kinds == ["sliding_attention"]):
         raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented.")
 
 
 def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: RopeArgs, source: str) -> int:
     """How many of a head's dimensions are rotated; the two halves of them come first in the checkpoint."""
-    nested = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    nested = rope_settings(keys, source)
     if "partial_rotary_factor" not in family.keys:
         if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
             raise UnsupportedModel(f"{source}: partial_rotary_factor={nested['partial_rotary_factor']} is not "

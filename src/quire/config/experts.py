@@ -54,6 +54,7 @@ class MoEArgs:
     layers: frozenset[int]
 
 
+MOST_EXPERTS = 100_000  # in all layers together, four times those of the largest models; a plan of more takes seconds
 QWEN_KEYS = frozenset("num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob "
                       "decoder_sparse_step mlp_only_layers".split())
 DEEPSEEK_KEYS = frozenset(
@@ -73,20 +74,26 @@ def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: 
     """The experts of a config.json; None for families without. Raises ModelError or UnsupportedModel."""
     if model_type not in MOE_KEYS:
         return None
-    if model_type == "mixtral":
-        routing = _routing(keys, source, "num_local_experts", scoring="softmax", normalize=True)
-        return MoEArgs(routing=routing, expert_size=read.size(keys, "intermediate_size", source), shared_size=0,
-                       shared_gate=False, router_float=False, layers=frozenset(range(num_layers)))
-    if model_type.startswith("qwen"):
-        return _read_qwen(keys, model_type, num_layers, source)
-    return _read_deepseek(keys, model_type, num_layers, source)
+    read_family = _read_qwen if model_type.startswith("qwen") else _read_deepseek
+    moe = (_read_mixtral if model_type == "mixtral" else read_family)(keys, model_type, num_layers, source)
+    layers, experts = len(moe.layers), moe.routing.num_experts
+    if layers * experts > MOST_EXPERTS:
+        raise ModelError(f"{source}: num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
+                         f"{layers * experts} experts in all must be at most {MOST_EXPERTS}.")
+    return moe
+
+
+def _read_mixtral(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
+    routing = _routing(keys, source, "num_local_experts", scoring="softmax", normalize=True)
+    return MoEArgs(routing=routing, expert_size=read.size(keys, "intermediate_size", source), shared_size=0,
+                   shared_gate=False, router_float=False, layers=frozenset(range(num_layers)))
 
 
 def _read_qwen(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
     every = read.size(keys, "decoder_sparse_step", source, 1)
     dense = read.checked(keys, "mlp_only_layers", source, lambda value: value is None or (
         isinstance(value, list) and all(type(layer) is int for layer in value)), "a list of layers") or ()  # fmt: skip
-    experts = "num_experts" if "num_experts" in keys else "num_local_experts"
+    experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
     shared = model_type == "qwen2_moe"
     return MoEArgs(
         routing=_routing(keys, source, experts, scoring="softmax",
@@ -108,11 +115,12 @@ def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, so
         raise UnsupportedModel(f"{source}: norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
                                "implementations disagree on what it means.")
     groups = method != "greedy"
+    num_groups = _groups(keys, "n_group", 8 if model_type == "deepseek_v3" else 1, source)
+    top_groups = _groups(keys, "topk_group", 4 if model_type == "deepseek_v3" else 1, source)
     routing = _routing(
         keys, source, "n_routed_experts", scoring=scoring, normalize=normalize, normalize_eps=0.0 if old else 1e-20,
         bias=not old, group_score="max" if old else "top2",
-        num_groups=keys.get("n_group", 8 if model_type == "deepseek_v3" else 1) or 1 if groups else 1,
-        top_groups=keys.get("topk_group", 4 if model_type == "deepseek_v3" else 1) or 1 if groups else 1,
+        num_groups=num_groups if groups else 1, top_groups=top_groups if groups else 1,
         scaling=read.positive(keys, "routed_scaling_factor", 2.5 if model_type == "deepseek_v3" else 1.0, source),
     )  # fmt: skip
     width, shared = read.size(keys, "moe_intermediate_size", source), read.count(keys, "n_shared_experts", 1, source)
@@ -120,19 +128,30 @@ def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, so
                    router_float=True, layers=_sparse_layers(keys, model_type, num_layers, source))  # fmt: skip
 
 
+def _groups(keys: Mapping[str, Any], key: str, default: int, source: str) -> int:
+    """Null is what V2 says where there are no groups: one."""
+    return 1 if keys.get(key, default) is None else read.size(keys, key, source, default)
+
+
 def _sparse_layers(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> frozenset[int]:
     kinds = read.names(keys, "mlp_layer_types", source)
-    if kinds:
-        if len(kinds) < num_layers or set(kinds) - {"dense", "sparse"}:
-            raise ModelError(f"{source}: mlp_layer_types must name {num_layers} layers, each dense or sparse.")
-        return frozenset(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sparse")
+    named = frozenset(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sparse")
+    if kinds and (len(kinds) < num_layers or set(kinds) - {"dense", "sparse"}):
+        raise ModelError(f"{source}: mlp_layer_types must name {num_layers} layers, each dense or sparse.")
+    if kinds and keys.get("first_k_dense_replace") is None:
+        return named
     dense = read.count(keys, "first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(model_type, 0), source) or 0
     every = read.size(keys, "moe_layer_freq", source, 1)
-    return frozenset(i for i in range(dense, num_layers) if i % every == 0)
+    counted = frozenset(i for i in range(dense, num_layers) if i % every == 0)
+    if kinds and counted != named:
+        i = min(counted ^ named)
+        raise ModelError(f"{source}: mlp_layer_types[{i}]={kinds[i]!r} contradicts first_k_dense_replace={dense} and "
+                         f"moe_layer_freq={every}: remove the one that is wrong.")
+    return counted
 
 
 def _agrees(keys: Mapping[str, Any], key: str, known: tuple[str, ...], source: str) -> str:
-    value = keys.get(key) or known[0]
+    value = known[0] if keys.get(key) is None else keys[key]
     if value not in known:
         raise UnsupportedModel(f"{source}: {key}={value!r} is not implemented for {keys.get('model_type')} "
                                f"(one of {', '.join(known)}).")
@@ -141,18 +160,19 @@ def _agrees(keys: Mapping[str, Any], key: str, known: tuple[str, ...], source: s
 
 def _routing(keys: Mapping[str, Any], source: str, experts_key: str, **rest: Any) -> Routing:
     """The counts, checked against each other."""
-    experts, top_k = read.size(keys, experts_key, source), read.size(keys, "num_experts_per_tok", source)
+    experts = read.size(keys, experts_key, source, most=MOST_EXPERTS)
+    top_k = read.size(keys, "num_experts_per_tok", source)
     routing = Routing(num_experts=experts, top_k=top_k, **rest)
     groups, kept = routing.num_groups, routing.top_groups
     for other in {"num_experts", "num_local_experts", "n_routed_experts"} & keys.keys():
         if keys[other] not in (None, experts):
             raise ModelError(f"{source}: {other}={keys[other]!r} contradicts {experts_key}={experts}.")
-    if type(groups) is not int or groups < 1 or experts % groups:
+    if experts % groups:
         raise ModelError(f"{source}: {experts_key}={experts} is not a multiple of n_group={groups}.")
     if routing.group_score == "top2" and groups > 1 and experts // groups < 2:
         raise ModelError(f"{source}: n_group={groups} of {experts_key}={experts} leaves one expert to a group, and "
                          "groups are compared by their best two.")
-    if type(kept) is not int or not 1 <= kept <= groups:
+    if kept > groups:
         raise ModelError(f"{source}: topk_group={kept} must be between 1 and n_group={groups}.")
     if top_k > kept * (experts // groups):
         raise ModelError(f"{source}: num_experts_per_tok={top_k} exceeds the {kept * (experts // groups)} experts that "

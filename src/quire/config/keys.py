@@ -17,19 +17,21 @@ def checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any]
     return value
 
 
-def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
-    """A positive integer."""
+def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = None, *, most: int | None = None) -> int:
+    """A positive integer, of at most `most`."""
     if key not in keys and default is None:
         raise ModelError(f"{source}: {key} is missing; it must be a positive integer.")
-    fits = lambda value: type(value) is int and value > 0  # noqa: E731
-    return int(checked(keys, key, source, fits, "a positive integer", default))
+    fits = lambda value: type(value) is int and 0 < value <= (most or value)  # noqa: E731
+    return int(checked(keys, key, source, fits, f"a positive integer{_bound(' of', most)}", default))
 
 
-def count(keys: Mapping[str, Any], key: str, default: int | None, source: str) -> int | None:
-    """A number that may be switched off, by null or false."""
+def count(keys: Mapping[str, Any], key: str, default: int | None, source: str, *,
+          most: int | None = None) -> int | None:
+    """A number that may be switched off, by null or false; of at most `most`."""
     value: int | None = checked(
-        keys, key, source, lambda value: value is None or value is False or (type(value) is int and value >= 0),
-        "an integer of at least 0, or null", default)  # fmt: skip
+        keys, key, source, lambda value: value is None or value is False or (
+            type(value) is int and 0 <= value <= (most or value)),
+        f"an integer of at least 0{_bound(' and', most)}, or null", default)  # fmt: skip
     return None if value is False else value
 
 
@@ -43,6 +45,10 @@ def flag(keys: Mapping[str, Any], key: str, source: str, default: bool = False) 
     """True or false; null is false."""
     return bool(checked(keys, key, source, lambda value: value is None or isinstance(value, bool), "true or false",
                         default))
+
+
+def _bound(word: str, most: int | None) -> str:
+    return "" if most is None else f"{word} at most {most}"
 
 
 def names(keys: Mapping[str, Any], key: str, source: str) -> list[str]:

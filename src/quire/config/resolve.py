@@ -83,6 +83,14 @@ def resolve_geometry(
     return KVGeometry(block_size=block_size or default, groups=(group,))
 
 
+def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
+    """Refuse parameters of `weights` bytes that the free memory cannot hold; `dtype`: theirs, "" of quantized ones."""
+    if weights >= free_bytes:
+        less = "use dtype=bfloat16 (--dtype bfloat16), which halves them, or " if dtype == "float32" else ""
+        raise ConfigError(f"{_bytes(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {_bytes(free_bytes)} "
+                          f"of free memory: {less}choose a smaller model, or end other programs.")
+
+
 def resolve_memory(
     geometry: KVGeometry, model: ModelConfig, cache: CacheConfig, *, context: int, max_num_seqs: int, free_bytes: int
 ) -> MemoryPlan:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config.keys import positive
+from quire.config.keys import checked, positive
 from quire.contracts.errors import ModelError, UnsupportedModel
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -44,16 +44,30 @@ class RopeArgs:
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
+def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What config.json says: as in Hugging Face, `rope_scaling` wins over `rope_parameters`. Raises as `read_rope`."""
+    found: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        raw = checked(keys, key, source, lambda value: value is None or isinstance(value, dict), "an object or null")
+        for inner, value in (raw or {}).items():
+            if not isinstance(value, dict):
+                continue
+            where = f"{source}: {key}.{inner}={value!r}"
+            if inner in _KNOWN:
+                raise ModelError(f"{where} must be a number, a name, true or false.")
+            raise UnsupportedModel(f"{where}: rope settings that differ by layer are not implemented.")
+        found = raw or found
+    return found
+
+
 def read_rope(keys: Mapping[str, Any], max_positions: int, source: str,
               default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
     """The rotary settings of a config.json and notes about keys that were ignored.
 
     Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
-    As in Hugging Face, `rope_scaling` wins over `rope_parameters`, and a theta inside them over the outer one.
+    A theta inside of them wins over the outer one.
     """
-    raw = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
-    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
-        raise UnsupportedModel(f"{source}: rope settings that differ by layer are not implemented.")
+    raw = rope_settings(keys, source)
     if raw.get("mrope_section") is not None:
         raise UnsupportedModel(f"{source}: mrope_section is not implemented.")
     kind = raw.get("rope_type", raw.get("type", "default"))

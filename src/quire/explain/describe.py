@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel
-from quire.config.resolve import GIB, MemoryPlan, check_context, resolve_dtype, resolve_geometry, resolve_memory
+from quire.config.quantized import read_quantization
+from quire.config.resolve import (
+    GIB,
+    MemoryPlan,
+    check_context,
+    check_cpu_weights,
+    resolve_dtype,
+    resolve_geometry,
+    resolve_memory,
+)
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.contracts.errors import ConfigError
 from quire.kernels.linear.units import missing_bf16
@@ -55,7 +64,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
-    probe, quantization = _probe(gpu), raw.get("quantization_config") or {}
+    probe, quantization = _probe(gpu), read_quantization(raw, str(folder / "config.json"))
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, probe=probe)
     moe = moe_plans(args, kernels, Needs(device=device, dtype=dtype.dtype), probe, parallel=parallel,
                     quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
@@ -118,8 +127,9 @@ def _memory(plan: EnginePlan, gpu: Gpu | None, free: int, rank: Rank) -> MemoryP
     own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
     page = (kv_components(own, plan.dtype.dtype), rank.layers[1] - rank.layers[0], config.cache.block_size)
     if gpu is None:
+        check_cpu_weights(weights, free, "" if plan.quantization else plan.dtype.dtype)
         return resolve_memory(resolve_geometry(*page), config.model, config.cache, context=context,
-                              max_num_seqs=config.scheduler.sequences(), free_bytes=max(0, free - weights))  # fmt: skip
+                              max_num_seqs=config.scheduler.sequences(), free_bytes=free - weights)  # fmt: skip
     ours = EMPTY + GRAPHS * (not config.device.enforce_eager) + _activations(args, config, plan.parallel.tp)
     left = gpu.memory - weights - ours
     memory = DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights, others=0)

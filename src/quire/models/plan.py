@@ -17,6 +17,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, collectives, ranks
 from quire.config.pooling import read_pooling
+from quire.config.quantized import is_kept
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import ConfigError
@@ -109,16 +110,24 @@ class EnginePlan:
 
     def num_bytes(self, param: Param, rank: Rank | None = None) -> int | None:
         """Bytes of a parameter, of a rank's part or of all of it, with scales. Quantized in another way than blocks of
-        FP8, it has those of the headers, and a rank its share of them; None without headers."""
+        FP8, it has those of the headers, and a rank its share of them; None without headers. So it is of parts of
+        which only some are quantized."""
         pieces, item = self._pieces(param, rank), ITEM_BYTES[param.dtype or self.dtype.dtype]
         elements = sum(count * rows * width for count, rows, width in pieces)
         if not self._is_quantized(param):
             return elements * item
         if not self._block:
             return (whole := _total(self._tensors(param).values())) and -(-whole * elements // prod(param.shape))
+        if not any(part.stored in self._plain for part in param.parts):
+            return sum(count * self._fp8_bytes(rows, width) for count, rows, width in pieces)
+        width = prod(param.shape[1:])
+        whole = sum(part.rows * width * item if part.stored in self._plain else self._fp8_bytes(part.rows, width)
+                    for part in param.parts)  # fmt: skip
+        return -(-whole * elements // prod(param.shape))
+
+    def _fp8_bytes(self, rows: int, width: int) -> int:
         high, wide = self._block
-        return sum(count * (rows * width + SCALE_BYTES * -(-rows // high) * -(-width // wide))
-                   for count, rows, width in pieces)  # fmt: skip
+        return rows * width + SCALE_BYTES * -(-rows // high) * -(-width // wide)
 
     def _pieces(self, param: Param, rank: Rank | None) -> Sequence[tuple[int, int, int]]:
         """(how many, rows, columns) of the checkpoint tensors, or of a rank's parts of them; what does not divide is
@@ -150,6 +159,14 @@ class EnginePlan:
         return tuple(blocks and self.quantization.get("weight_block_size") or ())
 
     @cached_property
+    def _plain(self) -> frozenset[str]:
+        """Tensors that a checkpoint in blocks of FP8 has without scales: as its files say, else as its config does."""
+        kept = frozenset(self.quantization.get("modules_to_not_convert") or ()) if self._block else frozenset()
+        names = (part.stored for param in self.layout if self._block for part in param.parts)
+        return frozenset(name for name in names if (
+            f"{name}_scale_inv" not in self._stored if name in self._stored else is_kept(name, kept)))
+
+    @cached_property
     def _stored(self) -> Mapping[str, str]:
         """Tensor -> file, of those that are read."""
         return {} if self.config.load.load_format == "dummy" else stored_in(self.folder)
@@ -164,7 +181,9 @@ class EnginePlan:
         return {stem: {name: known[name].num_bytes if known else None for name in some} for stem, some in stems}
 
     def _is_quantized(self, param: Param) -> bool:
-        return bool(self.quantization) and len(param.shape) > 1 and not param.name.endswith(WHOLE)
+        if not self.quantization or len(param.shape) < 2 or param.name.endswith(WHOLE):
+            return False
+        return not self._plain or any(part.stored not in self._plain for part in param.parts)
 
     def _tensors(self, param: Param) -> Mapping[str, int | None]:
         """Checkpoint tensors of a parameter ("....*" where names are not known) -> bytes, where headers are asked."""
@@ -172,7 +191,8 @@ class EnginePlan:
         if not self._is_quantized(param):
             return dict.fromkeys(names)
         if self._block:
-            return dict.fromkeys(name + end for name in names for end in ("", "_scale_inv"))
+            return dict.fromkeys(name + end for name in names for end in ("", "_scale_inv")
+                                 if not end or name not in self._plain)
         stems = [name.rpartition(".")[0] for name in names]
         return {name: size for stem in stems for name, size in self._beside.get(stem, {f"{stem}.*": None}).items()}
 

@@ -130,6 +130,7 @@ def test_biases_by_family() -> None:
         (as_family("llama", sliding_window=512), "sliding_window=512"),
         (changed(use_sliding_window=True, sliding_window=512, max_window_layers=2), "sliding_window=512"),
         (changed(use_sliding_window=True, sliding_window=512), "sliding_window=512"),
+        (changed(use_sliding_window=True, max_position_embeddings=8192), "sliding_window=4096"),
         (changed(layer_types=["full_attention", "linear_attention"]), "linear_attention"),
         (changed(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
         (changed(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
@@ -138,6 +139,7 @@ def test_biases_by_family() -> None:
         (changed(rope_scaling={"type": "longrope", "factor": 2.0}), "longrope"),
         (changed(rope_scaling={"type": "default", "mrope_section": [1, 2, 3]}), "mrope_section"),
         (changed(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer"),
+        (changed(rope_scaling={"full_attention": {}}), "rope_scaling.full_attention={}"),
         (changed(hidden_act="gelu"), "hidden_act='gelu'"),
         (changed(num_experts=8), "num_experts=8"),
         (changed(quantization_config={"quant_method": "awq"}), "awq"),
@@ -153,6 +155,50 @@ def test_refused_by_name(config: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel) as refusal:
         parse_checkpoint_config(config)
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+YARN = {"type": "yarn", "factor": 4.0}
+QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MOE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2}, "qwen3_moe": QWEN_MOE,
+    "qwen2_moe": QWEN_MOE | {"shared_expert_intermediate_size": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+def test_a_window_is_compared_with_the_context_that_is_served(model_type: str) -> None:
+    """YaRN makes it longer than max_position_embeddings."""
+    raw = as_family(model_type, sliding_window=4096, use_sliding_window=True, **MOE.get(model_type, {}))
+    assert parse_checkpoint_config(raw).max_position_embeddings == 4096
+    with pytest.raises(UnsupportedModel, match="sliding_window=4096 is shorter than the context of 16384 tokens"):
+        parse_checkpoint_config(raw | {"rope_scaling": YARN})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "windowed"),
+    [
+        ("qwen3_moe", {"max_window_layers": 4}, True),  # every layer, whatever these two say
+        ("qwen3_moe", {"layer_types": ["full_attention"] * 4}, True),
+        ("qwen2_moe", {"max_window_layers": 28}, True),  # every second layer below it
+        ("qwen2_moe", {"max_window_layers": 1}, True),
+        ("qwen2_moe", {"max_window_layers": 0}, False),
+        ("qwen2_moe", {"layer_types": ["full_attention"] * 4}, False),
+        ("qwen2_moe", {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"] * 2}, True),
+        ("qwen2", {"max_window_layers": 3}, True),  # the layers from there on
+        ("qwen2", {"max_window_layers": 4}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_layers_have_the_window_is_the_family_s_rule(
+    model_type: str, changes: dict[str, Any], windowed: bool
+) -> None:
+    raw = as_family(model_type, sliding_window=512, use_sliding_window=True, **MOE.get(model_type, {}), **changes)
+    assert parse_checkpoint_config(raw | {"use_sliding_window": False}).notes == ()
+    if not windowed:
+        assert parse_checkpoint_config(raw).notes == ()
+        return
+    with pytest.raises(UnsupportedModel, match="sliding_window=512"):
+        parse_checkpoint_config(raw)
 
 
 def test_a_model_without_head_embeds_and_says_so() -> None:
@@ -206,6 +252,21 @@ def test_inactive_keys_pass(config: dict[str, Any]) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5"),
         ({"rope_scaling": LLAMA3 | {"type": "llama3", "high_freq_factor": 1.0}}, "high_freq_factor=1.0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
+        ({"rope_parameters": ["yarn"]}, "rope_parameters=['yarn'] must be an object or null"),
+        ({"rope_scaling": {"type": "linear", "factor": {}}}, "rope_scaling.factor={} must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": 1}, "rope_parameters=1"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8' must be an object"),
+        ({"quantization_config": 8}, "quantization_config=8"),
+        ({"quantization_config": True}, "quantization_config=True"),
+        ({"quantization_config": [1]}, "quantization_config=[1]"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method is missing"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "quantization_config: quant_method=['fp8']"),
+        ({"quantization_config": {"quant_method": {}}}, "quantization_config: quant_method={}"),
+        ({"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": "lm_head"}}, "to_not_convert='lm_h"),
+        ({"quantization_config": {"quant_method": None}}, "quantization_config: quant_method=None"),
+        *(({"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}, f"weight_block_size={block!r}")
+          for block in (128, [128], [0, 128], [-128, 128], [128, 1.5], [128, 128, 128], [], "128", True)),
     ],
     ids=str,
 )
@@ -226,7 +287,7 @@ def test_notes_list_what_was_ignored() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"config\.json"):
         read_checkpoint_config(tmp_path)
-    for text in ("{", "[1]", '"x"'):
+    for text in ("{", "[1]", '"x"', f'{{"vocab_size": {"1" * 5000}}}', "[" * 200_000):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match="download it again"):
             read_checkpoint_config(tmp_path)

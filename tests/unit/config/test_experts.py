@@ -50,7 +50,9 @@ def test_both_names_of_the_expert_count() -> None:
     [
         (V3, {1, 2, 3}),
         (V3 | {"moe_layer_freq": 2}, {2}),
-        (V3 | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, {1, 3}),
+        (V3 | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "first_k_dense_replace": ...}, {1, 3}),
+        (V3 | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "first_k_dense_replace": None}, {1, 3}),
+        (V3 | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, {1, 2, 3}),
         (QWEN, {0, 1, 2, 3}),
         (QWEN | {"decoder_sparse_step": 2}, {1, 3}),
         (QWEN | {"mlp_only_layers": [1], "decoder_sparse_step": 2}, {3}),
@@ -83,6 +85,55 @@ def test_contradictions_are_named_with_their_numbers(changes: dict[str, Any], nu
     with pytest.raises(ModelError) as error:
         read(V3, **changes)
     assert all(f"={number}" in str(error.value) or f" {number} " in str(error.value) for number in numbers)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("key", ["n_group", "topk_group"])
+@pytest.mark.parametrize("value", [0, "", [], {}, False, -1, 1.5, "2", [2]], ids=str)
+def test_groups_are_counts_whether_or_not_they_are_used(model_type: str, key: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=f"config.json: {key}=.* must be a positive integer"):
+        read(V3, model_type=model_type, **{key: value})
+
+
+def test_no_groups_are_one() -> None:
+    v2 = [("deepseek_v2", method) for method in ("greedy", "group_limited_greedy")]
+    for model_type, method in (*v2, ("deepseek_v3", ...)):
+        moe = read(V3, model_type=model_type, topk_method=method, n_group=None, topk_group=None).moe
+        assert moe is not None and (moe.routing.num_groups, moe.routing.top_groups) == (1, 1)
+    silent = read(V3, n_group=..., topk_group=...).moe
+    assert silent is not None and (silent.routing.num_groups, silent.routing.top_groups) == (8, 4)
+
+
+@pytest.mark.parametrize("value", ["", 0, [], {}])
+def test_a_method_is_a_name_or_nothing(value: Any) -> None:
+    assert read(V3, topk_method=None, scoring_func=None) == read(V3)
+    with pytest.raises(UnsupportedModel, match="topk_method="):
+        read(V3, topk_method=value)
+
+
+def test_two_ways_to_name_the_layers_with_experts_must_agree() -> None:
+    kinds = ["dense", "sparse", "dense", "sparse"]
+    with pytest.raises(ModelError, match=r"mlp_layer_types\[2\]='dense' contradicts first_k_dense_replace=1"):
+        read(V3, mlp_layer_types=kinds)
+
+
+@pytest.mark.parametrize(("raw", "changes", "named"), [
+    (QWEN, {"num_experts": 2_000_000}, "num_experts=2000000"),
+    (V3, {"n_routed_experts": 2_000_000}, "n_routed_experts=2000000"),
+    (QWEN, {"num_experts": 1024, "num_hidden_layers": 512}, "num_hidden_layers=512, 512 of them with 1024 experts"),
+    (QWEN, {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+    (V3, {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers=1000000000"),
+])  # fmt: skip
+def test_more_than_can_be_planned_is_refused_by_name(raw: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=f"{named}.* at most [0-9]+") as error:
+        read(raw, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_count_has_the_family_s_own_name() -> None:
+    for raw, key in ((QWEN, "num_experts"), (V3, "n_routed_experts")):
+        with pytest.raises(ModelError, match=f": {key} is missing"):
+            read(raw, **{key: ...})
 
 
 @pytest.mark.parametrize("changes", [{"scoring_func": "softmax"}, {"topk_method": "greedy"}, {"attention_bias": True}])
@@ -152,3 +203,5 @@ def test_quantized_sizes_can_be_read() -> None:
     with pytest.raises(UnsupportedModel, match="fp8"):
         parse_checkpoint_config(raw)
     assert parse_checkpoint_config(raw, allow_quantized=True).moe == read(V3).moe
+    with pytest.raises(ModelError, match="quantization_config='fp8'"):
+        parse_checkpoint_config(raw | {"quantization_config": "fp8"}, allow_quantized=True)

@@ -178,6 +178,34 @@ def test_a_quantized_checkpoint_is_planned_and_not_run(shared: Path) -> None:
     assert "has no fp8 weights" in plan["moe"]["decode"]
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_modules_that_are_not_converted_are_planned_as_they_are_stored(
+    shared: Path, tmp_path: Path, indexed: bool
+) -> None:
+    """As the config names them, or, where there are files, as these have scales; a matrix of several of them too."""
+    raw = json.loads((shared / "hf" / "Qwen3-0.6B" / "config.json").read_text())
+    kept = ["model.layers.0.self_attn.o_proj", "model.layers.1", "layers.2.mlp.down_proj", "model.layers.3.mlp.gate",
+            "model.layers.4.self_attn.k_proj"]  # fmt: skip
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
+    raw["quantization_config"] = quantization
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    first = planned(tmp_path)
+    if indexed:
+        names = [name for layer in first["layers"] for one in layer["weights"] for name in one["stored"]]
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "a")}))
+        quantization.pop("modules_to_not_convert")
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = {one["name"]: one for layer in planned(tmp_path)["layers"] for one in layer["weights"]}
+    plain = {name for name, one in found.items() if len(one["shape"]) > 1 and one["dtype"] == "bfloat16"}
+    assert plain == {"embed.weight", "layers.0.attention.output.weight", "layers.2.mlp.down.weight", *(
+        f"layers.1.{name}.weight" for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"))}
+    output, qkv = found["layers.0.attention.output.weight"], found["layers.4.attention.qkv.weight"]
+    assert output["bytes"] == 2 * 1024 * 2048 and output["run"].startswith("quire.kernels.linear.")
+    assert [name.rpartition(".self_attn.")[2] for name in qkv["stored"]] == [
+        "q_proj.weight", "q_proj.weight_scale_inv", "k_proj.weight", "v_proj.weight", "v_proj.weight_scale_inv"]
+    assert qkv["bytes"] == 1024 * (2048 + 2 * 1024 + 1024) + 4 * 8 * (16 + 8)
+
+
 def packed(raw: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Tensors of a checkpoint of 4 bits."""
     hidden, groups = raw["hidden_size"], raw["hidden_size"] // 128

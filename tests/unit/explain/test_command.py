@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import main
+from quire.explain import describe
 from quire.explain.describe import HEADERS, plan_engine
 from quire.explain.render import folded
 from quire.weights import folder as folders
@@ -107,6 +109,19 @@ def test_a_gpu_too_small_is_a_line_of_the_plan_and_no_error(shared: Path) -> Non
     config = EngineConfig.from_flat(model=str(shared / "hf" / "GLM-4.5"))
     memory = plan_engine(config, described="h100").describe()["memory"]
     assert "are missing" in memory["refused"] and memory["weights"] > 600 << 30
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_memory_bytes": 1 << 30}], ids=str)
+def test_a_cpu_with_less_memory_than_weights_says_so(
+    shared: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = replace(describe.read_cpu_facts(), free_memory=1 << 30)
+    monkeypatch.setattr(describe, "read_cpu_facts", lambda: facts)
+    flat = {"model": str(shared / "hf" / "Qwen3-8B"), "device": "cpu", **options}
+    for dtype, size, remedy in (("float32", "30.51", "dtype=bfloat16"), ("bfloat16", "15.26", "a smaller model")):
+        refused = plan_engine(EngineConfig.from_flat(dtype=dtype, **flat)).memory
+        assert str(refused).startswith(f"{size} GiB of weights in {dtype} exceed the 1.00 GiB of free memory: ")
+        assert remedy in str(refused) and ("dtype=" in str(refused)) == (dtype == "float32")
 
 
 def test_what_changes_on_a_gpu_changes_its_plan() -> None:

@@ -17,6 +17,7 @@ from quire.platforms.cpu import read_cpu_facts
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
 from quire.weights.stream import stream_weights
+from quire.weights.tied import unread_head
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -68,6 +69,25 @@ def test_harmless_leftovers_are_passed_over(tmp_path: Path) -> None:
     save_file(tensors | old, tmp_path / "model.safetensors")
     load_weights(model, tmp_path)
     assert torch.equal(dict(model.named_parameters())["embed.weight"], tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("tied", "row", "said"), [(True, 0, True), (True, 19, True), (True, None, False), (False, 0, False)], ids=str
+)
+def test_a_tied_head_that_differs_is_said_not_to_be_read(
+    tmp_path: Path, tied: bool, row: int | None, said: bool
+) -> None:
+    """Not of the many checkpoints that store the embedding twice."""
+    tensors = write_weights(tmp_path, build(tie_word_embeddings=True))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied}))
+    assert unread_head(tmp_path) == ()
+    head = tensors["model.embed_tokens.weight"].clone()
+    if row is not None:
+        head[row, 15] += 1.0
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    notes = unread_head(tmp_path)
+    assert len(notes) == said
+    assert all("lm_head.weight in model.safetensors" in note and "tie_word_embeddings=false" in note for note in notes)
 
 
 @pytest.mark.parametrize(

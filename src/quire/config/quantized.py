@@ -1,0 +1,35 @@
+"""The quantization_config of a config.json: what is read of it, checked once for the engine and for plans. No torch."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quire.config import keys as read
+from quire.contracts.errors import ModelError
+
+KEY = "quantization_config"
+
+
+def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The object as it is, {} for a model that is not quantized. Raises a ModelError that names the field."""
+    value = read.checked(keys, KEY, source, lambda value: value is None or isinstance(value, dict), "an object or null")
+    if not value:
+        return {}
+    inside = f"{source}: {KEY}"
+    if "quant_method" not in value:
+        raise ModelError(f"{inside}: quant_method is missing; it must be the name of a method, like 'fp8'.")
+    read.checked(value, "quant_method", inside, lambda name: isinstance(name, str) and name != "", "a name")
+    if value["quant_method"] == "fp8":
+        read.checked(value, "weight_block_size", inside, _is_block, "two positive integers, [rows, columns], or null")
+        read.names(value, "modules_to_not_convert", inside)
+    return dict(value)
+
+
+def is_kept(name: str, kept: Collection[str]) -> bool:
+    """Whether `modules_to_not_convert` names a weight's module: in full, by what it is in, or by its last words."""
+    words = name.removesuffix(".weight").split(".")
+    return any(".".join(words[: i + 1]) in kept or ".".join(words[i:]) in kept for i in range(len(words) * bool(kept)))
+
+
+def _is_block(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value))
