@@ -26,8 +26,8 @@ HERE = (
     "skip_reading_prefix_cache"
 )
 ON_TEXT = (
-    "stop detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind "
-    "stream_interval bad_words structured_outputs"
+    "stop detokenize skip_special_tokens shown_special_ids spaces_between_special_tokens include_stop_str_in_output "
+    "output_kind stream_interval bad_words structured_outputs"
 )
 COLD: dict[str, Any] = {"temperature": 0.0}
 # name -> fields; `ignore_eos` is on unless a case is about ends, so that all run to COUNT

@@ -79,7 +79,8 @@ def test_special_tokens_are_shown_on_demand(talker: LLM) -> None:
 
     shown = ANSWER + "<|im_end|>"
     assert ask(ignore_eos=True) == ANSWER
-    assert ask(ignore_eos=True, skip_special_tokens=False) == shown
+    assert ask(ignore_eos=True, skip_special_tokens=False) == ask(ignore_eos=True, shown_special_ids=[2]) == shown
+    assert ask(ignore_eos=True, shown_special_ids=[0, 1]) == ANSWER
     assert ask(skip_special_tokens=False) == ANSWER  # the token that ended it is no part of the text ...
     assert ask(skip_special_tokens=False, include_stop_str_in_output=True) == shown  # ... unless asked for
     assert ask(ignore_eos=True, skip_special_tokens=False, spaces_between_special_tokens=False) == shown  # byte level

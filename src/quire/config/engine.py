@@ -146,7 +146,7 @@ def by_part(values: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, di
             import difflib
 
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else "`quire --help` lists what there is."
+            hint = f"Did you mean {near[0]!r}?" if near else "`quire serve --help` lists what there is."
             raise ConfigError(f"Quire has no option {name!r}. {hint}")
         parts.setdefault(known[name], {})[name] = value
     return parts

@@ -25,6 +25,7 @@ from quire.contracts.text_table import read_rows
 
 LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]
+IDLE_OFFLINE = ("disable_log_stats", "served_model_name")  # a server's; whatever they are, nothing is asked of `LLM`
 ARGUMENTS: dict[str, dict[str, Any]] = {  # what a table of flags may say of what follows one
     "switch": {"action": "store_true"}, "text": {}, "int": {"type": int}, "float": {"type": float},
     "json": {"type": json.loads}, "file": {"type": Path}, "several": {"nargs": "+"}, "again": {"action": "append"}}
@@ -284,6 +285,15 @@ def engine_config(namespace: argparse.Namespace) -> EngineConfig:
 def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     """The configuration that the arguments of `LLM` and `AsyncLLM` ask for; raises `ConfigError`."""
     settings = from_keywords(given, [option for _, option in engine_options()])
+    for option in [option for _, option in options_of(HttpConfig, ServeConfig) if option.name in settings.values]:
+        value = settings.values.pop(option.name)
+        if value in (None, option.default):
+            continue
+        if option.name in IDLE_OFFLINE:
+            settings.notes.append(f"{option.name} changes nothing: only a server has what it is about.")
+        else:
+            raise ConfigError(f"Quire has no option {option.name!r} here: it is one of `quire serve`, which serves "
+                              "requests.")
     for note in settings.notes:
         LOG.warning("note: %s", note)
     return EngineConfig.from_flat(model=model, **settings.values)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
-from quire.contracts.named import NamedFields, check_names
+from quire.contracts.named import NamedFields, known_fields
 from quire.contracts.structured import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as users of the field expect
@@ -41,6 +41,7 @@ class SamplingParams(
     stop / stop_token_ids strings (matched on the text) / ids (matched by the engine)
     max_tokens            None = to the end of the context; 0 = only score the prompt
     logprobs, prompt_logprobs   k alternatives per token; -1 = the whole vocabulary
+    shown_special_ids     special tokens that stay in the text when skip_special_tokens leaves the others out
     structured_outputs    the form that the output must have; it ends when nothing can follow in that form
     """
 
@@ -63,6 +64,7 @@ class SamplingParams(
     logprob_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    shown_special_ids: list[int] | None = None
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: OutputKind = OutputKind.CUMULATIVE
@@ -102,8 +104,7 @@ class SamplingParams(
 
     def clone(self, **changes: Any) -> "SamplingParams":
         """A copy with some fields replaced."""
-        check_names(type(self), changes)
-        return msgspec.structs.replace(self, **changes)
+        return msgspec.structs.replace(self, **known_fields(type(self), changes))
 
 
 def _refuse(param: str, value: object, allowed: str) -> None:
@@ -190,7 +191,7 @@ def _check_text(p: SamplingParams) -> None:
 
 
 def _check_ids(p: SamplingParams) -> None:
-    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "shown_special_ids"):
         value = getattr(p, name)
         if value is None:
             continue

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from os import PathLike, fspath
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from quire.assemble import Engine, assemble
 from quire.config.flags import keyword_config
@@ -18,6 +18,7 @@ from quire.contracts.output import (
     ScoringRequestOutput,
 )
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
+from quire.entry.absent import check_arguments, no_attribute
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
 from quire.entry.embedding import embed_params, embedding_output, likeness, paired, vector_of
@@ -39,9 +40,9 @@ class LLM:
             for out in llm.generate(["Hello"], SamplingParams(max_tokens=16)):
                 print(out.outputs[0].text)
 
-    `model` unset means the bundled quire-tiny. Keyword arguments are the options of `EngineConfig`, as
-    `quire --help` lists them. Raises a `UserError` that names the fix when the model or an option cannot be served.
-    Not thread-safe; `AsyncLLM` is for concurrent callers.
+    `model` unset means the bundled quire-tiny. Keyword arguments are the options of `EngineConfig`, as `quire serve
+    --help` lists them. Raises a `UserError` that names the fix when the model or an option cannot be served. Not
+    thread-safe; `AsyncLLM` is for concurrent callers.
     """
 
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
@@ -58,16 +59,18 @@ class LLM:
         return self._engine
 
     def generate(self, prompts: PromptLike | Sequence[PromptLike], sampling_params: ParamsLike = None, *,
-                 use_tqdm: bool = True, priority: Sequence[int] | None = None) -> list[RequestOutput]:
+                 use_tqdm: bool = True, priority: Sequence[int] | None = None, **others: Any) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
         prompts           a string, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these
         sampling_params   one for all, or one per prompt; None = the model's own defaults
         priority          one number per prompt, smaller first (with scheduling_policy="priority")
+        others            what callers of other engines' class give: None, or refused by name; so in all of these
         Raises a `RequestError` before anything runs when one prompt or its parameters cannot be served. A request that
         goes wrong alone later (a grammar that cannot be compiled, NaN logits) does not take the others' answers with
         it: its completion has the finish_reason "error", a code as stop_reason and words as error, which are logged.
         """
+        check_arguments(LLM.generate, others)
         parsed = parse_prompts(prompts)
         params = self._params(sampling_params, len(parsed))
         final = [p.clone(output_kind=OutputKind.FINAL_ONLY) for p in params]
@@ -85,22 +88,24 @@ class LLM:
         return [done[g.completions[0].handle] for g in started]
 
     def embed(self, prompts: PromptLike | Sequence[PromptLike], *, dimensions: int | None = None, use_tqdm: bool = True,
-              priority: Sequence[int] | None = None) -> list[EmbeddingRequestOutput]:
+              priority: Sequence[int] | None = None, **others: Any) -> list[EmbeddingRequestOutput]:
         """The embedding of every prompt, as `engine.pooling` says; in `outputs.embedding`, in the order of the prompts.
 
         dimensions   keep so many numbers, the first ones, and give them length 1 again
         Raises and fails as `generate` does; `outputs.error` says what went wrong with one alone.
         """
+        check_arguments(LLM.embed, others)
         plan = self.engine.pooling
         plan.check(dimensions)
         return [embedding_output(g, plan, dimensions) for g in self._pool(parse_prompts(prompts), use_tqdm, priority)]
 
     def score(self, text_1: PromptLike | Sequence[PromptLike], text_2: PromptLike | Sequence[PromptLike], *,
-              use_tqdm: bool = True) -> list[ScoringRequestOutput]:
+              use_tqdm: bool = True, **others: Any) -> list[ScoringRequestOutput]:
         """The cosine between the embeddings of one prompt and each of several, or of two lists, pair by pair.
 
         Raises `InvalidParameter` for a model that does not say how it embeds, `RequestFailed` for a prompt that fails.
         """
+        check_arguments(LLM.score, others)
         plan = self.engine.pooling
         plan.check_scores()
         first, second = parse_prompts(text_1), parse_prompts(text_2)
@@ -113,8 +118,9 @@ class LLM:
     def chat(self, messages: Messages | Sequence[Messages], sampling_params: ParamsLike = None, *,
              use_tqdm: bool = True, chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
-             chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
+             chat_template_kwargs: dict[str, Any] | None = None, **others: Any) -> list[RequestOutput]:
         """Answer one conversation, or several: each a list of {"role": ..., "content": ...}."""
+        check_arguments(LLM.chat, others)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [
@@ -139,9 +145,11 @@ class LLM:
         return self.stream(render_chat(self.engine, messages, **template_kwargs), sampling_params)
 
     def beam_search(
-        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, *, use_tqdm: bool = False
+        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, *, use_tqdm: bool = False,
+        **others: Any,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` most likely completions of every prompt, best first."""
+        check_arguments(LLM.beam_search, others)
 
         def generate(batch: list[Prompt], step: SamplingParams) -> list[RequestOutput]:
             return self.generate(batch, step, use_tqdm=use_tqdm)
@@ -171,6 +179,11 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    if not TYPE_CHECKING:  # a checker is to find what is not there
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(type(self).__name__, name)
 
     def _params(self, given: ParamsLike, count: int) -> list[SamplingParams]:
         if given is None:

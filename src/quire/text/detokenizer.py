@@ -12,7 +12,7 @@ exactly that), fails when a character before is taken back, and drops a leading 
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -35,14 +35,21 @@ class Detokenizer(Protocol):
         """The rest; an unfinished character shows as U+FFFD. Nothing may be pushed afterwards."""
 
 
+def hidden_ids(tokenizer: Tokenizer, skip_special_tokens: bool, shown: Collection[int] | None) -> frozenset[int]:
+    """The special tokens that are left out of a text: none, or all but those `shown`."""
+    special = tokenizer.all_special_ids if skip_special_tokens else frozenset[int]()
+    return special.difference(shown) if shown else special
+
+
 def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True,
-                    spaces_between_special_tokens: bool = True) -> Detokenizer:
-    """A detokenizer for the output that follows `prompt_ids`; only the end of the prompt is looked at."""
-    skipped = tokenizer.all_special_ids if skip_special_tokens else frozenset()
+                    shown: Collection[int] | None = None, spaces_between_special_tokens: bool = True) -> Detokenizer:
+    """A detokenizer for the output that follows `prompt_ids`; only the end of the prompt is looked at. `shown`: see
+    `hidden_ids`."""
+    skipped = hidden_ids(tokenizer, skip_special_tokens, shown)
     before = (i for i in map(int, reversed(prompt_ids)) if i not in skipped)
     if tokenizer.pieces is not None:
         return _ByteDetokenizer(tokenizer.pieces, before, skipped)
-    joined = not (skip_special_tokens or spaces_between_special_tokens)
+    joined = not (spaces_between_special_tokens or (skip_special_tokens and not shown))
     context = list(islice(before, PROMPT_CONTEXT))
     return _WindowDetokenizer(tokenizer, context[::-1], skipped, joined)
 

@@ -7,6 +7,7 @@ steps. Whatever a caller sends is bounded: in size, in what compiling it takes, 
 import itertools
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
+LARK = re.compile(r"^\s*(%llguidance\b|[?!]*start\b[^:\n]*:(?!:=))", re.M)  # its first rule, however modified
 LAYOUT = r" ?(\r?\n[ \t]{0,60})?"  # between the parts of JSON: as it is printed in any style, but without end
 MAX_REASON = 500  # characters of what is wrong with a grammar
 # A form is compiled as often as there are threads, as often as is asked for at most, for up to COPIES_SECONDS.
@@ -249,14 +251,14 @@ def _grammar(kind: str, source: object) -> str:
 
 
 def _lark(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     text = "\n".join(filter(str.strip, text.split("\n")))  # many empty lines cost it the square of their number
-    if is_lark_syntax(text):
+    if LARK.search(text):
         return text
     if len(text) > MAX_GBNF:
         raise _refusal(f"in GBNF it may have {MAX_GBNF} characters, not {len(text)}: write it in Lark's syntax")
     try:
-        return any_to_lark(text)
+        return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare Exception
         raise _refusal(f"it is neither Lark (with a rule start: ...) nor GBNF (root ::= ...): {error}") from None

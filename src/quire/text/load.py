@@ -40,6 +40,19 @@ class TextSide:
         """How the model calls tools and reasons; raises `ConfigError` for an unknown name."""
         return choose_styles(self.chat_template, *self.parsers)
 
+    @cached_property
+    def tag_ids(self) -> tuple[list[int], list[int]]:
+        """The special tokens that are tags, as any tag is in some vocabulary, or in one: of reasoning; of calls, too. A
+        text that is read for these must not leave them out."""
+        tokenizer, styles = self.tokenizer, self.styles
+
+        def among(*rows: object) -> list[int]:
+            tags = str([row for row in rows if row is not None])  # a text with all of them
+            return [] if tokenizer is None else [
+                i for i in sorted(tokenizer.all_special_ids) if (text := tokenizer.token_text(i)) and text in tags]
+
+        return among(styles.reasoning), among(styles.reasoning, styles.tools)
+
 
 def load_text(config: EngineConfig, folder: Path, *, tokenizer_folder: Path | None = None) -> TextSide:
     """Load the text half of the model in `folder`; the tokenizer may lie in a folder of its own.

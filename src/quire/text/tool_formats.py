@@ -96,8 +96,3 @@ class OutputStyles(msgspec.Struct, frozen=True):
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
     why: str
-
-    @property
-    def special_tokens(self) -> bool:
-        """Whether a tag may be a special token, as any is in some vocabulary: text must then not leave these out."""
-        return bool(self.tools or self.reasoning)

@@ -127,6 +127,7 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
     ({"async_scheduling": True}, {"async_depth": 2}),
     ({"cudagraph_capture_sizes": [1, 2, 64]}, {"cudagraph_capture_sizes": (1, 2, 64)}),
     ({"async_scheduling": True, "async_depth": 1}, {"async_depth": 1}),
+    ({"disable_log_stats": True, "served_model_name": "x", "port": 8000, "uds": None}, {}),
     ({"max_num_queued_reqs": 5, "max_num_seqs": 4}, {"max_waiting": 5, "max_num_seqs": 4}),
 ])
 def test_keyword_arguments_mean_what_flags_mean(given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -145,7 +146,8 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
     ({"enable_lora": True, "quantization": "awq"}, "enable_lora: adapters .*; quantization awq: quantized weights"),
     ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
     ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
-    ({"port": 1}, "Quire has no option 'port'"),
+    ({"port": 1}, "Quire has no option 'port' here: it is one of `quire serve`"),
+    ({"zzz": 1}, "`quire serve --help` lists what there is"),
 ])
 def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "ignore_eos": False,
     "max_tokens": None, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None,
-    "detokenize": True, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "detokenize": True, "skip_special_tokens": True, "shown_special_ids": None, "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False, "output_kind": OutputKind.CUMULATIVE, "stream_interval": None,
     "logit_bias": None, "allowed_token_ids": None, "bad_words": None, "skip_reading_prefix_cache": False,
     "structured_outputs": None,
@@ -56,6 +56,7 @@ BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "stream_interval": ((None, 1, 100), (0, -1, 1.5, True), "an integer >= 1"),
     "logit_bias": ((None, {}, {0: 1.5, 7: -1000}), ({-1: 0.0}, {"a": 1.0}, {1: math.nan}, {1: "x"}, {True: 1.0}),
                    "a map from token ids to finite numbers (clamped to [-100, 100])"),
+    "shown_special_ids": ((None, [], [7]), ([-1], ["x"]), IDS),
     "allowed_token_ids": ((None, [3], [0, 1]), ([-3], ["x"]), IDS),
     "bad_words": ((None, [], ["no"]), ([""], ["ok", 5]), "a list of non-empty strings"),
     "structured_outputs": ((None, StructuredOutputsParams(regex="a")), ({"regex": "a"}, "a", True),
@@ -130,8 +131,23 @@ def test_fields_that_are_not_implemented_say_so() -> None:
     }
     for name, instead in ABSENT.items():
         with pytest.raises(InvalidParameter, match=f"^SamplingParams: {name} is not implemented: ") as error:
-            SamplingParams(**{name: None})
+            SamplingParams(**{name: 3})
         assert instead in str(error.value) and error.value.param == name
+
+
+@pytest.mark.parametrize(("name", "value", "other"), [
+    ("best_of", 1, True), ("logits_processors", [], [len]), ("flat_logprobs", False, 0), ("skip_clone", False, True),
+    ("use_beam_search", False, True), ("length_penalty", 1.0, 1.5), ("early_stopping", False, "never"),
+    ("extra_args", {}, {"a": 1}), *((name, None, 3) for name in ABSENT),
+])
+def test_absent_fields_that_ask_for_nothing_are_taken(name: str, value: Any, other: Any) -> None:
+    for make in (SamplingParams, SamplingParams().clone):
+        assert make(**{name: value, "top_k": 4}) == SamplingParams(top_k=4)
+        with pytest.raises(InvalidParameter, match=f"{name} is not implemented"):
+            make(**{name: other})
+    with pytest.raises(InvalidParameter, match="structural_tag is not implemented: write the form as a grammar"):
+        StructuredOutputsParams(structural_tag="{}")  # type: ignore[call-arg]
+    assert StructuredOutputsParams(regex="a", structural_tag=None).given == ["regex"]  # type: ignore[call-arg]
 
 
 def test_a_name_is_refused_before_its_neighbours_are_looked_at() -> None:

@@ -68,6 +68,8 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
      ["red", "dark red", 'a "quoted"\n\\ b', "ü😀\x7f"], ["dark", "reddark red", "", "blue"]),
     ({"choice": ["no", "nope"]}, ["no", "nope"], ["nop"]),
     ({"grammar": 'start: "(" start ")" | "x"'}, ["x", "((x))"], ["((x)", "()"]),
+    *(({"grammar": head + ' "(" start ")" | "x"'}, ["x", "((x))"], ["((x)", "()"]) for head in (
+        "?start:", "!start:", "!?start :", "// ::=\n\n  ?start:", 'start[capture="x"]:')),
     ({"grammar": 'root ::= "(" root ")" | [xy]'}, ["y", "((x))"], ["((x)", "z"]),
     ({"grammar": 'start: item ("," item)*\nitem: %json {"type": "integer"}'}, ["1", "1,22"], ["1,", "a"]),
 ]  # fmt: skip
@@ -185,6 +187,7 @@ def test_a_failed_matcher_is_over_and_says_why(compiler: GrammarCompiler) -> Non
     ({"grammar": "begin: 'a'"}, "neither Lark"),
     ({"grammar": 'root ::= "a" ('}, "neither Lark"),
     ({"grammar": "start: undefined"}, "undefined"),
+    ({"grammar": 'start.1: "a"'}, "priority not supported"),
     ({"grammar": "root ::= root"}, "no text can match it"),
     ({"grammar": "start: a\na: b\nb: a"}, "no text can match it"),
 ])  # fmt: skip

@@ -55,6 +55,16 @@ def test_min_tokens_counts_the_completing_token() -> None:
         assert sequence.stop == ("ab" if min_tokens < 6 else None)
 
 
+def test_special_tokens_that_are_to_be_shown_are_among_those_that_are_skipped() -> None:
+    other = min(ByteTokenizer().all_special_ids - {EOS})
+    ids, text = [*b"hi", EOS, other, *b"yo", EOS], ByteTokenizer().token_text(other)
+    for sizes in ([], [1] * len(ids), [3, 2]):
+        assert run(ids, SamplingParams(shown_special_ids=[other], ignore_eos=True), sizes).text == f"hi{text}yo"
+        assert run(ids, SamplingParams(ignore_eos=True), sizes).text == "hiyo"
+    stopped = run(ids, SamplingParams(shown_special_ids=[other], stop="y"), [1] * len(ids))
+    assert (stopped.text, stopped.num_tokens) == (f"hi{text}", 5)
+
+
 def test_the_token_that_ended_it_counts_but_is_not_shown() -> None:
     ids = [*b"hi", EOS]
     for stop in (None, "zz"):

@@ -519,12 +519,11 @@ def test_every_model_chooses_its_styles(shared: Path) -> None:
 def test_names_win_and_unknown_ones_are_refused() -> None:
     template = ChatTemplate({"default": "<tool_call></think>"})
     chosen = choose_styles(template)
-    assert names(chosen) == ["hermes", "deepseek_r1"] and chosen.special_tokens
+    assert names(chosen) == ["hermes", "deepseek_r1"]
     assert chosen.why == ("tool calls: hermes, for '<tool_call>' in the chat template; "
                           "reasoning: deepseek_r1, for '</think>' in the chat template")
     assert names(choose_styles(template, "qwen3_xml", "mistral")) == ["qwen3_coder", "mistral"]
-    switched_off = choose_styles(template, "none", "none")
-    assert names(switched_off) == ["-", "-"] and not switched_off.special_tokens
+    assert names(choose_styles(template, "none", "none")) == ["-", "-"]
     assert names(choose_styles(None)) == ["-", "-"]
     for name in TOOL_PARSERS:
         assert choose_styles(None, name).tools

@@ -152,7 +152,7 @@ class MessageWriter(generate.Writer):
         self._index, self._open, self._called = -1, "", False  # the open block's number and type; whether any is a call
         self._last: CompletionOutput
 
-    def begin(self, prompt: int, output: RequestOutput) -> bytes:
+    def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
         """The message, still empty."""
         counts = _counts(generate.usage(len(output.prompt_token_ids), 0, output.num_cached_tokens or 0))
         return _frames({"type": "message_start", "message": {**self._message, "usage": counts}}, {"type": "ping"})

@@ -35,7 +35,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
 class CustomTool(msgspec.Struct, kw_only=True):
     """Something that the model may call. `strict`: an input that does not fit the schema is impossible."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None

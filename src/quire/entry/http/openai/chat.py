@@ -20,11 +20,13 @@ from quire.text.turn import CallBegins, Event, Thought, Words
 
 DECODER = RequestDecoder(schema.ChatRequest)
 ENCODE = msgspec.json.Encoder().encode
+WORDS = ((r"^logprobs$|\blogprobs(?==-?\d)", "top_logprobs"), (r"\bmax_logprobs\b", "--max-logprobs"))
 
 
 async def chat(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request."""
     request = await DECODER.read(context, exchange)
+    exchange.words = WORDS[bool(request.logprob_token_ids) :]  # these give the number, where there are any
     await answer_chat(context, exchange, request, lambda job, *rest: (
         ChatWriter if job.turn.plain else ChatEventWriter)(job, *rest))
 
@@ -36,7 +38,7 @@ async def answer_chat(context: ServerContext, exchange: Exchange, request: schem
 
 
 def _params(request: schema.ChatRequest, defaults: SamplingParams, stream_interval: int) -> SamplingParams:
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise InvalidParameter("top_logprobs needs logprobs=true.", param="top_logprobs")
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     logprobs = request.top_logprobs or 0
@@ -54,11 +56,12 @@ class ChatWriter(ChunkWriter):
                          kind="chat.completion.chunk", opening=b'"delta":{')
         self._echoed = _echoed(request)
         self._num_top = None if request.logprob_token_ids else request.top_logprobs or 0
-        self._going_on = b'},"logprobs":null,"finish_reason":null}' + self._tail
+        self._open_end = b'},"logprobs":null,"finish_reason":null}'
+        self._going_on = self._open_end + self._tail
 
-    def begin(self, prompt: int, output: RequestOutput) -> bytes:
+    def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
         """The role of every choice, with the message that is continued when it is to be echoed."""
-        end = self._going_on
+        end = self._open_end + self.tail(usage)
         if self._with_ids or self._with_prompt_logprobs:
             more = [b""]
             if self._with_ids:
@@ -80,7 +83,7 @@ class ChatWriter(ChunkWriter):
     def _chunks(self, choice: int, piece: CompletionOutput, deltas: list[bytes], reason: str | None,
                 usage: bytes) -> bytes:
         """An event per delta, the first with what is told of the piece's tokens, then one with the reason."""
-        head, end = self._heads[choice], b'],"usage":' + usage + b"}\n\n" if usage else self._tail
+        head, end = self._heads[choice], self.tail(usage)
         parts = []
         for at, delta in enumerate(deltas):
             parts += [head, delta, b'},"logprobs":', b"null" if at else ENCODE(self._logprobs(piece))]

@@ -10,18 +10,20 @@ from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.generate import ChunkWriter, Job, answer
 from quire.entry.http.openai.logprobs import LegacyColumns, joined, prompt_columns
-from quire.entry.http.openai.prompts import completion_prompts
+from quire.entry.http.openai.prompts import IDS, completion_prompts
 from quire.entry.http.openai.sampling import sampling_params
 from quire.text.tokenizer import Tokenizer
 
 DECODER = RequestDecoder(schema.CompletionRequest)
 MAX_TOKENS = 16  # OpenAI's default
 ENCODE = msgspec.json.Encoder().encode
+WORDS = ((IDS, "prompt"), (r"\bmax_logprobs\b", "--max-logprobs"))
 
 
 async def complete(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request."""
     request = await DECODER.read(context, exchange)
+    exchange.words = WORDS
     await answer(context, exchange, request, _params, completion_prompts, CompletionWriter)
 
 
@@ -46,7 +48,7 @@ class CompletionWriter(ChunkWriter):
         self._columns: dict[int, LegacyColumns] = {}
         self._going_on = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail
 
-    def begin(self, prompt: int, output: RequestOutput) -> bytes:
+    def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
         """The prompt, when it is to be echoed or its ids or logprobs are asked for."""
         if not (self._echo or self._with_prompt_logprobs or self._with_ids):
             return b""
@@ -57,7 +59,7 @@ class CompletionWriter(ChunkWriter):
             parts += [b',"prompt_logprobs":', ENCODE(output.prompt_logprobs)]
         if self._with_ids:
             parts += [b',"prompt_token_ids":', ENCODE(output.prompt_token_ids), b',"token_ids":[]']
-        body = b"".join([*parts, b"}", self._tail])
+        body = b"".join([*parts, b"}", self.tail(usage)])
         n = self._job.params.n
         return b"".join(self._heads[choice] + body for choice in range(prompt * n, prompt * n + n))
 
@@ -74,8 +76,7 @@ class CompletionWriter(ChunkWriter):
         parts += [b',"finish_reason":', ENCODE(piece.finish_reason), b',"stop_reason":', ENCODE(piece.stop_reason)]
         if self._with_ids:
             parts += [b',"token_ids":', ENCODE(piece.token_ids)]
-        parts += [b'}],"usage":', usage, b"}\n\n"] if usage else [b"}", self._tail]
-        return b"".join(parts)
+        return b"".join([*parts, b"}", self.tail(usage)])
 
     def whole(self, outputs: list[RequestOutput], usage: schema.Usage) -> bytes:
         """The answer in one piece."""

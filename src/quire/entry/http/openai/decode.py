@@ -33,6 +33,10 @@ STEP = re.compile(r"\w+|\[[^]]*\]")
 MISSING = re.compile(r"missing required field `(\w+)`")
 UNKNOWN = re.compile(r"contains unknown field `(.*?)`")
 GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
+FRACTION = re.compile(r"Expected `int.*`, got `float` - at `\$\.(\w+)`")
+MAX_WHOLE = 2**53  # from here on a fraction does not say which integer is meant
+FORMS = ("response_format", "structured_outputs")
+STRUCTURAL = 'send tools with "strict": true, or structured_outputs with a grammar.'
 JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
               "array": "a list", "object": "an object"}
 MAX_LOGGED = 100  # names of unknown fields: more would let a client fill the log
@@ -112,11 +116,14 @@ class RequestDecoder(Generic[T]):
         try:
             names = NAMES.decode(body)
             self._refuse(names)
-            request = self._decoder.decode(body)
+            request = self._decoded(body, names)
             if _depth(body) > MAX_DEPTH:
                 raise RecursionError
         except msgspec.ValidationError as error:
-            raise self.explain(str(error)) from error
+            fault = self.explain(str(error))
+            if fault.param in FORMS and _is_structural(msgspec.json.decode(names[fault.param])):
+                raise not_implemented(f"{fault.param}: structural_tag", STRUCTURAL, fault.param) from error
+            raise fault from error
         except msgspec.DecodeError as error:
             raise HttpError(400, f"the body is not valid JSON: {error}.", code="invalid_json") from error
         except UnicodeDecodeError as error:
@@ -125,6 +132,19 @@ class RequestDecoder(Generic[T]):
             words = f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another."
             raise HttpError(400, words, code="invalid_json") from error
         return request, self._fields.unknown(names, self._known)
+
+    def _decoded(self, body: bytes, names: dict[str, msgspec.Raw]) -> T:
+        """The request. 2.0 is an integer, too: JSON does not tell them apart, and some clients have no other numbers.
+        That costs only whom it would be refused to."""
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            given = names.get(whole[1]) if (whole := FRACTION.fullmatch(str(error))) is not None else None
+            value = msgspec.json.decode(given) if given is not None else None
+            if whole is None or not (isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE):
+                raise
+        names[whole[1]] = msgspec.Raw(b"%d" % int(value))
+        return self._decoded(msgspec.json.encode(names), names)
 
     def _refuse(self, names: dict[str, msgspec.Raw]) -> None:
         for name, given in names.items():
@@ -178,6 +198,10 @@ def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
         words = f"send {' or '.join(ours)} instead." if ours else f"send it to {' or '.join(paths)}."
         rules[name] = given._replace(reason=words) if given.reason == ELSEWHERE else given
     return rules
+
+
+def _is_structural(form: Any) -> bool:
+    return isinstance(form, dict) and (form.get("type") == "structural_tag" or form.get("structural_tag") is not None)
 
 
 def _depth(body: bytes) -> int:

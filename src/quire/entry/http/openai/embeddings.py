@@ -18,7 +18,7 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema_embeddings as schema
 from quire.entry.http.openai.decode import RequestDecoder
-from quire.entry.http.openai.prompts import away, encoded, fitted, several, tokenizer_of
+from quire.entry.http.openai.prompts import IDS, away, encoded, fitted, several, tokenizer_of
 from quire.entry.http.openai.sampling import request_timeout
 from quire.entry.http.request_stream import failure
 from quire.entry.prompts import Prompt
@@ -31,6 +31,7 @@ ENCODE = msgspec.json.Encoder().encode
 async def embed(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request."""
     request = await DECODER.read(context, exchange)
+    exchange.words = ((IDS, "input"),)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     plan, given = context.text().pooling, several(request.input, "input")
     plan.check(request.dimensions)

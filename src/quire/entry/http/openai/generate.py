@@ -76,8 +76,8 @@ class Writer(ABC):
         return sum(turn.num_thought for turn in self._turns)
 
     @abstractmethod
-    def begin(self, prompt: int, output: RequestOutput) -> bytes:
-        """Events that open the choices of a prompt, before their first piece."""
+    def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
+        """Events that open the choices of a prompt, before their first piece. `usage`: see `piece`."""
 
     @abstractmethod
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
@@ -112,6 +112,10 @@ class ChunkWriter(Writer):
         self._heads = [self._empty + b'{"index":%d,' % choice + opening for choice in range(job.num_choices)]
         # With `include_usage`, every event but the last says null.
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
+
+    def tail(self, usage: bytes) -> bytes:
+        """The end of an event, with the counts so far when they are told."""
+        return b'],"usage":' + usage + b"}\n\n" if usage else self._tail
 
     def end(self, usage: Usage) -> bytes:
         """The counts, when they are asked for, and [DONE]."""
@@ -239,11 +243,10 @@ class Progress:
             if not self._begun[at]:
                 self._begun[at] = True
                 self._cached[at] = output.num_cached_tokens or 0
-                frames.append(self._writer.begin(at, output))
+                frames.append(self._writer.begin(at, output, self._counts()))
         for choice, piece in self._pieces(batch):
             self._num_output += len(piece.token_ids)
-            counts = msgspec.json.encode(self._usage()) if self._job.running_usage else b""
-            frames.append(self._writer.piece(choice, piece, counts))
+            frames.append(self._writer.piece(choice, piece, self._counts()))
             if piece.finish_reason is not None:
                 check_end(piece)
                 self._ended[choice] = True
@@ -252,6 +255,9 @@ class Progress:
     def last(self) -> bytes:
         """What follows the last choice."""
         return self._writer.end(self._usage())
+
+    def _counts(self) -> bytes:
+        return msgspec.json.encode(self._usage()) if self._job.running_usage else b""
 
     def _usage(self) -> Usage:
         return usage(self._num_prompt, self._num_output, sum(self._cached), self._writer.num_thought)

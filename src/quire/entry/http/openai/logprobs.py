@@ -152,10 +152,13 @@ def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
 
 def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[LogprobsByToken],
                   num_top: int | None) -> ChatLogprobs:
-    """One object per token with the `num_top` likeliest ones; None: all that there are (ids that were asked for)."""
+    """One object per token with the `num_top` likeliest ones, -1: the whole vocabulary; None: all that there are (ids
+    that were asked for)."""
     content = []
     for token, entry in zip(tokens, entries, strict=True):
-        others = list(entry.items()) if num_top is None else sorted(entry.items(), key=_rank)[:num_top]
+        others = list(entry.items())
+        if num_top is not None:
+            others = sorted(others, key=_rank)[: num_top if num_top >= 0 else None]
         own, *top = (TokenLogprob(token=names.text(i), logprob=number(e), bytes=names.bytes_of(i))
                      for i, e in [(token, entry[token]), *others])
         content.append(ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))

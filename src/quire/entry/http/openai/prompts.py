@@ -29,6 +29,7 @@ from quire.text.tool_formats import ReasoningFormat
 
 LONG = 8_192  # bytes of a request from which its texts take long enough (1 to 5 ms) to leave the event loop
 HUGE = 2**20  # bytes from which encoding takes hundreds of megabytes for a while (7.5 M: 0.7 to 2 GB)
+IDS = r"^prompt_token_ids(?= holds|$)"  # what the engine calls ids that a request has in a field of another name
 T = TypeVar("T")
 
 

@@ -27,7 +27,7 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
                                               ["query", "documents"])
     scores = [likeness(query, other) for other in others]
     shown = request.return_documents is not False
-    order = islice(sorted(range(len(texts)), key=lambda i: -scores[i]), request.top_n)
+    order = islice(sorted(range(len(texts)), key=lambda i: -scores[i]), request.top_n or None)
     results = [schema.RankedDocument(index=i, relevance_score=scores[i],
                                      document=schema.Document(text=texts[i]) if shown else UNSET) for i in order]
     await exchange.reply(msgspec.json.encode(

@@ -14,6 +14,7 @@ from quire.entry.http.auth import shown_key
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, http_error, not_implemented
 from quire.entry.http.exchange import ClientGone, Exchange
+from quire.entry.http.openai.chat import WORDS as CHAT_WORDS
 from quire.entry.http.openai.chat import answer_chat
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.prompts import away
@@ -25,7 +26,8 @@ from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
 DECODER = RequestDecoder(ResponseRequest, refused="refused_response_fields.txt")
 WORDS = ((r"^messages$", "input"), (r"\bresponse_format(\.json_schema)?\b", "text.format"),
          (r"\btool_choice\.(allowed_tools|function)\b", "tool_choice"), (r"(?<=\])\.function\b", ""),
-         (r"\breasoning_effort\b", "reasoning.effort"), (r"\bmax_completion_tokens\b", "max_output_tokens"))
+         (r"\breasoning_effort\b", "reasoning.effort"), (r"\bmax_completion_tokens\b", "max_output_tokens"),
+         *CHAT_WORDS)
 REFERENCE = "item_reference"
 ASKED = dict.fromkeys(("stream", "starting_after"), "retrieve the response until its status is final.") | dict.fromkeys(
     ("include", "include[]"), "a response holds what was asked for when it was made.")

@@ -48,6 +48,9 @@ def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Itera
         talk.add(item, "previous_response_id: an item")
     for at, item in enumerate(items):
         talk.add(item, f"input[{at}]")
+    if not talk.messages and not request.input:
+        raise InvalidParameter(f"input is {'missing' if request.input is None else 'empty'}: it must be a text, or a "
+                               "list of items.", param="input")
     if not 0 < len(talk.messages) <= MAX_MESSAGES:
         raise InvalidParameter(f"input makes a conversation of {len(talk.messages)} messages: it must have 1 to "
                                f"{MAX_MESSAGES}.", param="input")

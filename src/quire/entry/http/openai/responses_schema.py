@@ -5,7 +5,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.entry.http.openai.schema import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ContentPart, Effort, SamplingFields
+from quire.entry.http.openai.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    ContentPart,
+    Effort,
+    Logprobs,
+    SamplingFields,
+)
 
 MAX_METADATA = 16
 Key = Annotated[str, Meta(max_length=64)]
@@ -54,11 +62,11 @@ class ResponseRequest(SamplingFields, kw_only=True):
     max_tool_calls         of tools that the server runs, which it does not
     """
 
-    input: str | Items = ""
+    input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Logprobs | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -65,7 +65,7 @@ class ResponseWriter(Writer):
         """The response, as far as it is."""
         return ENCODE(self._answer)
 
-    def begin(self, prompt: int, output: RequestOutput) -> bytes:
+    def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
         """The response, before anything is in it."""
         return b"".join(self._event(f"response.{name}", response=self._answer) for name in ("created", "in_progress"))
 

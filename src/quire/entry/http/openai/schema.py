@@ -233,7 +233,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Logprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None

@@ -43,11 +43,11 @@ class Document(msgspec.Struct, kw_only=True):
 
 
 class RerankRequest(EmbeddedFields, kw_only=True):
-    """POST /v1/rerank. `top_n`: how many results (all); `return_documents`: each with its text (true)."""
+    """POST /v1/rerank. `top_n`: how many results (0: all); `return_documents`: each with its text (true)."""
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Meta(ge=1)] | None = None
+    top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
 
 

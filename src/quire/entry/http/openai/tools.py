@@ -100,10 +100,8 @@ def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: 
             form.after, form.budget = row.end, budget
         elif budget is not None:
             form = StructuredOutputsParams(after=row.end, budget=budget)
-    params.structured_outputs, tokenizer = form, text.tokenizer
-    tags = (None,) if row is None or tokenizer is None else map(tokenizer.token_id, (row.start, row.end))
-    if (use.callable and styles.special_tokens) or (tokenizer and not tokenizer.all_special_ids.isdisjoint(tags)):
-        params.skip_special_tokens = False  # the tags have to be seen
+    params.structured_outputs = form
+    params.shown_special_ids = text.tag_ids[bool(use.callable)] or None  # the tags have to be seen
     return plan
 
 

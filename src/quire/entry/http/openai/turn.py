@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.contracts.output import CompletionOutput
 from quire.contracts.sampling import SamplingParams
+from quire.text.detokenizer import hidden_ids
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import OutputParser, OutputStyles
 from quire.text.turn import Event, Thought, Words
@@ -47,7 +48,8 @@ class Turn:
         self._plan, self._tokenizer = plan, tokenizer
         self._parser = None if plan.styles is None or plan.plain else OutputParser(
             plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel)
-        self._hidden = tokenizer.all_special_ids if tokenizer and params.hides_special_tokens else frozenset[int]()
+        self._hidden = frozenset[int]() if tokenizer is None else hidden_ids(
+            tokenizer, params.hides_special_tokens, params.shown_special_ids)
         self.num_thought = 0
         # Text and tokens so far, but for what `_count` has left behind: that many characters.
         self._behind, self._text, self._tokens = 0, list[str](), list[int]()

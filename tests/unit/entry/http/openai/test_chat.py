@@ -136,6 +136,21 @@ def test_logprobs(ask: Callable[..., Any]) -> None:
         assert numbers == sorted(numbers, reverse=True)
     assert ask(logprobs=True).json["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
     assert ask(top_logprobs=1).error["param"] == "top_logprobs"
+    assert ask(top_logprobs=0).json["choices"][0]["logprobs"] is None  # asks for nothing
+
+
+def test_the_bound_of_logprobs_is_the_servers(mock_engine: Any, ask: Callable[..., Any]) -> None:
+    def top(number: int, bound: int) -> Any:
+        mock_engine.front.limits = replace(mock_engine.front.limits, max_logprobs=bound)
+        return ask(logprobs=True, top_logprobs=number, max_tokens=1)
+
+    for number, bound, shown in ((25, 50, 25), (25, -1, 25), (-1, -1, mock_engine.ready.vocab_size)):
+        (entry,) = top(number, bound).json["choices"][0]["logprobs"]["content"]
+        assert len(entry["top_logprobs"]) == shown
+    for number, bound in ((6, 5), (21, 20), (-1, 20)):
+        error = top(number, bound).error
+        assert error["param"] == "top_logprobs" and f"top_logprobs={number} exceeds" in error["message"]
+        assert f"--max-logprobs={bound}" in error["message"] and " logprobs=" not in error["message"]
 
 
 def test_token_ids_and_prompt_logprobs(ask: Callable[..., Any]) -> None:

@@ -140,6 +140,9 @@ def test_bad_values_that_only_the_engine_sees(ask: Callable[..., Any]) -> None:
     assert ask(n=2, temperature=0).error["param"] == "n"
     assert ask(min_tokens=9).error["param"] == "min_tokens"
     assert ask(logprobs=21).error["param"] == "logprobs"
+    for ids in ([9000], [-1], [10**30], [[5], [9000]]):
+        error = ask(ids).error
+        assert error["param"] == "prompt" and error["message"].startswith("prompt holds ")
     assert ask(stop_token_ids=[10**6]).error["param"] == "stop_token_ids"
     assert ask([[10**6]]).status == 400
     assert ask([[-1]]).status == 400

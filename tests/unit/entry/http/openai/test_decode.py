@@ -190,7 +190,7 @@ def test_missing_fields_are_named() -> None:
         {"messages": []},
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user", "content": 5}]},
-        {"messages": USER, "top_logprobs": 21},
+        {"messages": USER, "top_logprobs": -2},
         {"messages": USER, "logprobs": 5},
         {"messages": USER, "chat_template_kwargs": []},
     ],
@@ -198,6 +198,16 @@ def test_missing_fields_are_named() -> None:
 def test_bad_chats(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter):
         CHAT.decode(json.dumps(fields).encode())
+
+
+def test_an_integer_may_be_written_as_a_fraction() -> None:
+    body = {"messages": USER, "max_tokens": 2.0, "seed": -0.0, "top_k": 3.0, "temperature": 1.0, "extra": 1.0}
+    request, unknown = CHAT.decode(json.dumps(body).encode())
+    assert (request.max_tokens, request.seed, request.top_k, unknown) == (2, 0, 3, ["'extra'"])
+    for wrong in ({"max_tokens": 2.5}, {"seed": 1e300}, {"top_k": "3"}, {"n": 0.0}, {"n": 129.0}):
+        with pytest.raises(InvalidParameter) as caught:
+            CHAT.decode(json.dumps({"messages": USER, "max_tokens": 2.0} | wrong).encode())
+        assert caught.value.param in wrong
 
 
 def test_a_history_of_any_shape_is_taken() -> None:

@@ -97,7 +97,7 @@ def test_a_model_without_files_answers_and_says_what_it_did(
     ({"input": 5}, "input", "a string or a list"),
     ({"input": [[5, "a"]]}, "input", "integer"),
     ({"input": ["a"] * 2049}, "input", "at most 2048"),
-    ({"input": [5, 10**6]}, "prompt_token_ids", "vocabulary"),
+    ({"input": [5, 10**6]}, "input", "input holds 1000000, which is outside the vocabulary"),
     ({"input": "a", "dimensions": 257}, "dimensions", "[1, 256]"),
     ({"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64, float"),
@@ -171,6 +171,7 @@ def test_documents_come_by_their_likeness(client: Any, mock_engine: Any) -> None
     few = post(client, "/v1/rerank", query="a fox", documents=documents, top_n=2, return_documents=False).json
     assert [set(one) for one in few["results"]] == [{"index", "relevance_score"}] * 2
     assert len(post(client, "/v1/rerank", query="a", documents=["b"], top_n=9).json["results"]) == 1
+    assert len(post(client, "/v1/rerank", query="a", documents=documents, top_n=0).json["results"]) == len(documents)
 
 
 def test_scores_of_one_with_several_and_pair_by_pair(client: Any, mock_engine: Any) -> None:
@@ -190,7 +191,7 @@ def test_scores_of_one_with_several_and_pair_by_pair(client: Any, mock_engine: A
 
 @pytest.mark.parametrize(("path", "fields", "param"), [
     ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
-    ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ("/v1/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents"),
     ("/v1/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents"),
     ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents"),

@@ -411,6 +411,14 @@ def test_what_is_refused_is_named(ask: Callable[..., Any], param: str, fields: d
     assert reply.status == 400 and reply.error["param"] == param and param in reply.error["message"], reply.body
 
 
+def test_no_input_is_told_from_an_empty_one(ask: Callable[..., Any]) -> None:
+    for given, word in ((None, "missing"), ("", "empty"), ([], "empty")):
+        assert ask(given).error["message"] == f"input is {word}: it must be a text, or a list of items."
+    assert ask(None, instructions="Say hi.").status == 200
+    error = ask("hi", include=["message.output_text.logprobs"], top_logprobs=21).error
+    assert error["param"] == "top_logprobs" and "top_logprobs=21 exceeds" in error["message"]
+
+
 def test_what_changes_nothing_is_taken(ask: Callable[..., Any]) -> None:
     reply = ask(n=1, user="u", safety_identifier="s", prompt_cache_key="k", service_tier="auto", max_tool_calls=3,
                 text={"verbosity": "low", "format": {"type": "text"}}, include=["reasoning.encrypted_content"],

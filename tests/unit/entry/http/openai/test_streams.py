@@ -85,7 +85,8 @@ def test_running_usage(mock_engine: Any, make_client: Callable[..., Any], path: 
     body = BODIES[path] | {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     events = asyncio.run(make_client(mock_engine).post(path, body)).events
     counts = [e["usage"]["completion_tokens"] for e in events if e["usage"]]
-    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 12
+    assert counts == sorted(counts) and counts[0] == (path == PLAIN) and counts[-1] == 12
+    assert all(e["usage"]["prompt_tokens"] == events[-1]["usage"]["prompt_tokens"] > 0 for e in events)
 
 
 @both
