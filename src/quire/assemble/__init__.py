@@ -105,6 +105,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     torch.set_num_threads(config.device.num_threads or cpu.cores)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device.device)
     phases.end("config")
+    unread = () if config.load.load_format == "dummy" else unread_head(folder)
     text = load_text(config, folder, tokenizer_folder=tokenizer_folder)
     phases.end("tokenizer")
     with Progress("Loading weights", 0, unit="B",
@@ -123,7 +124,6 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     core = _build_core(parts, folder, dtype, device, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()
-    unread = () if config.load.load_format == "dummy" else unread_head(folder)
     notes = (*_notes(args, dtype, parts.memory, config), *unread, *parts.notes, *unused)
     for note in notes:
         LOG.warning("%s", note)

@@ -6,6 +6,7 @@ from typing import Any
 from quire.contracts.errors import ModelError
 
 MAX_NUMBER = 1e30  # no setting of a checkpoint is larger, and float32 holds it
+MAX_SIZE = 10**12  # nor is any size or count
 
 
 def checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any], bool], what: str,
@@ -21,7 +22,7 @@ def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = N
     """A positive integer, of at most `most`."""
     if key not in keys and default is None:
         raise ModelError(f"{source}: {key} is missing; it must be a positive integer.")
-    fits = lambda value: type(value) is int and 0 < value <= (most or value)  # noqa: E731
+    fits = lambda value: type(value) is int and 0 < value <= (most or MAX_SIZE)  # noqa: E731
     return int(checked(keys, key, source, fits, f"a positive integer{_bound(' of', most)}", default))
 
 
@@ -30,7 +31,7 @@ def count(keys: Mapping[str, Any], key: str, default: int | None, source: str, *
     """A number that may be switched off, by null or false; of at most `most`."""
     value: int | None = checked(
         keys, key, source, lambda value: value is None or value is False or (
-            type(value) is int and 0 <= value <= (most or value)),
+            type(value) is int and 0 <= value <= (most or MAX_SIZE)),
         f"an integer of at least 0{_bound(' and', most)}, or null", default)  # fmt: skip
     return None if value is False else value
 

@@ -4,19 +4,21 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.config import keys as read
-from quire.contracts.errors import ModelError
+from quire.contracts.errors import UnsupportedModel
 
 KEY = "quantization_config"
 
 
 def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The object as it is, {} for a model that is not quantized. Raises a ModelError that names the field."""
+    """The object as it is, {} for a model that is not quantized. Raises a ModelError that names the field, or
+    UnsupportedModel for a format without a name: MLX and others write such files, and nothing says which it is."""
     value = read.checked(keys, KEY, source, lambda value: value is None or isinstance(value, dict), "an object or null")
     if not value:
         return {}
     inside = f"{source}: {KEY}"
     if "quant_method" not in value:
-        raise ModelError(f"{inside}: quant_method is missing; it must be the name of a method, like 'fp8'.")
+        raise UnsupportedModel(f"{inside} has no quant_method, so its format is not known: use the unquantized "
+                               "checkpoint of this model.")
     read.checked(value, "quant_method", inside, lambda name: isinstance(name, str) and name != "", "a name")
     if value["quant_method"] == "fp8":
         read.checked(value, "weight_block_size", inside, _is_block, "two positive integers, [rows, columns], or null")

@@ -9,22 +9,25 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def unread_head(folder: Path) -> tuple[str, ...]:
-    """A note when that head is another matrix: nothing reads it, and the model may be meant to use it.
+    """A note when that head could be used and is another matrix: nothing reads it, and it may be meant to be.
 
-    Many released checkpoints store the embedding twice, so the note depends on three rows of both, byte by byte.
+    Many released checkpoints store the embedding twice, so the note depends on three rows of both, byte by byte. One of
+    another type or shape (a padded vocabulary) may well be the same, and could not be used as it is.
     """
     if not read_raw_config(folder).get("tie_word_embeddings") or HEAD not in stored_in(folder):
         return ()
     tensors = read_checkpoint(folder).tensors
     head, embedding = tensors[HEAD], tensors.get(EMBEDDING)
-    if embedding is None or _rows(head) == _rows(embedding):
+    if embedding is None or (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return ()
+    if _rows(head) == _rows(embedding):
         return ()
     return (f"{HEAD} in {head.file.name} differs from the embedding and is not read, because config.json says "
             "tie_word_embeddings=true: with tie_word_embeddings=false there it is used.",)  # fmt: skip
 
 
-def _rows(tensor: StoredTensor) -> tuple[object, ...]:
-    """What two tensors are compared by: type, shape, and the first, middle and last row."""
+def _rows(tensor: StoredTensor) -> list[bytes]:
+    """The first, middle and last row."""
     count = tensor.shape[0] if tensor.shape else 1
     width = tensor.num_bytes // max(1, count)
     rows = []
@@ -32,4 +35,4 @@ def _rows(tensor: StoredTensor) -> tuple[object, ...]:
         for row in (0, count // 2, max(0, count - 1)):
             file.seek(tensor.offset + row * width)
             rows.append(file.read(width))
-    return tensor.dtype, tensor.shape, *rows
+    return rows

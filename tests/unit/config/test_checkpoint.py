@@ -143,6 +143,7 @@ def test_biases_by_family() -> None:
         (changed(hidden_act="gelu"), "hidden_act='gelu'"),
         (changed(num_experts=8), "num_experts=8"),
         (changed(quantization_config={"quant_method": "awq"}), "awq"),
+        (changed(quantization_config={"group_size": 64, "bits": 4}), "no quant_method"),
         (changed(vision_config={"depth": 2}), "vision_config"),
         (changed(torch_dtype="float8_e4m3fn"), "float8_e4m3fn"),
         (changed(architectures=["Qwen3ForSequenceClassification"]), "Qwen3ForSequenceClassification"),
@@ -172,6 +173,13 @@ def test_a_window_is_compared_with_the_context_that_is_served(model_type: str) -
     assert parse_checkpoint_config(raw).max_position_embeddings == 4096
     with pytest.raises(UnsupportedModel, match="sliding_window=4096 is shorter than the context of 16384 tokens"):
         parse_checkpoint_config(raw | {"rope_scaling": YARN})
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+def test_a_window_without_a_length_is_transformers_default(model_type: str) -> None:
+    raw = as_family(model_type, use_sliding_window=True, max_position_embeddings=4097, **MOE.get(model_type, {}))
+    with pytest.raises(UnsupportedModel, match=r"sliding_window=4096 \(missing, which means 4096\) is shorter"):
+        parse_checkpoint_config({key: value for key, value in raw.items() if key != "sliding_window"})
 
 
 @pytest.mark.parametrize(
@@ -260,7 +268,6 @@ def test_inactive_keys_pass(config: dict[str, Any]) -> None:
         ({"quantization_config": 8}, "quantization_config=8"),
         ({"quantization_config": True}, "quantization_config=True"),
         ({"quantization_config": [1]}, "quantization_config=[1]"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method is missing"),
         ({"quantization_config": {"quant_method": ["fp8"]}}, "quantization_config: quant_method=['fp8']"),
         ({"quantization_config": {"quant_method": {}}}, "quantization_config: quant_method={}"),
         ({"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": "lm_head"}}, "to_not_convert='lm_h"),
@@ -325,6 +332,7 @@ def test_every_real_configuration(shared: Path) -> None:
         ("sliding_window", "4096"), ("max_window_layers", "28"), ("layer_types", [{}]),
         ("layer_types", "full_attention"), ("architectures", 5), ("architectures", "Qwen3ForCausalLM"),
         ("architectures", [{}]), ("rms_norm_eps", float("inf")), ("rms_norm_eps", 10**40),
+        ("head_dim", 10**400), ("hidden_size", 10**400), ("sliding_window", 10**400),
     ],
     ids=str,
 )  # fmt: skip

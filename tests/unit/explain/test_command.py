@@ -37,6 +37,14 @@ def test_json_is_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["memory"]["max_model_len"] == 1024 and len(printed["ranks"]) == 2
 
 
+def test_a_cpu_that_packs_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(describe, "missing_bf16", lambda: "this CPU has no avx512bw")
+    monkeypatch.setattr(describe.library, "missing_amx", lambda found: "this CPU has no amx_tile")
+    plan = plan_engine(EngineConfig.from_flat(model=TINY, dtype="bfloat16"), described="cpu")
+    linear = next(choice for choice in plan.kernels if choice.op == "linear")
+    assert linear.name == "ref" and ("cpu", "this CPU has no avx512bw") in linear.rejected
+
+
 def test_one_layer_has_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", TINY, "--layer", "7", "--device", "cpu"]) == 0
     out = capsys.readouterr().out

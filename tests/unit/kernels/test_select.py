@@ -93,6 +93,7 @@ def test_which_cpus_pack_bfloat16(flags: set[str], said: str) -> None:
 
 
 @pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="oneDNN is told to use less than this CPU has")
+@pytest.mark.skipif(bool(here("packed linears")), reason=here("packed linears") or "has them")
 def test_what_is_known_of_bfloat16_without_pytorch_is_what_it_does() -> None:
     assert (units.missing_bf16() == "") == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

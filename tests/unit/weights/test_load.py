@@ -72,7 +72,9 @@ def test_harmless_leftovers_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tied", "row", "said"), [(True, 0, True), (True, 19, True), (True, None, False), (False, 0, False)], ids=str
+    ("tied", "row", "said"),
+    [(True, 0, True), (True, 10, True), (True, 19, True), (True, None, False), (False, 0, False)],
+    ids=str,
 )
 def test_a_tied_head_that_differs_is_said_not_to_be_read(
     tmp_path: Path, tied: bool, row: int | None, said: bool
@@ -86,6 +88,9 @@ def test_a_tied_head_that_differs_is_said_not_to_be_read(
         head[row, 15] += 1.0
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     notes = unread_head(tmp_path)
+    for other in (head.double(), torch.cat((head, head))):  # could not be used
+        save_file(tensors | {"lm_head.weight": other}, tmp_path / "model.safetensors")
+        assert unread_head(tmp_path) == ()
     assert len(notes) == said
     assert all("lm_head.weight in model.safetensors" in note and "tie_word_embeddings=false" in note for note in notes)
 
