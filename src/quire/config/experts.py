@@ -74,8 +74,8 @@ def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: 
     """The experts of a config.json; None for families without. Raises ModelError or UnsupportedModel."""
     if model_type not in MOE_KEYS:
         return None
-    read_family = _read_qwen if model_type.startswith("qwen") else _read_deepseek
-    moe = (_read_mixtral if model_type == "mixtral" else read_family)(keys, model_type, num_layers, source)
+    read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}
+    moe = read_family.get(model_type, _read_deepseek)(keys, model_type, num_layers, source)
     layers, experts = len(moe.layers), moe.routing.num_experts
     if layers * experts > MOST_EXPERTS:
         raise ModelError(f"{source}: num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "

@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import inspect
 
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.named import asks_nothing
 from quire.contracts.text_table import read_rows
 from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
@@ -151,7 +152,7 @@ class RequestDecoder(Generic[T]):
             if (rule := self._refused.get(name)) is None:
                 continue
             value = msgspec.json.decode(given)
-            if value is not None and not any(type(value) is type(h) and value == h for h in rule.harmless):
+            if not asks_nothing(value, rule.harmless):
                 if rule.reason.startswith("send "):  # there is another way
                     raise HttpError(400, f"{name} is not read: {rule.reason}", code="unsupported_parameter", param=name)
                 raise not_implemented(name, rule.reason)
