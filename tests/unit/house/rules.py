@@ -21,8 +21,8 @@ MAX_FUNCTION, MAX_KERNEL_FUNCTION = 60, 150
 MAX_METHODS = 15
 MAX_FIELDS = 15
 MAX_POSITIONAL = 6
-MAX_TOTAL = 30_000  # without kernels/
-MAX_KERNELS = 12_000
+MAX_LINES = {"engine": 26_000, "skin": 20_500, "kernels": 20_000, "router": 1_500}  # of all files of a part
+PARTS = {**dict.fromkeys(("entry", "text", "config", "bench"), "skin"), "kernels": "kernels", "router": "router"}
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "manager"}
 TORCH_FREE_ROOMS = ("contracts", "config", "kv", "text", "engine")
 BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", "flash_attn", "safetensors.torch"}
@@ -408,6 +408,14 @@ def import_directions(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line}: imports the public names; import the room that defines them"
         elif room not in MAY_IMPORT[place] | {source.room}:
             yield f"{source.path}:{line}: {place} may not import {room}"
+
+
+def lines_by_part(sources: Iterable[Source]) -> dict[str, int]:
+    """Lines of each part that has a budget in MAX_LINES; rooms that PARTS does not name belong to the engine."""
+    counts = dict.fromkeys(MAX_LINES, 0)
+    for source in sources:
+        counts[PARTS.get(source.room, "engine")] += len(source.text.splitlines())
+    return counts
 
 
 def room_cycles(sources: Iterable[Source]) -> list[str]:

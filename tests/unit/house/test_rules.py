@@ -126,3 +126,8 @@ def test_machine_paths_are_found(folder: str) -> None:
 def test_folders_of_these_names_elsewhere_are_not(before: str, folder: str) -> None:
     line = f"{before}/{folder}/x"
     assert list(rules.foreign_text("a.md", line)) == []
+
+
+def test_lines_are_counted_by_part() -> None:
+    sources = [Source("worker/x.py", "a\nb\n"), Source("entry/http/x.py", "a\n"), Source("kernels/x.py", "a\n" * 3)]
+    assert rules.lines_by_part(sources) == {"engine": 2, "skin": 1, "kernels": 3, "router": 0}
