@@ -2,9 +2,12 @@
 linear kernel can do (`linear`, its features). A test holds this equal to what is really called. No torch."""
 
 from collections.abc import Collection, Iterator
+from math import isfinite
 from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
+
+FUSED = frozenset({"norm", "gated", "add"})  # features of a linear kernel that join other operations to a product
 
 
 class Call(NamedTuple):
@@ -63,10 +66,13 @@ def _latent(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
     if sizes.q_rank:
         yield from _normed("attention.q_norm.weight", ("attention.q.weight",), linear)
     yield Call("latent.prepare", ("attention.kv_norm.weight",))
-    few, many = (f"{than} {sizes.break_even:.0f} rows of a sequence" for than in ("up to", "more than"))
+    few, many = (f"{than} {sizes.break_even:.0f} query tokens per sequence" for than in ("up to", "more than"))
+    if not isfinite(sizes.break_even):
+        few = many = ""
     up = Call("latent.project", ("attention.kv_up.weight",), few)
     yield from (up, Call("latent.absorbed", when=few), up)  # keys into queries, values out of sums
-    yield Call("latent.expanded", up.parameters, many)
+    if many:
+        yield Call("latent.expanded", up.parameters, many)
 
 
 def _experts(args: ModelArgs, linear: Collection[str], routing: str) -> Iterator[Call]:

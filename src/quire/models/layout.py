@@ -49,7 +49,7 @@ def _param(shape: _Shape, layer: str, names: dict[tuple[str, str], str]) -> Para
     for part, rows in shape.parts.items():
         expert, dot, rest = part.rpartition(".")
         stored = names[shape.name, "{e}." + rest if dot else part]
-        parts.append(Part(stored.replace("{i}", layer).replace("{e}", expert), rows))
+        parts.append(Part(stored.replace("{i}", layer).replace("{e}", expert), rows, part))
     size = sum(shape.parts.values())
     return Param(shape.name.replace("{i}", layer), (size, shape.width) if shape.width else (size,), tuple(parts),
                  shape.dtype, shape.shard)

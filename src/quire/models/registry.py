@@ -1,11 +1,15 @@
 """How a model is built, and what it keeps in the KV cache. No torch until one is built."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoint import ModelArgs
-from quire.contracts.blocks import KVComponent
+from quire.config.placement import Rank
+from quire.config.resolve import CPU_BLOCK_SIZE, resolve_geometry
+from quire.config.resolve_cuda import CUDA_BLOCK_SIZE
+from quire.contracts.blocks import KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.models.layout import layout, stored_names
 from quire.platforms.cpu import CpuFacts
@@ -84,3 +88,10 @@ def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
         widths = {"latent": args.latent.kv_rank, "rope": args.latent.rope_dim}
         return tuple(KVComponent(name, 1, width, dtype, size) for name, width in widths.items())
     return tuple(KVComponent(name, args.num_kv_heads, args.head_dim, dtype, size) for name in ("k", "v"))
+
+
+def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block_size: int | None) -> KVGeometry:
+    """The page of a rank's KV cache: its layers and its KV heads; `block_size` as asked for."""
+    own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
+    default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
+    return resolve_geometry(kv_components(own, dtype), rank.layers[1] - rank.layers[0], block_size, default)

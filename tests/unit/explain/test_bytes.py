@@ -174,8 +174,13 @@ def test_a_quantized_checkpoint_is_planned_and_not_run(shared: Path) -> None:
     assert down["bytes"] == 576 * 7168 + 4 * 5 * 56 and down["dtype"] == "float8_e4m3"
     assert down["run"] == "not implemented yet" and list(down["stored"].values()) == [None, None]
     assert list(down["stored"])[1] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
-    assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.linear.cuda.run_norm"
-    assert "has no fp8 weights" in plan["moe"]["decode"]
+    assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.norm.triton.rms_norm", "not fused"
+    assert "has no fp8 kernel yet" in plan["moe"]["decode"]
+    calls = plan["layers"][1]["calls"]
+    lacking = {call["function"] for call in calls if call["missing"]}
+    assert lacking == {"linear.run", "latent.project", "latent.expanded"}, "no implementation of another type is named"
+    assert {call["missing"] for call in calls} == {"", "no fp8 kernel yet"}
+    assert not any(call["missing"] for call in (*plan["layers"][0]["calls"], *plan["layers"][-1]["calls"]))
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -251,7 +256,9 @@ def test_sizes_of_other_formats_are_those_of_the_headers(shared: Path, tmp_path:
 def test_sizes_of_other_formats_without_headers_are_not_known(shared: Path, model: str) -> None:
     plan = planned(shared / "hf" / model)
     assert plan["model"]["bytes"] is plan["memory"]["weights"] is plan["ranks"][0]["bytes"] is None
-    assert "not known yet" in plan["memory"]["refused"] and "num_blocks" not in plan["memory"]
+    assert "known from the headers" in plan["memory"]["refused"] and "num_blocks" not in plan["memory"]
+    per_token = 2 * 2 * plan["model"]["attention"]["kv_heads"] * 128 * len(plan["layers"][1:-1])
+    assert plan["memory"]["kv_bytes_per_token"] == per_token and plan["memory"]["page_bytes"] == 128 * per_token
     found = {one["name"]: one for one in plan["layers"][1]["weights"]}
     assert found["layers.0.attention.output.weight"]["bytes"] is None
     assert found["layers.0.attention.output.weight"]["stored"] == {"model.layers.0.self_attn.o_proj.*": None}

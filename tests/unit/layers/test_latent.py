@@ -149,7 +149,7 @@ def test_the_form_follows_the_break_even() -> None:
     assert sizes is not None
     large = replace(sizes, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
     most, why = choose_form(large)
-    assert 170 < most < 171 and why == "absorbed up to 171 rows of a sequence, else naive (least arithmetic)"
+    assert 170 < most < 171 and why == "absorbed up to 171 query tokens per sequence, else naive (least arithmetic)"
     assert choose_form(large, "naive") == (0.0, "naive (asked for)")
     assert choose_form(large, "absorbed")[1] == "absorbed (asked for)"
     assert choose_form(replace(sizes, kv_rank=4))[1] == "absorbed (least arithmetic)"
