@@ -186,6 +186,15 @@ def test_routing_and_experts_are_named(checkpoint: Any, planted: Any, family: st
     assert {changed.name for changed in report.changed} == {one, other}
 
 
+def test_the_scale_of_latent_attention_is_named(checkpoint: Any, planted: Any) -> None:
+    def scaled(args: ModelArgs) -> ModelArgs:
+        return replace(args, latent=replace(args.latent, scale=1.001 * args.latent.scale))  # type: ignore[union-attr]
+
+    report = planted(checkpoint("deepseek_v3"), config=scaled)
+    assert report.first_divergent == ("layer 0 attention", "attention") and not report.changed
+    assert "leaves the scale of the scores" in report.render()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v2", "glm4_moe"])
 def test_small_errors_are_named(checkpoint: Any, planted: Any, family: str) -> None:
     folder = checkpoint(family)
