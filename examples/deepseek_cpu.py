@@ -1,18 +1,25 @@
-"""A small DeepSeek-V3 on the CPU, built from a configuration alone: no checkpoint, random weights, a few seconds.
+"""A small DeepSeek on the CPU, built from a configuration alone: no checkpoint, random weights, a few seconds.
 
-    python examples/deepseek_cpu.py
+    python examples/deepseek_cpu.py [FOLDER]
+
+FOLDER holds the config.json of a DeepSeek-V2 or V3; no other file in it is read. Vocabulary, rotation and routing stay
+as they are there; every size above that of `CONFIG` is reduced to it, so that 1.3 GB of memory are enough.
 
 Prints the shape of the logits of a batch, compares the two forms of latent attention, and follows one token through a
 layer of experts.
 """
 
+import sys
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.resolve import resolve_geometry
+from quire.contracts.errors import UserError
 from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
@@ -32,7 +39,33 @@ CONFIG = {
                      "mscale_all_dim": 1.0},
 }  # fmt: skip
 BATCH, LENGTH, BLOCK = 2, 128, 32
-LAYER, TOKEN = 1, 5  # whose way is shown
+TOKEN = 5  # whose way is shown
+KEPT = ("vocab_size", "max_position_embeddings")  # sizes that cost no time here
+
+
+def reduced(raw: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with no size above that of CONFIG; says what became smaller."""
+    small = {key: CONFIG[key] for key, value in raw.items()
+             if key in CONFIG and key not in KEPT and isinstance(value, int) and value > CONFIG[key]}  # fmt: skip
+    if small:
+        print("reduced: " + ", ".join(f"{key} {raw[key]} -> {value}" for key, value in small.items()))
+    return {key: value for key, value in (raw | small).items() if key != "quantization_config"}  # weights are random
+
+
+def read(folder: Path) -> ModelArgs:
+    """The reduced configuration of a folder; ends the program with a line for one that this example cannot follow."""
+    try:
+        raw = read_raw_config(folder)
+        if raw.get("model_type") not in ("deepseek_v2", "deepseek_v3"):
+            sys.exit(f"{folder}: model_type is {raw.get('model_type')!r}, and this example follows latent attention "
+                     "and experts: give a folder with the config.json of a DeepSeek-V2 or V3.")  # fmt: skip
+        args = parse_checkpoint_config(reduced(raw), str(folder / "config.json"))
+    except UserError as error:
+        sys.exit(str(error))
+    if args.moe is None or not args.moe.layers or not args.moe.shared_size:
+        sys.exit(f"{folder}: the first {args.num_layers} layers have no experts, or no shared ones: there is nothing "
+                 "to follow; give the config.json of a released DeepSeek-V2 or V3.")  # fmt: skip
+    return args
 
 
 def build(args: ModelArgs) -> Decoder:
@@ -69,9 +102,9 @@ def show(what: str, tensor: Tensor) -> None:
     print(f"  {what:<50}{list(tensor.shape)}")
 
 
-def follow(model: Decoder, token_ids: Tensor) -> None:
+def follow(model: Decoder, layer: int, token_ids: Tensor) -> None:
     """One token's way through the experts of a layer, with the shapes that all tokens have there together."""
-    moe = model.layers[LAYER].mlp
+    moe = model.layers[layer].mlp
     moe.on_routing = partial(print_routing, model.args)
     moe.shared.register_module("gate_up", Shown("shared experts: silu(gate) * up", moe.shared.gate_up))
     moe.experts = Shown("routed experts: weighted sum + shared + residual", moe.experts)
@@ -102,12 +135,15 @@ def print_routing(args: ModelArgs, weights: Tensor, ids: Tensor) -> None:
     print(f"  token {TOKEN}: experts {chosen}; of groups {groups}; weights sum to {float(weights[TOKEN].sum()):.3f}")
 
 
-def main() -> None:
+def main(*folders: str) -> None:
     """Build, run, compare, follow."""
-    args = parse_checkpoint_config(CONFIG)
+    if len(folders) > 1 or folders[:1] in (("-h",), ("--help",)):
+        sys.exit(__doc__)
+    args = read(Path(folders[0])) if folders else parse_checkpoint_config(CONFIG)
     model = build(args)
     token_ids = torch.randint(0, args.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    print(f"logits: {list(logits(model, token_ids).shape)}")
+    whole = logits(model, token_ids)
+    print(f"logits: {list(whole.shape)}, of the last position {list(whole[:, -1].shape)}")
 
     found = {}
     for form in ("naive", "absorbed"):
@@ -118,9 +154,10 @@ def main() -> None:
           f"at a spread of {found['naive'].std():.2f}")
     print(f"left alone, this model expands sequences of more than {args.latent.break_even:.0f} rows in a step")
 
-    print(f"layer {LAYER}, {BATCH * LENGTH} tokens:")
-    follow(model, token_ids)
+    layer = min(args.moe.layers)
+    print(f"layer {layer}, {BATCH * LENGTH} tokens:")
+    follow(model, layer, token_ids)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -11,6 +11,13 @@ from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotation
 
 
+def head_order(rotary_dim: int, head_dim: int) -> Tensor:
+    """The dimensions of a checkpoint's head in the order of `Attention.pack` [head_dim]: the halves of the rotated part
+    begin the halves of the head."""
+    half, rotated, rest = rotary_dim // 2, torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    return torch.cat((rotated[:half], rest[: len(rest) // 2], rotated[half:], rest[len(rest) // 2 :]))
+
+
 class Attention(nn.Module):
     """Projections, optional RMS norm of each query and key head, rotation, cache write, attention, output."""
 
@@ -44,9 +51,7 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def _reorder(self) -> None:
-        half = self.rotary_dim // 2
-        rotated, rest = torch.arange(self.rotary_dim), torch.arange(self.rotary_dim, self.head_dim)
-        order = torch.cat((rotated[:half], rest[: len(rest) // 2], rotated[half:], rest[len(rest) // 2 :]))
+        order = head_order(self.rotary_dim, self.head_dim)
         heads = self.num_heads + self.num_kv_heads
         rows = (torch.arange(heads)[:, None] * self.head_dim + order).flatten()
         for parameter in (self.qkv.weight, self.qkv.bias):

@@ -1,11 +1,11 @@
-"""`quire verify`: compare a model, layer by layer, with Hugging Face's implementation."""
+"""`quire verify`: compare a model, step by step, with Hugging Face's implementation."""
 
 import argparse
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
 from quire.contracts.errors import ConfigError
 
-SUMMARY = "compare a model layer by layer with Hugging Face's implementation (needs transformers)"
+SUMMARY = "compare a model step by step with Hugging Face's implementation (needs transformers)"
 
 
 def configure(parser: FlagParser) -> None:

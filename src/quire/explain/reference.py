@@ -1,0 +1,204 @@
+"""The same steps by Hugging Face's implementation: on its own, and each step on what Quire's steps before it gave.
+
+In the second run every step of the reference starts from Quire's results, so the difference of a step is its own error:
+nothing adds up, and an error in one step shows in no other. Knows the names of transformers' modules.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.explain.steps import ATTENTION, FEED_FORWARD, Recording, stage_name
+
+INTERFACE = "quire_verify"  # the name under which transformers finds our attention function
+# Steps whose module is not self_attn.STEP or mlp.STEP.
+MODULES = {
+    "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm", "router": "mlp.gate",
+}  # fmt: skip
+SHARED = ("mlp.shared_experts", "mlp.shared_expert")
+
+
+@dataclass
+class Differences:
+    """Largest difference of each step relative to the largest value of the reference's row; the worst row counts.
+
+    A step that the reference never reached is not here.
+    """
+
+    ours: Recording
+    found: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def replace(self, stage: str, step: str, theirs: Tensor) -> Tensor:
+        """Compare `theirs` [..., T rows] with Quire's result, and return Quire's in its shape."""
+        ours = self.ours.result(stage, step)
+        self.found[stage, step] = relative_difference(ours.flatten(1), theirs.reshape(len(ours), -1))
+        return ours.reshape(theirs.shape)
+
+    def has(self, stage: str, step: str) -> bool:
+        """True for a step that Quire recorded."""
+        return step in self.ours.pieces.get(stage, {})
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """ours, theirs [T, width] -> the largest difference of a row over the largest value of the reference's row.
+
+    A row counts as at least a tenth of the median row: sums that happen to be near zero have rounding, too.
+    """
+    if ours.shape != theirs.shape:
+        return float("inf")
+    apart = (ours.double() - theirs.double()).abs().amax(-1)
+    size = theirs.double().abs().amax(-1)
+    size = size.clamp_min(max(float(size.median()) / 10, torch.finfo(torch.float32).tiny))
+    return float((apart / size).max())
+
+
+def load(folder: Path) -> Any:
+    """Hugging Face's model of a checkpoint, in float32."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+    ).eval()
+
+
+@torch.inference_mode()
+def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
+    """The reference's own results [T, width] of every stage, from the tokens on."""
+    body, kept, handles = model.base_model, {}, []
+
+    def keep(stage: str) -> Callable[..., None]:
+        def hook(module: Any, given: Any, result: Any = None) -> None:
+            kept[stage] = _first(given if result is None else result)[0]
+
+        return hook
+
+    handles.append(body.get_input_embeddings().register_forward_hook(keep("embed")))
+    for index, layer in enumerate(body.layers):
+        after = layer.post_attention_layernorm
+        handles.append(after.register_forward_pre_hook(keep(stage_name(index, ATTENTION))))
+        handles.append(layer.register_forward_hook(keep(stage_name(index, FEED_FORWARD))))
+    handles.append(body.norm.register_forward_hook(keep("norm")))
+    kept["logits"] = model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+    for handle in handles:
+        handle.remove()
+    return kept
+
+
+@torch.inference_mode()
+def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
+    """The difference of every step that Quire recorded, each computed from Quire's results of the steps before it."""
+    differences = Differences(ours)
+    body = model.base_model
+    _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens")
+    for index, layer in enumerate(body.layers):
+        for half in (ATTENTION, FEED_FORWARD):
+            for step, module in _modules(layer, differences, stage_name(index, half)):
+                _on_result(module, differences, stage_name(index, half), step)
+        _feed_products(layer, differences, index)
+    _on_result(body.norm, differences, "norm", "norm")
+    _on_result(model.get_output_embeddings(), differences, "logits", "lm_head")
+    _register_attention(differences)
+    model.set_attn_implementation(INTERFACE)
+    model(torch.tensor([token_ids]), use_cache=False)
+    return differences
+
+
+def _modules(layer: Any, differences: Differences, stage: str) -> Iterator[tuple[str, Any]]:
+    """The steps of a stage that are the result of a module."""
+    room = "self_attn" if stage.endswith(ATTENTION) else "mlp"
+    shared = next((path for path in SHARED if _at(layer, path) is not None), "")
+    for step in differences.ours.pieces.get(stage, {}):
+        path = MODULES.get(step, f"{room}.{step}")
+        if step == "shared down_proj":
+            path = f"{shared}.down_proj"
+        module = layer if stage.endswith(FEED_FORWARD) and step == "sum" else _at(layer, path)
+        if module is not None:
+            yield step, module
+
+
+def _feed_products(layer: Any, differences: Differences, index: int) -> None:
+    """Steps that are what a module is given: gated products, and the sum after attention."""
+    stage = stage_name(index, FEED_FORWARD)
+    shared = (_at(layer, f"{path}.down_proj") for path in SHARED)
+    for module, where, step in (
+        (_at(layer, "mlp.down_proj"), stage, "gate_proj, up_proj"),
+        (next((module for module in shared if module is not None), None), stage, "shared gate_proj, up_proj"),
+        (layer.post_attention_layernorm, stage_name(index, ATTENTION), "sum"),
+    ):
+        if module is not None and differences.has(where, step):
+            _on_given(module, differences, where, step)
+
+
+def _at(module: Any, path: str) -> Any:
+    """The module at a dotted path, or None."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def _first(value: Any) -> Tensor:
+    found: Tensor = value[0] if isinstance(value, tuple) else value
+    return found
+
+
+def _on_given(module: Any, differences: Differences, stage: str, step: str) -> None:
+    module.register_forward_pre_hook(lambda module, given: (differences.replace(stage, step, given[0]), *given[1:]))
+
+
+def _on_result(module: Any, differences: Differences, stage: str, step: str) -> None:
+    def hook(module: Any, given: Any, result: Any) -> Any:
+        if step == "router":  # logits, weights and ids
+            scores, weights, ids = result
+            dense = torch.zeros(scores.shape, dtype=weights.dtype).scatter_(-1, ids, weights)
+            ours = differences.replace(stage, step, dense)
+            weights, ids = ours.topk(ids.shape[-1], -1)
+            return scores, weights, ids
+        ours = differences.replace(stage, step, _first(result))
+        return (ours, *result[1:]) if isinstance(result, tuple) else ours
+
+    module.register_forward_hook(hook)
+
+
+def _register_attention(differences: Differences) -> None:
+    """Let transformers attend with Quire's queries, keys and values, by the family's own eager function."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        stage = stage_name(module.layer_idx, ATTENTION)
+        latent = not differences.has(stage, "values")
+        replace = _replace_latent if latent else _replace_heads
+        q, k, v = replace(differences, stage, q, k, v)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        result, weights = eager(module, q, k, v, mask, **options)
+        return differences.replace(stage, "attention", result), weights
+
+    AttentionInterface.register(INTERFACE, attend)
+    AttentionMaskInterface.register(INTERFACE, AttentionMaskInterface()["eager"])
+
+
+def _replace_heads(differences: Differences, stage: str, *parts: Tensor) -> Iterator[Tensor]:
+    """Queries, keys and values [1, H, T, D]."""
+    for step, part in zip(("queries", "keys", "values"), parts, strict=True):
+        yield differences.replace(stage, step, part.transpose(1, 2)).transpose(1, 2)
+
+
+def _replace_latent(differences: Differences, stage: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Queries and the rotated part of keys; nothing but the order of the pairs differs between families."""
+    width = differences.ours.result(stage, "keys").shape[-1]
+    found = []
+    for step, part in (("queries", q), ("keys", k[:, :1, :, -width:])):
+        ours, theirs = differences.ours.result(stage, step), part[0].transpose(0, 1)
+        ours = ours.view(theirs.shape)
+        first, second = ours[..., -width:].chunk(2, -1)
+        pairs = torch.cat((ours[..., :-width], torch.stack((first, second), -1).flatten(-2)), -1)
+        orders = [(relative_difference(one.flatten(1), theirs.flatten(1)), one) for one in (ours, pairs)]
+        differences.found[stage, step], chosen = min(orders, key=lambda pair: pair[0])
+        found.append(chosen.transpose(0, 1)[None])
+    k = k.clone()
+    k[..., -width:] = found[1]
+    return found[0], k, v

@@ -1,0 +1,170 @@
+"""What `quire verify` found, and how it says so. Knows no tensors."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+
+from quire.explain.parameters import Changed
+
+TIE = 1e-3  # of the largest logit: a lead that float32 may give to the other token where many layers round
+SHOWN = 6  # lines of a list before "and N more"
+# What is computed in a step beside the product with its parameters, for a step whose parameters are right.
+BESIDE = {
+    "queries": "the rotation (rope_theta and rope_scaling of config.json)",
+    "keys": "the rotation (rope_theta and rope_scaling of config.json), or the write to the cache",
+    "values": "the write to the cache",
+    "attention": "the scale of the scores, the mask, or the cache",
+    "router": "how experts are scored and chosen (norm_topk_prob, routed_scaling_factor and groups of config.json)",
+    "gate_proj, up_proj": "the activation",
+    "shared gate_proj, up_proj": "the activation",
+    "sum": "the sum of the layer's input and what the layer adds",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation: the largest difference from the reference on the same input, relative to the row of the result.
+
+    bound   what the rounding of float32 may make of it
+    """
+
+    name: str
+    difference: float
+    bound: float
+
+    @property
+    def diverged(self) -> bool:
+        """True for more than rounding; for a difference that is not a number, too."""
+        return not self.difference <= self.bound
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The embedding, a half of a layer, the last norm, or the logits.
+
+    so_far   difference of the stage's result when the reference computes alone: rounding of all stages so far adds up
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    so_far: float
+
+    @property
+    def worst(self) -> Step:
+        """The step that is nearest to its bound, or farthest beyond it."""
+        return max(self.steps, key=lambda step: step.difference / step.bound if isfinite(step.difference) else 1e30)
+
+    @property
+    def first_divergent(self) -> Step | None:
+        """The first step that differs by more than rounding."""
+        return next((step for step in self.steps if step.diverged), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The outcome of `verify`.
+
+    stages    in the order in which they are computed
+    changed   tensors of the checkpoint that Quire computes with other numbers
+    ours      greedy tokens;  theirs  the reference's choice after the same tokens, so equal up to the first difference
+    margin    at that difference: the lead of the reference's token (logits); 0 when there is none
+    scale     largest logit of the reference
+    """
+
+    model: str
+    reference: str
+    num_prompt: int
+    stages: tuple[Stage, ...]
+    changed: tuple[Changed, ...]
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]
+    margin: float
+    scale: float
+
+    @property
+    def first_divergent(self) -> tuple[str, str] | None:
+        """The first stage that differs by more than rounding, and its first step that does."""
+        return next(((stage.name, step.name) for stage in self.stages if (step := stage.first_divergent)), None)
+
+    @property
+    def first_token(self) -> int | None:
+        """Index of the first greedy token that differs."""
+        pairs = zip(self.ours, self.theirs, strict=True)
+        return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+
+    @property
+    def tied(self) -> bool:
+        """True when no token differs, or the first that does leads by so little that rounding decides."""
+        return self.first_token is None or self.margin <= TIE * self.scale
+
+    @property
+    def ok(self) -> bool:
+        """True when every step, every parameter and every greedy token agrees."""
+        return self.first_divergent is None and not self.changed and self.tied
+
+    def render(self) -> str:
+        """The table and the verdict as plain text."""
+        width = max(len(stage.name) for stage in self.stages)
+        inner = max(len(stage.worst.name) for stage in self.stages)
+        lines = [
+            f"{self.model}: {self.num_prompt} prompt and {len(self.ours)} greedy tokens, float32, against "
+            f"transformers on {self.reference}",
+            "own: the worst step of a stage, given the same input. so far: both compute alone from the tokens on.",
+            "Both are relative to the largest value of a row.",
+            "",
+            f"{'stage'.ljust(width)}   so far      own  of step",
+        ]
+        first = self.first_divergent
+        for stage in self.stages:
+            shown = stage.first_divergent or stage.worst
+            mark = f"{shown.name.ljust(inner)}  <-- differs" if stage.first_divergent else shown.name
+            lines.append(f"{stage.name.ljust(width)}  {stage.so_far:7.1e}  {shown.difference:7.1e}  {mark}")
+        if first is not None:
+            lines += ["", *self._steps(first[0])]
+        return "\n".join([*lines, "", self._tokens_line(), *self._verdict()])
+
+    def _steps(self, name: str) -> Iterator[str]:
+        stage = next(stage for stage in self.stages if stage.name == name)
+        width = max(len(step.name) for step in stage.steps)
+        yield f"steps of {name}:"
+        for step in stage.steps:
+            yield (f"  {step.name.ljust(width)}  {step.difference:7.1e}  bound {step.bound:.0e}"
+                   f"{'  <-- differs' if step.diverged else ''}")
+
+    def _tokens_line(self) -> str:
+        at = self.first_token
+        if at is None:
+            return f"greedy tokens: all {len(self.ours)} equal"
+        tie = "; a tie, not an error" if self.tied and self.first_divergent is None else ""
+        return (f"greedy tokens: first difference at token {at}: Quire {self.ours[at]}, transformers "
+                f"{self.theirs[at]} (margin {self.margin:.3g}{tie})")  # fmt: skip
+
+    def _verdict(self) -> Iterator[str]:
+        first = self.first_divergent
+        if self.ok:
+            yield "equal: every step within the rounding of float32, every parameter bit for bit the checkpoint's."
+            return
+        if first is not None:
+            stage, step = first
+            alike = sum(any(one.name == step and one.diverged for one in stage.steps) for stage in self.stages)
+            every = sum(any(one.name == step for one in stage.steps) for stage in self.stages)
+            yield f"differs: {step} of {stage} is the first step beyond rounding."
+            if alike > 1:
+                yield f"  The same step differs in {alike} of {every} layers: look for one cause of all of them."
+        elif not self.changed:
+            yield "differs: every step and every parameter agrees, but a greedy token does not: look at sampling."
+        else:
+            yield "differs: every step agrees on these tokens, but parameters are not the checkpoint's."
+        yield from self._parameters()
+
+    def _parameters(self) -> Iterator[str]:
+        if self.changed:
+            yield "  Parameters that Quire computes with and that are not the checkpoint's:"
+            yield from (f"    {changed}" for changed in self.changed[:SHOWN])
+            if len(self.changed) > SHOWN:
+                yield f"    and {len(self.changed) - SHOWN} more"
+        elif self.first_divergent is not None:
+            step = self.first_divergent[1]
+            beside = "rms_norm_eps of config.json, or the norm itself" if step.endswith("norm") else BESIDE.get(step)
+            beside = beside or "the code of this step"
+            yield f"  Every parameter is bit for bit the checkpoint's, which leaves {beside}."
