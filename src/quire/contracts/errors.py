@@ -19,6 +19,15 @@ QuireError
     └── EngineDead                   the engine stopped; every waiting request gets this
 """
 
+MAX_SHOWN = 64  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value of a request as an error message shows it. Only the beginning of a long one is shown: a message goes into
+    logs and on screens."""
+    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else repr(value)[:MAX_SHOWN]
+    return text + "..." * (len(value if isinstance(value, str) else repr(value)) > MAX_SHOWN)
+
 
 class QuireError(Exception):
     """Base of every error that Quire raises on purpose."""

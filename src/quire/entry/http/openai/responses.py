@@ -24,7 +24,8 @@ from quire.entry.http.openai.responses_store import Kept, ResponseStore
 from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
 
 DECODER = RequestDecoder(ResponseRequest, refused="refused_response_fields.txt")
-WORDS = ((r"^messages$", "input"), (r"\bresponse_format(\.json_schema)?\b", "text.format"),
+WORDS = ((r"^messages$", "input"), (r"\bmessages\[\d+\]\.", "input: "),
+         (r"\bresponse_format(\.json_schema)?\b", "text.format"),
          (r"\btool_choice\.(allowed_tools|function)\b", "tool_choice"), (r"(?<=\])\.function\b", ""),
          (r"\breasoning_effort\b", "reasoning.effort"), (r"\bmax_completion_tokens\b", "max_output_tokens"),
          *CHAT_WORDS)

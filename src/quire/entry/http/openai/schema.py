@@ -141,10 +141,11 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A piece of a message; only text is read."""
+    """A piece of a message; only text is read, and as such what an assistant refused."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -164,15 +165,17 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message of a conversation. Reasoning of an earlier turn is read under both names in use."""
+    """One message of a conversation. Its role is a usual one, or one that the chat template asks for. Reasoning of an
+    earlier turn is read under both names in use."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     function_call: Any = None
     audio: Any = None
     images: Any = None
