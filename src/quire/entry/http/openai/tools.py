@@ -85,8 +85,8 @@ def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: 
     """How to read what follows the rendered `prompt`; the form that this gives the answer is put into the parameters.
     Errors: 400 for a form beside which nothing can be called."""
     styles, row, form = text.styles, text.styles.reasoning, params.structured_outputs
-    plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), named=use.named,
-                    parallel=request.parallel_tool_calls is not False and not use.named,
+    plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
+                    named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
                     thoughts=request.include_reasoning is not False)
     if use.callable and (use.bound or styles.tools is None) and (form is None or use.must):
         form = StructuredOutputsParams(grammar=tool_grammar(

@@ -241,6 +241,39 @@ def test_what_was_cut_within_its_reasoning_goes_on(
     assert asyncio.run(main()) == "user:one;assistant:(so far);user:two;"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", ["chat", "responses", "messages"])
+def test_a_required_call_that_is_cut_is_never_content(
+    scripted: ScriptedEngine, begin: Callable[..., Any], output: Callable[..., Any], form: str, stream: bool
+) -> None:
+    engine: Any = scripted
+    engine.state = EngineState.READY
+    engine.ready = msgspec.structs.replace(engine.ready, max_model_len=4096)
+    client = Client(build_app(engine, ServerConfig.from_flat(served_model_name=("tiny",)), Metrics()))
+    choices = {"responses": ["required", {"type": "function", "name": "weather"}],
+               "chat": ["required", {"type": "function", "function": {"name": "weather"}}],
+               "messages": [{"type": "any"}, {"type": "tool", "name": "weather"}]}[form]
+    path, build, tools = FORMS[form]
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+    async def ask(choice: Any, *pieces: str) -> str:
+        body = build([USER]) | {"tools": tools, "tool_choice": choice, "stream": stream}
+        task, reply, _, pipe = await begin(client, path, body)
+        for at, piece in enumerate(pieces):
+            pipe.put(output(piece, finish="length" if at == len(pieces) - 1 else None))
+            for _ in range(4):
+                await asyncio.sleep(0)
+        pipe.put(None)
+        await task
+        assert reply.status == 200, reply.body
+        return str(reply.body.decode())
+
+    for choice in choices:
+        for end in range(1, len(call)):
+            said = asyncio.run(ask(choice, *(call[:end] if stream else [call[:end]])))
+            assert "<tool" not in said and "name\\" not in said, said
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
 def test_roles_are_those_that_the_template_knows(
     scripted: ScriptedEngine, text_side: TextSide, make_client: Callable[..., Client], path: str
