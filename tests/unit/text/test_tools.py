@@ -221,7 +221,7 @@ def printed(name: str, calls: list[Call]) -> str:
 def test_printed_calls_come_back(name: str, seed: int) -> None:
     rng = Random(seed)
     tools = {tool: {key: {"type": rng.choice([*TYPES.values(), "null"])} for key in KEYS}
-             for tool in ("get", "get_weather", "f-2" if name != "pythonic" else "f")}
+             for tool in ("get", "get.weather", "mcp/f-2:a.b")}
     calls = [(tool, {key: value_of(rng, tools[tool][key]["type"]) for key in rng.sample(KEYS, rng.randrange(4))})
              for tool in rng.choices(list(tools), k=rng.randrange(1, 4))]
     text = printed(name, calls)

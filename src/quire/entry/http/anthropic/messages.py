@@ -100,7 +100,8 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
             exchange.warn(f"thinking.type {thinking.type} is ignored: the chat template does not read enable_thinking")
     return schema.ChatRequest(
         **given, model=request.model, messages=talk.messages, continue_final_message=open_end,
-        temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, stop=request.stop_sequences, stream=request.stream,
+        temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
+        stop=request.stop_sequences, stream=request.stream,
         tools=[schema.Tool(type="function", function=schema.FunctionSpec(
             name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict))
             for tool in request.tools or ()])

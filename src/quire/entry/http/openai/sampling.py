@@ -8,7 +8,7 @@ from quire.contracts.errors import InvalidParameter, QuireError, RequestFailed
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.structured import KINDS, StructuredOutputsParams
 from quire.entry.http.errors import HttpError
-from quire.entry.http.openai.schema import MAX_CHOICES, SamplingFields
+from quire.entry.http.openai.schema import MAX_CHOICES, MAX_PROMPTS, SamplingFields
 
 SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
     "n temperature frequency_penalty presence_penalty stop logit_bias top_k min_p repetition_penalty min_tokens "
@@ -93,9 +93,10 @@ def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields,
 def check_choices(num_prompts: int, request: SamplingFields) -> None:
     """Bound the completions of one request, and what they bring along."""
     n = request.n or 1
-    if num_prompts * n > MAX_CHOICES:
+    if num_prompts * n > (MAX_CHOICES if n > 1 else MAX_PROMPTS):
         raise InvalidParameter(f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: at most "
-                               f"{MAX_CHOICES} per request.", param="n" if n > 1 else "prompt")
+                               f"{MAX_CHOICES} per request, or {MAX_PROMPTS} with n=1.",
+                               param="n" if n > 1 else "prompt")
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words"):
         entries = getattr(request, name) or ()
         if len(entries) * num_prompts * n > MAX_LISTED:

@@ -13,6 +13,7 @@ from quire.contracts.output import LogprobsByToken
 from quire.contracts.sampling import MAX_LOGPROB_IDS
 
 MAX_CHOICES = 128  # completions of one request, over all its prompts
+MAX_PROMPTS = 1_024  # prompts of one request with a completion each, as harnesses send whole data sets
 MAX_STOPS = 64  # OpenAI allows 4; evaluation harnesses send more
 MAX_SALT = 256
 MAX_MESSAGES = 10_000
@@ -34,7 +35,8 @@ BadWord = Annotated[str, Meta(max_length=MAX_BAD_WORD)]
 Messages = Annotated[list["Message"], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Logprobs = Annotated[int, Meta(ge=-1)]
 Tools = Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)]
-FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+# OpenAI takes 64 letters, digits, "_" and "-"; MCP's servers name tools with dots and slashes, gateways add colons.
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./:-]{1,128}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FinishReason = str
 

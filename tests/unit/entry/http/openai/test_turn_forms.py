@@ -274,6 +274,30 @@ def test_a_required_call_that_is_cut_is_never_content(
             assert "<tool" not in said and "name\\" not in said, said
 
 
+@pytest.mark.parametrize("name", ["mcp.weather", "mcp/weather:now", "a" * 128])
+@pytest.mark.parametrize("form", ["chat", "responses", "messages"])
+def test_names_of_tools_come_back_as_they_were_sent(
+    scripted: ScriptedEngine, begin: Callable[..., Any], output: Callable[..., Any], form: str, name: str
+) -> None:
+    engine: Any = scripted
+    engine.state = EngineState.READY
+    engine.ready = msgspec.structs.replace(engine.ready, max_model_len=4096)
+    client = Client(build_app(engine, ServerConfig.from_flat(served_model_name=("tiny",)), Metrics()))
+    path, build, tools = FORMS[form]
+
+    async def ask(body: dict[str, Any]) -> Any:
+        task, reply, _, pipe = await begin(client, path, json.loads(json.dumps(body).replace("weather", name)))
+        pipe.put(output(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>', finish="stop"))
+        pipe.put(None)
+        await task
+        return reply
+
+    reply = asyncio.run(ask(build([USER, CALL, RESULT]) | {"tools": tools, "tool_choice": (
+        {"type": "any"} if form == "messages" else "required")}))
+    assert reply.status == 200 and reply.body.decode().count(f'"name":"{name}"') == (2 if form == "responses" else 1)
+    assert name in scripted.params[-1].structured_outputs.grammar  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
 def test_roles_are_those_that_the_template_knows(
     scripted: ScriptedEngine, text_side: TextSide, make_client: Callable[..., Client], path: str
