@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
+from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel, shown
 from quire.text.calls import CallStyle, probe_style
 from quire.text.sandbox import Sandbox
 from quire.text.sandbox_meter import TooCostly, compile_metered
@@ -29,6 +29,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ASKED = re.compile(r"""role["']?\]?\s*(?:[!=]=|(?:not\s+)?in)\s*[\[(]?((?:\s*["']\w+["']\s*,?)+)""")
 SWITCHES = ("add_generation_prompt", "continue_final_message")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> its field
+MAX_WORDS = 500  # characters of a template's own error, which may hold whole messages
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names in use for one field, in order of precedence
 CONTINUE_MARK = "QUIRE-CONTINUES-HERE "  # the space shows whether the template trims the message
 # What a template can raise besides Jinja's own errors: it is a program over the caller's values.
@@ -164,13 +165,12 @@ class ChatTemplate:
         try:
             return template.render(given, messages=messages, tools=tools)
         except jinja2.TemplateError as error:
-            raise InvalidParameter(
-                f"the chat template refused the messages: {error.message or type(error).__name__}", param="messages"
-            ) from error
+            words = (error.message or type(error).__name__)[:MAX_WORDS]
+            raise InvalidParameter(f"the chat template refused the messages: {words}", param="messages") from error
         except PROGRAM_ERRORS as error:
-            raise InvalidParameter(
-                f"the chat template cannot render these messages ({type(error).__name__}: {error}).", param="messages"
-            ) from error
+            words = f"{type(error).__name__}: {error}"[:MAX_WORDS]
+            raise InvalidParameter(f"the chat template cannot render these messages ({words}).",
+                                   param="messages") from error
 
 
 def no_template(model: str) -> InvalidParameter:
@@ -241,7 +241,7 @@ def _flat_content(content: Any, where: str) -> str:
         field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         text = part if isinstance(part, str) else part.get(field) if field else None
         if not isinstance(text, str):
-            name = repr(kind) if kind else f"a {type(part).__name__} without a type"
+            name = shown(kind) if kind else f"a {type(part).__name__} without a type"
             raise InvalidParameter(
                 f'{where}: this model reads text only; content part {name} must be {{"type": "text", "text": ...}}.',
                 param="messages")

@@ -330,7 +330,7 @@ def test_twenty_times_what_can_run_is_refused_by_default() -> None:
                     taken.append(open_one(engine, 3, prompt=[i]))
                 except QueueFull:
                     refused += 1
-            assert (len(taken), refused) == (64 + 512, 1280 - 64 - 512)
+            assert (len(taken), refused) == (64 + 1024, 1280 - 64 - 1024)
             assert all(await asyncio.gather(*map(read, taken)))
 
     run(work())

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.entry.http.anthropic.errors import own_form
 from quire.entry.http.anthropic.schema import Block, Content, InputMessage, MessagesRequest
@@ -77,7 +77,7 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
                                "no tool_use.", param="messages")
     for at, tool in enumerate(request.tools or ()):
         if tool.type not in (None, "custom"):
-            raise not_implemented(f"tools[{at}]: {tool.type[:40]}", "the server runs no tools; describe one of your "
+            raise not_implemented(f"tools[{at}]: {shown(tool.type)}", "the server runs no tools; describe one of your "
                                   "own with an input_schema.", "tools")
     given: dict[str, Any] = {}
     if (config := request.output_config) is not None:
@@ -131,7 +131,8 @@ def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:
     for at, block in enumerate([Block(type="text", text=content)] if isinstance(content, str) else content):
         needs = BLOCKS[role].get(block.type)
         if needs is None:
-            raise not_implemented(f"{where}[{at}]: {block.type[:40]}", f"read here: {', '.join(BLOCKS[role])}.", where)
+            read = f"read here: {', '.join(BLOCKS[role])}."
+            raise not_implemented(f"{where}[{at}]: {shown(block.type)}", read, where)
         for name in needs:
             if getattr(block, name) is None:
                 raise InvalidParameter(f"{where}[{at}].{name} is missing: a {block.type} block needs it.", param=where)

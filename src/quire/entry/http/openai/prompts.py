@@ -257,7 +257,7 @@ def check_parts(content: str | list[ContentPart] | None, where: str, param: str)
     """Errors: 400 for a part that is no text, or has none."""
     for part in () if isinstance(content, str) else content or ():
         if part.type not in TEXT_PARTS:
-            raise not_implemented(f"{where}: {part.type[:40]}", "the model reads text only.", param)
+            raise not_implemented(f"{where}: {shown(part.type)}", "the model reads text only.", param)
         if getattr(part, field := TEXT_PARTS[part.type]) is None:
             raise InvalidParameter(f"{where}: a part of type {part.type} needs a {field}.", param=param)
 

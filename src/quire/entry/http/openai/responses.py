@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from quire.contracts.errors import shown
 from quire.entry.http.auth import shown_key
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, http_error, not_implemented
@@ -152,7 +153,7 @@ def _resolve(items: list[Item], sources: Iterable[Kept]) -> list[Item]:
     known = {item.id: item for kept in sources for item in _output(kept)}
     for at, item in enumerate(items):
         if item.type == REFERENCE and item.id not in known:
-            raise HttpError(404, f"input[{at}]: no kept response has an item {(item.id or '')[:64]!r}: send the item "
+            raise HttpError(404, f"input[{at}]: no kept response has an item {shown(item.id or '')}: send the item "
                                  "itself.", code="item_not_found", param="input")
         items[at] = known[item.id] if item.type == REFERENCE else item
     return items

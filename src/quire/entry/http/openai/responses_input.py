@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
@@ -30,9 +30,9 @@ def check_fields(request: ResponseRequest) -> None:
     asked = request.include or ()
     for at, kind in enumerate(tool.get("type") for tool in request.tools or ()):
         if kind != "function":
-            raise not_implemented(f"tools[{at}]: {str(kind)[:40]}", "the server runs none; send functions.", "tools")
+            raise not_implemented(f"tools[{at}]: {shown(kind)}", "the server runs none; send functions.", "tools")
     for name in set(asked) - {LOGPROBS, ENCRYPTED}:
-        raise not_implemented(f"include: {name[:40]}", "it is of a tool that the server does not run.", "include")
+        raise not_implemented(f"include: {shown(name)}", "it is of a tool that the server does not run.", "include")
     if request.top_logprobs and LOGPROBS not in asked:
         raise InvalidParameter(f'top_logprobs needs include=["{LOGPROBS}"].', param="top_logprobs")
     if request.background and (request.stream or request.store is False):
@@ -97,7 +97,7 @@ def _add(talk: Talk, item: Item, where: str) -> None:
     elif item.type in NEEDS:
         raise InvalidParameter(f"{where} needs {NEEDS[item.type]}.", param="input")
     else:
-        raise not_implemented(f"{where}: {str(item.type)[:40]}", f"items are {', '.join(filter(None, NEEDS))} and "
+        raise not_implemented(f"{where}: {shown(item.type)}", f"items are {', '.join(filter(None, NEEDS))} and "
                               "reasoning.", "input")
 
 

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from quire.contracts.errors import InvalidParameter, QuireError, RequestFailed
+from quire.contracts.errors import InvalidParameter, QuireError, RequestFailed, shown
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.structured import KINDS, StructuredOutputsParams
 from quire.entry.http.errors import HttpError
@@ -33,7 +33,7 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
         given["top_p"] = max(request.top_p, SMALLEST_TOP_P)
     if request.seed is not None:
         if not -(2**63) <= request.seed < 2**64:
-            raise InvalidParameter(f"seed={request.seed}: must be an integer in [-2^63, 2^64).", param="seed")
+            raise InvalidParameter(f"seed={shown(request.seed)}: must be an integer in [-2^63, 2^64).", param="seed")
         # OpenAI's seeds are signed 64-bit numbers; ours unsigned, with -1 for a random one.
         given["seed"] = request.seed if request.seed >= -1 else request.seed + 2**64
     if request.stream:
@@ -115,5 +115,5 @@ def request_timeout(header: str | None) -> float | None:
         asked = math.nan
     if not (math.isfinite(asked) and asked > 0):
         raise InvalidParameter(
-            f"X-Request-Timeout={header[:40]!r}: must be a number of seconds above 0.", param="X-Request-Timeout")
+            f"X-Request-Timeout={shown(header)}: must be a number of seconds above 0.", param="X-Request-Timeout")
     return asked

@@ -104,7 +104,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     seed: int | None = None
-    logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None

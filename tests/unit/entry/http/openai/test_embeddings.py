@@ -97,7 +97,7 @@ def test_a_model_without_files_answers_and_says_what_it_did(
     ({"input": 5}, "input", "a string or a list"),
     ({"input": [[5, "a"]]}, "input", "integer"),
     ({"input": ["a"] * 2049}, "input", "at most 2048"),
-    ({"input": [5, 10**6]}, "input", "input holds 1000000, which is outside the vocabulary"),
+    ({"input": [5, 10**6]}, "input", "input holds 1000000, outside the vocabulary"),
     ({"input": "a", "dimensions": 257}, "dimensions", "[1, 256]"),
     ({"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64, float"),
