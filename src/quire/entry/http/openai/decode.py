@@ -73,7 +73,7 @@ ROUTES: dict[str, frozenset[str]] = {path: frozenset(kind.__struct_fields__) for
 ALIKE = [line.split() for line in (  # fields for the same, of which each route has some
     "max_tokens max_completion_tokens max_output_tokens", "stop stop_sequences", "instructions system messages input",
     "messages prompt input", "response_format structured_outputs text output_config",
-    "truncation truncate_prompt_tokens", "query text_1", "documents text_2",
+    "truncation truncate_prompt_tokens", "query queries text_1 data_1", "documents items text_2 data_2",
     "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
 # Do not change the answer here, and are taken silently: who asks, what OpenAI keeps and where it runs; hints (what the
 # answer will mostly be, how long it should be); how pictures would be read; backends, of which there is one.

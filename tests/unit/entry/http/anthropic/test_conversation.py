@@ -171,7 +171,8 @@ def test_messages_that_cannot_be_read(api: Api, messages: Any, words: str) -> No
 
 
 @pytest.mark.parametrize(("fields", "words"), [
-    ({"system": [{"type": "image"}]}, "system[0]: 'image'"), ({"temperature": 1.5}, "temperature must be a number in [0"),
+    ({"system": [{"type": "image"}]}, "system[0]: 'image'"),
+    ({"temperature": 1.5}, "temperature must be a number in [0"),
     ({"temperature": -0.1}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 2}, "top_p"),
     ({"stop_sequences": "x"}, "stop_sequences must be a list"), ({"model": None}, "model must be a string"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: 'web_search_20250305'"),
