@@ -60,6 +60,7 @@ async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
     tokenizer = tokenizer_of(text, "tokenizer")
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     answer = schema.TokenizerInfo(
+        tokenizer_class=text.tokenizer_class,
         bos_token=_content(tokenizer, bos), eos_token=_content(tokenizer, eos), pad_token=_content(tokenizer, pad),
         bos_token_id=bos, eos_token_id=eos, pad_token_id=pad, vocab_size=tokenizer.vocab_size,
         chat_template=None if text.chat_template is None else text.chat_template.source())

@@ -429,8 +429,10 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """Answer of /tokenizer_info: what a client needs to count tokens and to render chats by itself."""
+    """Answer of /tokenizer_info: what a client needs to count tokens and to render chats by itself. `tokenizer_class`:
+    the name of the class in transformers."""
 
+    tokenizer_class: str
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None
