@@ -25,7 +25,7 @@ from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.responses_schema import ResponseRequest
-from quire.entry.http.openai.unknown import Fields
+from quire.entry.http.openai.unknown import Fields, value_again
 
 LOG = logging.getLogger("quire")
 T = TypeVar("T", bound=msgspec.Struct)
@@ -124,10 +124,10 @@ class RequestDecoder(Generic[T]):
                 raise RecursionError
         except msgspec.ValidationError as error:
             fault = self.explain(str(error))
-            if fault.param == "logit_bias" and (wrong := _bad_biases(msgspec.json.decode(names[fault.param]))):
+            if fault.param == "logit_bias" and (wrong := _bad_biases(value_again(names[fault.param]))):
                 words = f"logit_bias at {listed(wrong)}: keys must be token ids, values numbers in [-100, 100]."
                 raise InvalidParameter(words, param=fault.param) from error
-            if fault.param in FORMS and _is_structural(msgspec.json.decode(names[fault.param])):
+            if fault.param in FORMS and _is_structural(value_again(names[fault.param])):
                 raise not_implemented(f"{fault.param}: structural_tag", STRUCTURAL, fault.param) from error
             raise fault from error
         except msgspec.DecodeError as error:

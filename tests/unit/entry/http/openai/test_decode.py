@@ -175,6 +175,14 @@ def test_fields_of_fields_are_known_or_refused(fields: dict[str, Any], words: st
     CHAT.decode(json.dumps({"messages": USER, "response_format": form}).encode())
 
 
+@pytest.mark.parametrize("given", ["-1e400", '{"5": 1e400}', '{"type": 1e400}', '{"json": {"a": 1e400}, "regex": 1}'])
+@pytest.mark.parametrize("name", ["logit_bias", "response_format", "structured_outputs"])
+def test_numbers_beyond_every_float_are_refused_by_the_field(name: str, given: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        COMPLETION.decode(f'{{"prompt": "a", "{name}": {given}}}'.encode())
+    assert caught.value.param == name
+
+
 def test_missing_fields_are_named() -> None:
     with pytest.raises(InvalidParameter, match="prompt is missing") as caught:
         COMPLETION.decode(b"{}")
