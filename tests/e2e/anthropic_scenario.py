@@ -144,7 +144,7 @@ def errors(facts: Facts) -> None:
     assert unknown.type == "not_found_error" and unknown.request_id == unknown.body["request_id"] is not None
     image = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}]}]
     bad = refusal(anthropic.BadRequestError, lambda: client.messages.create(**right | {"messages": image}))
-    assert bad.type == "invalid_request_error" and "image is not implemented" in bad.body["error"]["message"]
+    assert bad.type == "invalid_request_error" and "'image' is not implemented" in bad.body["error"]["message"]
     long = asked("word " * 5000)
     assert client.messages.count_tokens(model=MODEL, messages=long).input_tokens > 5000
     assert "context" in str(refusal(anthropic.BadRequestError, lambda: client.messages.create(

@@ -197,7 +197,7 @@ def test_chat_takes_several_conversations_and_a_started_answer(talker: LLM, gree
 
 @pytest.mark.parametrize(
     "given",
-    [{"tools": []}, {"messages": []}, {"add_generation_prompt": True}, {"adapt_tool_calls": False}, {5: 1}, ["a"]],
+    [{"tools": []}, {"messages": []}, {"add_generation_prompt": True}, {"adapt_turns": False}, {5: 1}, ["a"]],
 )
 def test_variables_that_are_arguments_are_refused(talker: LLM, given: Any) -> None:
     with pytest.raises(InvalidParameter, match="chat_template_kwargs"):

@@ -82,7 +82,7 @@ class SchedulerConfig:
     max_num_seqs: int | None = option(None, "requests running at once (default: 256; on a GPU of 70 GiB or more 1024)",
                                       least=1)
     max_waiting: int | None = option(None, "requests that may wait beside those that fill free slots; more are "
-                                     "answered 429 (default: 8 x max_num_seqs, at least 512, in a server; no bound "
+                                     "answered 429 (default: 8 x max_num_seqs, at least 1,024, in a server; no bound "
                                      "offline)", least=1)
     scheduling_policy: str = option("fcfs", "order of requests", choices=("fcfs", "priority"))
     watermark: float = option(0.01, "share of the KV blocks kept free when admitting beside running requests")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quire.config.checkpoint import read_raw_config
-from quire.contracts.errors import ConfigError, InvalidParameter, ModelError, UnsupportedModel
+from quire.contracts.errors import ConfigError, InvalidParameter, ModelError, UnsupportedModel, shown
 from quire.contracts.step import F32
 
 MODULES = "modules.json"
@@ -43,8 +43,8 @@ class PoolingPlan:
         """Raise `InvalidParameter` for a number of dimensions that cannot be had."""
         given: Any = dimensions  # whatever the caller really gave
         if given is not None and not (type(given) is int and 1 <= given <= self.width):
-            raise InvalidParameter(f"dimensions={given!r}: must be an integer in [1, {self.width}], which is what this "
-                                   "model has.", param="dimensions")  # fmt: skip
+            raise InvalidParameter(f"dimensions={shown(given)}: must be an integer in [1, {self.width}], which is what "
+                                   "this model has.", param="dimensions")
 
     def check_scores(self) -> None:
         """Raise `InvalidParameter` where vectors are no measure of likeness."""

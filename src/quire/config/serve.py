@@ -10,7 +10,7 @@ from quire.config.engine import EngineConfig, by_part, check_types, flat_names, 
 from quire.contracts.errors import ConfigError
 
 WAITING_PER_SLOT = 8  # with the slots themselves: nine times what can run is taken, ten times is not
-LEAST_WAITING = 512  # with few slots: no request within the schema's bounds is refused for its size
+LEAST_WAITING = 1_024  # with few slots: no request within the schema's bounds is refused for its size
 HOST_NAME = re.compile(r"\*|[a-zA-Z0-9_][a-zA-Z0-9._-]*")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 

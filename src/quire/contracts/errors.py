@@ -19,6 +19,25 @@ QuireError
     └── EngineDead                   the engine stopped; every waiting request gets this
 """
 
+import itertools
+from collections import abc
+
+MAX_SHOWN = 100  # characters of a value in a message
+MAX_LISTED = 5  # values in a message
+
+
+def shown(value: object) -> str:
+    """A value of a request as an error message shows it. Only the beginning of a long one is shown: a message goes into
+    logs and on screens."""
+    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else repr(value)[:MAX_SHOWN]
+    return text + "..." * (len(value if isinstance(value, str) else repr(value)) > MAX_SHOWN)
+
+
+def listed(values: abc.Collection[object]) -> str:
+    """Values of a request as an error message lists them: the first ones, and how many more there are."""
+    more = len(values) - MAX_LISTED
+    return ", ".join(map(shown, itertools.islice(values, MAX_LISTED))) + (f" and {more} more" if more > 0 else "")
+
 
 class QuireError(Exception):
     """Base of every error that Quire raises on purpose."""

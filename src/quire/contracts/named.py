@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.text_table import read_rows
 
 # Fields that callers of other engines know and this one has not -> what to do instead; values that ask for nothing.
@@ -47,6 +47,6 @@ def _unknown(kind: NamedFields, name: str) -> str:
     fields = kind.__struct_fields__
     near = difflib.get_close_matches(name, (*fields, *ABSENT), n=1)
     if near and near[0] not in fields:
-        return f"{kind.__name__} has no field {name!r}, and {near[0]} is not implemented: {ABSENT[near[0]]}."
+        return f"{kind.__name__} has no field {shown(name)}, and {near[0]} is not implemented: {ABSENT[near[0]]}."
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(fields)}."
-    return f"{kind.__name__} has no field {name!r}: {hint}"
+    return f"{kind.__name__} has no field {shown(name)}: {hint}"

@@ -59,6 +59,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one step, in columns: request `handles[i]` got `tokens[i]`.
 
+    preempted    handles of requests that lost their place since the outputs before
     cached       handle -> prompt tokens found in the prefix cache, once, with the first admission
     prefixes     handle -> why those were not more, likewise, where there is anything to say
     logprobs     handle -> rows of this step's token;  prompt_logprobs  handle -> rows of this step's chunk
@@ -67,6 +68,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     handles: I32
     tokens: I32
     finished: tuple[Finish, ...] = ()
+    preempted: tuple[int, ...] = ()
     cached: dict[int, int] = msgspec.field(default_factory=dict)
     prefixes: dict[int, PrefixReport] = msgspec.field(default_factory=dict)
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, listed, shown
 from quire.contracts.named import NamedFields, known_fields
 from quire.contracts.structured import StructuredOutputsParams
 
@@ -108,7 +108,7 @@ class SamplingParams(
 
 
 def _refuse(param: str, value: object, allowed: str) -> None:
-    raise InvalidParameter(f"{param}={value!r} is out of range: {param} must be {allowed}.", param=param)
+    raise InvalidParameter(f"{param}={shown(value)} is out of range: {param} must be {allowed}.", param=param)
 
 
 def _is_number(value: object) -> bool:
@@ -206,8 +206,12 @@ def _check_ids(p: SamplingParams) -> None:
             count = len(p.logprob_token_ids)
             _refuse("logprobs", p.logprobs, f"the number of logprob_token_ids ({count}) when both are set")
     pairs: Any = p.logit_bias or {}  # whatever the caller really gave
-    if not isinstance(pairs, dict) or any(not _is_int(i) or i < 0 or not _is_number(b) for i, b in pairs.items()):
-        _refuse("logit_bias", p.logit_bias, "a map from token ids to finite numbers (clamped to [-100, 100])")
+    words = "a map from token ids to finite numbers (clamped to [-100, 100])"
+    if not isinstance(pairs, dict):
+        _refuse("logit_bias", pairs, words)
+    if wrong := [i for i, bias in pairs.items() if not _is_int(i) or i < 0 or not _is_number(bias)]:
+        raise InvalidParameter(f"logit_bias at {listed(wrong)} is out of range: logit_bias must be {words}.",
+                               param="logit_bias")
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=NamedFields, kw_only=True, forbid_unknown_fields=True):

@@ -67,11 +67,13 @@ class Finisher:
                 finished.append(self.end(request, reason, vector=result.pooled.get(slot)))
                 ended.append(request)
         logprobs = {r.new.handle: result.logprobs[s] for r, s in self._with_logprobs(step, live, result)}
+        preempted, self._scheduler.preempted = tuple(self._scheduler.preempted), []
         all_live = len(live) == len(step.requests)
         outputs = StepOutputs(
             handles=step.handles if all_live else step.handles[live],
             tokens=tokens if all_live else tokens[live],
             finished=tuple(finished),
+            preempted=preempted,
             cached=cached,
             prefixes=prefixes,
             logprobs=logprobs,

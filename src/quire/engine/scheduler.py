@@ -49,6 +49,7 @@ class Scheduler:
         self.table = RunningTable(facts.num_slots)
         self.queue = WaitingQueue(self.by_priority, config.max_waiting, facts.num_slots)
         self.allocator = allocator
+        self.preempted: list[int] = []  # handles, until the next outputs tell of them
         self.num_preempted = self.num_blocked = self.prefix_queries = self.prefix_hits = 0
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
         self._lag = facts.decode_lag
@@ -228,6 +229,7 @@ class Scheduler:
         request.to(RequestState.WAITING)
         request.num_preemptions += 1
         self.num_preempted += 1
+        self.preempted.append(request.new.handle)
         self.queue.push(request)
 
     def _admit(self, slots: I32, num_tokens: I32, admitted: list[Admission], budget: int) -> tuple[I32, I32]:

@@ -107,7 +107,7 @@ class Completion:
 class Generation:
     """A prompt and its n completions.
 
-    began   when a step first took it up (monotonic), where that is known
+    began   when a step first took it up (monotonic), where that is known;  num_preemptions  of all its completions
     due     number of tokens of a completion from which on an output is wanted, beside the one at the end; 0: always
     """
 
@@ -120,6 +120,7 @@ class Generation:
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     num_cached: int | None = None
     began: float | None = None
+    num_preemptions: int = 0
     due: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 

@@ -7,14 +7,14 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import msgspec
 
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import InvalidParameter, PromptTooLong
+from quire.contracts.errors import InvalidParameter, PromptTooLong, listed, shown
 from quire.contracts.output import Finish, RequestOutput, StepOutputs
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest
@@ -210,6 +210,9 @@ class FrontEnd:
         for handle, num_cached in outputs.cached.items():
             if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
                 found[0].num_cached, found[0].metrics.prefix = num_cached, outputs.prefixes.get(handle)
+        for handle in outputs.preempted:
+            if (found := self._by_handle.get(handle)) is not None:
+                found[0].num_preemptions += 1
         for handle, rows in outputs.prompt_logprobs.items():
             if (found := self._by_handle.get(handle)) is not None and found[1].index == 0:
                 try:
@@ -264,13 +267,14 @@ class FrontEnd:
     def _check_options(self, priority: int, timeout: float | None) -> None:
         given: Any = priority  # whatever the caller really gave
         if not isinstance(given, int) or isinstance(given, bool) or not -(2**31) <= given < 2**31:
-            raise InvalidParameter(f"priority={given!r}: must be an integer of 32 bits.", param="priority")
+            raise InvalidParameter(f"priority={shown(given)}: must be an integer of 32 bits.", param="priority")
         if given and not self.limits.by_priority:
             raise InvalidParameter(f"priority={given} needs scheduling_policy='priority'; this engine serves first "
                                    "come, first served.", param="priority")
         seconds: Any = 1.0 if timeout is None else timeout
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST:
-            raise InvalidParameter(f"timeout={timeout!r}: must be seconds, above 0 and at most 1e9.", param="timeout")
+            raise InvalidParameter(f"timeout={shown(timeout)}: must be seconds, above 0 and at most 1e9.",
+                                   param="timeout")
 
     def _text(self, token_ids: list[int], params: SamplingParams) -> SequenceText | None:
         if self.tokenizer is None or not params.detokenize:
@@ -287,14 +291,11 @@ class FrontEnd:
         for name, values in (("prompt_token_ids", token_ids), ("stop_token_ids", params.stop_token_ids),
                              ("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias),
                              ("logprob_token_ids", params.logprob_token_ids)):
-            if not values or (0 <= (low := min(values)) and max(values) < limits.vocab_size):
-                continue
-            raise InvalidParameter(f"{name} holds {low if low < 0 else max(values)}, which is outside the vocabulary "
-                                   f"of {limits.vocab_size} tokens (0 to {limits.vocab_size - 1}).", param=name)
+            check_ids(name, values or (), limits.vocab_size)
         for name, k in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if k is not None and limits.max_logprobs >= 0 and (k > limits.max_logprobs or k < 0):
-                raise InvalidParameter(f"{name}={k} exceeds this engine's max_logprobs={limits.max_logprobs}: ask for "
-                                       "fewer, or start the engine with a higher max_logprobs.", param=name)
+                raise InvalidParameter(f"{name}={shown(k)} exceeds this engine's max_logprobs={limits.max_logprobs}: "
+                                       "ask for fewer, or start the engine with a higher max_logprobs.", param=name)
         for name, given in (("stop", params.stop_strings), ("bad_words", params.bad_words),
                             ("structured_outputs", params.structured_outputs)):
             if given and self.tokenizer is None:
@@ -328,6 +329,14 @@ class FrontEnd:
             num_prompt_logprobs=params.prompt_logprobs,
             grammar=params.structured_outputs is not None,
         )
+
+
+def check_ids(name: str, ids: Collection[int], size: int) -> None:
+    """Raise `InvalidParameter` for ids, in the field `name`, outside a vocabulary of `size` tokens."""
+    if ids and not (0 <= min(ids) and max(ids) < size):
+        wrong = [token for token in ids if not 0 <= token < size]
+        raise InvalidParameter(f"{name} holds {listed(wrong)}, outside the vocabulary of {size} tokens (0 to "
+                               f"{size - 1}): send ids of this model.", param=name)
 
 
 def _child(parent: NewRequest, index: int, request_id: str) -> NewRequest:

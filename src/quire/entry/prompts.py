@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 MAX_SALT = 256
@@ -50,7 +50,8 @@ def _parse_mapping(prompt: Mapping[str, object]) -> Prompt:
     unknown = sorted(set(prompt) - PROMPT_KEYS)
     if unknown:
         raise InvalidParameter(
-            f"prompt key {unknown[0]!r} is not implemented; known: {', '.join(sorted(PROMPT_KEYS))}.", param=unknown[0])
+            f"prompt key {shown(unknown[0])} is not implemented; known: {', '.join(sorted(PROMPT_KEYS))}.",
+            param=unknown[0])
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
     if text is None and ids is None:
         raise InvalidParameter("a prompt dict needs 'prompt' or 'prompt_token_ids'.", param="prompt")

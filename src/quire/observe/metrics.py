@@ -110,7 +110,8 @@ class Metrics(Collector):
         phases = self._phase_tokens
         phases["prefill"] += stats.num_prefill_tokens
         phases["decode"] += stats.num_tokens - stats.num_prefill_tokens
-        self._seen["iteration_tokens_total"].observe(stats.num_tokens)
+        # As vLLM counts: prompt and output tokens. The last token of an output is generated, and never computed on.
+        self._seen["iteration_tokens_total"].observe(stats.num_prefill_tokens + num_tokens)
         parts = self._parts
         parts["schedule"].observe(stats.schedule_s)
         parts["execute"].observe(stats.execute_s)
@@ -138,11 +139,12 @@ class Metrics(Collector):
 
     def request_finished(self, reason: str, *, num_prompt: int, num_output: int, queue_s: float | None,
                          prefill_s: float | None, decode_s: float | None, e2e_s: float, num_cached: int = 0,
-                         token_s: Iterable[float] = ()) -> None:
+                         num_preemptions: int = 0, token_s: Iterable[float] = ()) -> None:
         self._finished.add(reason)
         seen = self._seen
         seen["request_prompt_tokens"].observe(num_prompt)
         seen["request_generation_tokens"].observe(num_output)
+        seen["request_num_preemptions"].observe(num_preemptions)
         seen["request_prefill_kv_computed_tokens"].observe(num_prompt - num_cached)
         inference_s = None if prefill_s is None else prefill_s + (decode_s or 0.0)
         times = (e2e_s, queue_s, inference_s, prefill_s, decode_s)

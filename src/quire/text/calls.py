@@ -1,4 +1,4 @@
-"""How a chat template wants to be told of past tool calls.
+"""How a chat template wants to be told of an assistant's past turns, above all of their tool calls.
 
 APIs send the arguments of a call as JSON text and no content beside a call. Templates differ: most print a mapping as
 JSON and would quote a text a second time, some join text, some look for an empty content and some for a null one, and
@@ -24,12 +24,16 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
     null_content: bool = False
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """An assistant message with tool calls in this style; any other message as it is."""
-        if message.get("role") != "assistant" or not isinstance(message.get("tool_calls"), list):
+        """The form in which templates get an assistant's turn: with content, which may be its refusal or "", and with
+        tool calls in this style, or no such key. Any other message as it is."""
+        if message.get("role") != "assistant":
             return message
-        calls = [self._call(call) for call in message["tool_calls"]]
-        content = message.get("content") or (None if self.null_content else "")
-        return {**message, "content": content, "tool_calls": calls}
+        turn = {name: value for name, value in message.items() if name not in ("refusal", "tool_calls")}
+        turn["content"] = message.get("content") or message.get("refusal") or ""
+        if calls := message.get("tool_calls"):
+            turn["tool_calls"] = [self._call(call) for call in calls] if isinstance(calls, list) else calls
+            turn["content"] = turn["content"] or (None if self.null_content else "")
+        return turn
 
     def _call(self, call: Any) -> Any:
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):

@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel
+from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel, shown
 from quire.text.calls import CallStyle, probe_style
 from quire.text.sandbox import Sandbox
 from quire.text.sandbox_meter import TooCostly, compile_metered
@@ -24,9 +24,12 @@ from quire.text.special import SpecialTokens, read_json
 TEMPLATE_FILE = "chat_template.jinja"
 EXTRA_TEMPLATES = "additional_chat_templates"
 # Names of arguments of rendering, which are no variables of a template.
-ARGUMENTS = ("messages", "tools", "chat_template", "adapt_tool_calls")
+ARGUMENTS = ("messages", "tools", "chat_template", "adapt_turns")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLE_ASKED = re.compile(r"""role["']?\]?\s*(?:[!=]=|(?:not\s+)?in)\s*[\[(]?((?:\s*["']\w+["']\s*,?)+)""")
 SWITCHES = ("add_generation_prompt", "continue_final_message")
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> its field
+MAX_WORDS = 500  # characters of a template's own error, which may hold whole messages
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names in use for one field, in order of precedence
 CONTINUE_MARK = "QUIRE-CONTINUES-HERE "  # the space shows whether the template trims the message
 # What a template can raise besides Jinja's own errors: it is a program over the caller's values.
@@ -83,6 +86,12 @@ class ChatTemplate:
         """All names that may be variables in it, and more."""
         return frozenset(re.findall(r"\w+", " ".join(self.sources.values())))
 
+    @functools.cached_property
+    def roles(self) -> frozenset[str]:
+        """The roles that a message of its conversations may have: the usual ones, and those that it asks for."""
+        asked = (names for source in self.sources.values() for names in ROLE_ASKED.findall(source))
+        return frozenset(ROLES).union(*(re.findall(r"\w+", names) for names in asked))
+
     def source(self, *, tools: bool = False) -> str:
         """The text of the template used for a request with or without tools."""
         return self.sources[self._choose(tools)]
@@ -104,13 +113,14 @@ class ChatTemplate:
 
     def render_here(self, messages: Sequence[Mapping[str, Any]], /, *,
                     tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
-                    continue_final_message: bool = False, adapt_tool_calls: bool = True, **kwargs: Any) -> str:
+                    continue_final_message: bool = False, adapt_turns: bool = True, **kwargs: Any) -> str:
         """The prompt for a conversation. Takes milliseconds at most.
 
         messages   mappings with "role"; "content" is a string, or text parts, which are joined with newlines
         tools      JSON schemas; `kwargs` are further variables of the template (enable_thinking, documents, ...)
         continue_final_message   leave the last message open, to be continued; excludes `add_generation_prompt`
-        adapt_tool_calls   give past tool calls in the form this template reads (see `calls`); transformers does not
+        adapt_turns   give the assistant's turns in the form that this template reads (see `calls`); transformers does
+                      not
 
         Errors: `InvalidParameter` with the template's own words when it refuses the messages; `TooCostly`.
         """
@@ -121,8 +131,9 @@ class ChatTemplate:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise InvalidParameter("messages must be a list with at least one message.", param="messages")
         chat = [_normal_message(message, at) for at, message in enumerate(messages)]
-        if adapt_tool_calls and any("tool_calls" in message for message in chat):
-            chat = [self.call_style(name).apply(message) for message in chat]
+        if adapt_turns:
+            style = self.call_style(name) if any(message.get("tool_calls") for message in chat) else CallStyle()
+            chat = [style.apply(message) for message in chat]
         last = chat[-1].get("content")
         if continue_final_message:
             if not isinstance(last, str) or "content" not in self.sources[name]:
@@ -154,13 +165,12 @@ class ChatTemplate:
         try:
             return template.render(given, messages=messages, tools=tools)
         except jinja2.TemplateError as error:
-            raise InvalidParameter(
-                f"the chat template refused the messages: {error.message or type(error).__name__}", param="messages"
-            ) from error
+            words = (error.message or type(error).__name__)[:MAX_WORDS]
+            raise InvalidParameter(f"the chat template refused the messages: {words}", param="messages") from error
         except PROGRAM_ERRORS as error:
-            raise InvalidParameter(
-                f"the chat template cannot render these messages ({type(error).__name__}: {error}).", param="messages"
-            ) from error
+            words = f"{type(error).__name__}: {error}"[:MAX_WORDS]
+            raise InvalidParameter(f"the chat template cannot render these messages ({words}).",
+                                   param="messages") from error
 
 
 def no_template(model: str) -> InvalidParameter:
@@ -216,7 +226,7 @@ def _normal_message(message: Any, at: int) -> dict[str, Any]:
         plain["content"] = _flat_content(plain["content"], where)
     reasoning = next((plain[name] for name in REASONING if name in plain), None)
     if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        plain = {**dict.fromkeys(REASONING, reasoning), **plain, "reasoning_content": reasoning}
     return plain
 
 
@@ -228,9 +238,10 @@ def _flat_content(content: Any, where: str) -> str:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part if isinstance(part, str) else part.get("text") if kind in TEXT_PARTS else None
+        field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        text = part if isinstance(part, str) else part.get(field) if field else None
         if not isinstance(text, str):
-            name = repr(kind) if kind else f"a {type(part).__name__} without a type"
+            name = shown(kind) if kind else f"a {type(part).__name__} without a type"
             raise InvalidParameter(
                 f'{where}: this model reads text only; content part {name} must be {{"type": "text", "text": ...}}.',
                 param="messages")

@@ -13,6 +13,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplingParams
 from quire.text.chat import ChatTemplate
 from quire.text.defaults import load_eos_ids, load_generation_defaults
+from quire.text.special import read_json
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import OutputStyles, choose_styles
 
@@ -34,6 +35,12 @@ class TextSide:
     default_params: SamplingParams
     pooling: PoolingPlan
     parsers: tuple[str | None, str | None] = (None, None)
+
+    @cached_property
+    def tokenizer_class(self) -> str:
+        """The name of the tokenizer's class in transformers, which reads a tokenizer.json without one as the last."""
+        given = read_json(self.tokenizer_folder / "tokenizer_config.json").get("tokenizer_class")
+        return given if isinstance(given, str) and given else "PreTrainedTokenizerFast"
 
     @cached_property
     def styles(self) -> OutputStyles:

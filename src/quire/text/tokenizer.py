@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 
-from quire.contracts.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from quire.contracts.errors import InvalidParameter, ModelNotFound, UnsupportedModel, shown
 from quire.text.pieces import PieceTable, byte_alphabet, decoder_rule
 from quire.text.special import AddedTokenSpec, SpecialTokens
 
@@ -147,7 +147,7 @@ def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> t
     for word, bare, spaced in spelled:
         if not bare:
             raise InvalidParameter(
-                f"bad_words: {word!r} has no tokens in this model's vocabulary: remove it.", param="bad_words")
+                f"bad_words: {shown(word)} has no tokens in this model's vocabulary: remove it.", param="bad_words")
         found[tuple(bare)] = None
         if spaced[-len(bare) :] != bare:
             found[tuple(spaced)] = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 from quire.text.tool_formats import PLAIN, OutputStyles, ToolFormat
 from quire.text.tool_values import STRING, branches, kinds_of
 
@@ -29,7 +29,7 @@ def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choic
     form, reasoning = styles.tools or PLAIN, styles.reasoning
     wanted = [tool["function"] for tool in tools if choice in ("auto", "required", tool["function"]["name"])]
     if not wanted:
-        raise InvalidParameter(f"tool_choice {choice!r} names none of the tools.", param="tool_choice")
+        raise InvalidParameter(f"tool_choice {shown(choice)} names none of the tools.", param="tool_choice")
     opening, _, _, _, join, closing = form.printed
     auto, numbers = choice == "auto", range(len(wanted))
     rules = [f"FREE: {_without(_starts(form, [function['name'] for function in wanted]))}",
@@ -111,8 +111,8 @@ def _tagged(form: ToolFormat, key: str, schema: Any, shared: Mapping[str, Any], 
             rules.append(f"{name}: {' | '.join(_quoted(str(word)) for word in part.get('enum') or [part['const']])}")
         elif bare:
             if {"pattern", "format"} & part.keys() and "lenient" not in shared["x-guidance"]:
-                raise InvalidParameter(f"{key!r}: this model writes strings bare, which cannot be held to a pattern or "
-                                       "a format: send neither, or the tool without strict.", param="tools")
+                raise InvalidParameter(f"{shown(key)}: this model writes strings bare, which cannot be held to a "
+                                       "pattern or a format: send neither, or the tool without strict.", param="tools")
             length = f"/(?s:.{{{part.get('minLength', 0)},{part.get('maxLength', '')}}})/"
             body = name
             rules += [f"{name}[suffix={end}]: {name.upper()}",

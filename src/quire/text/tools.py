@@ -2,8 +2,9 @@
 
 The events do not depend on how the text was cut. A call is one when its name is a tool's and its arguments have begun
 (in Python's form: are closed); its arguments are then passed on as they come. What turns out malformed before that is
-content, as it was written. After that the call stays, its arguments end where the fault is, and what follows is
-content; we never close arguments, so that half a command is no command.
+content, as it was written, unless the answer had to be a call, or was cut behind the tag of one. After that the call
+stays, its arguments end where the fault is, and what follows is content; we never close arguments, so that half a
+command is no command.
 """
 
 import json
@@ -70,10 +71,11 @@ class OutputParser:
     character, one behind the last]."""
 
     def __init__(self, styles: OutputStyles, *, tools: Sequence[Mapping[str, Any]] | None = None,
-                 thinking: bool = False, parallel: bool = True) -> None:
+                 thinking: bool = False, parallel: bool = True, must: bool = False) -> None:
         """tools      OpenAI's tool objects; without any, the text of a call is content. A model without a format is
                       read in the `plain` one, to which `tool_grammar` holds it
         thinking   the prompt ended within reasoning;  parallel: if not, calls after the first are left out
+        must       a grammar holds the answer to calls: no text of it is content
         """
         self.num_calls = 0
         self.thoughts: list[tuple[int, int]] = []
@@ -81,7 +83,7 @@ class OutputParser:
         self._form, self._reasoning = styles.tools or PLAIN, styles.reasoning
         self._thinking = self._lead = thinking and styles.reasoning is not None  # lead: white space here is dropped
         self._said = self._muted = self._calling = False  # content was; nothing more is; a call's arguments have begun
-        self._parallel = parallel
+        self._parallel, self._must, self._cut = parallel, must, False
         self._event: Callable[[str], Event] | None = None  # of the call's arguments; None: they are left out
         self._blank: list[str] = []  # white space that counts when more follows
         self._out: list[tuple[Callable[[str], Event], str]] = []
@@ -89,8 +91,9 @@ class OutputParser:
         self._reading = self._read()
         next(self._reading)
 
-    def finish(self) -> list[Event]:
-        """What the end of the text tells."""
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What the end of the text tells;  cut: the model would have gone on."""
+        self._cut = cut
         return self.feed("", over=True)
 
     def feed(self, text: str, *, over: bool = False) -> list[Event]:
@@ -105,7 +108,7 @@ class OutputParser:
         """Content or reasoning, without the white space around it, but for that of content without calls."""
         self._in.held.clear()
         text = text.lstrip() if self._lead else text
-        if text and not self._muted:
+        if text and not self._muted and (self._thinking or not self._must):
             body, self._lead = text.rstrip(), False
             if body and self._thinking:
                 end = self._in.read - len(text) + len(body)
@@ -150,7 +153,8 @@ class OutputParser:
             try:
                 yield from self._calls(self._form, tag)
             except Malformed:
-                if self._calling and self._in.at_end:  # cut within a call: this is no text
+                # The text ended within a call, or behind a tag that begins one: this is no content.
+                if self._in.at_end and (self._calling or (self._cut and len(tag) > 1)):
                     self._in.held.clear()
             self._calling = False
             self._say("".join(self._in.held))

@@ -64,11 +64,11 @@ def test_names_are_unique_across_the_parts() -> None:
     assert (parts.count("http"), parts.count("serve")) == (14, 15)
 
 
-@pytest.mark.parametrize(("slots", "bound"), [(1, 512), (8, 512), (64, 512), (256, 2048)])
+@pytest.mark.parametrize(("slots", "bound"), [(1, 1024), (8, 1024), (64, 1024), (256, 2048)])
 def test_a_servers_queue_has_a_bound_that_ten_times_too_much_passes(slots: int, bound: int) -> None:
     """With few slots a floor, so that no request within the schema's bounds is refused for its size."""
     config = ServerConfig.from_flat(max_num_seqs=slots)
-    assert config.max_waiting == bound and slots + bound < max(10 * slots, 1024)
+    assert config.max_waiting == bound and slots + bound < max(10 * slots, 2048)
     assert ServerConfig.from_flat(max_num_seqs=slots, max_waiting=5).max_waiting == 5
     assert EngineConfig().scheduler.max_waiting is None
 

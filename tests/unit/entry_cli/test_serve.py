@@ -45,8 +45,8 @@ def test_print_config_starts_nothing(started: list[Any], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("args", "line"), [
-    ([], "max-waiting: 2048 # default: 8 x max_num_seqs, at least 512"),
-    (["--max-num-seqs", "4"], "max-waiting: 512 # default: 8 x max_num_seqs, at least 512"),
+    ([], "max-waiting: 2048 # default: 8 x max_num_seqs, at least 1024"),
+    (["--max-num-seqs", "4"], "max-waiting: 1024 # default: 8 x max_num_seqs, at least 1024"),
     (["--max-waiting", "7"], "max-waiting: 7 # flag --max-waiting"),
 ])
 def test_print_config_shows_the_bound_of_the_queue(args: list[str], line: str,

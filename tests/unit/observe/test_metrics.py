@@ -17,7 +17,7 @@ prompt_tokens_cached_total generation_tokens_total request_success_total request
 iteration_tokens_total request_params_n request_params_max_tokens time_to_first_token_seconds
 inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
 request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds
-request_prefill_kv_computed_tokens cache_config_info admission_rejections_total
+request_prefill_kv_computed_tokens request_num_preemptions cache_config_info admission_rejections_total
 """.split()
 STEP = StepStats(
     step=7, num_running=3, num_waiting=5, num_blocked=2, num_tokens=40, num_prefill_tokens=38, num_scheduled=4,
@@ -74,7 +74,7 @@ def test_a_step_is_counted() -> None:
         ("prompt_tokens_total", ""): 63, ("prompt_tokens_by_source_total", "source=local_compute"): 38,
         ("prompt_tokens_by_source_total", "source=local_cache_hit"): 25, ("generation_tokens_total", ""): 4,
         ("prefix_cache_queries_total", ""): 100, ("prefix_cache_hits_total", ""): 25,
-        ("num_preemptions_total", ""): 6, ("steps_total", ""): 1, ("iteration_tokens_total_sum", ""): 40,
+        ("num_preemptions_total", ""): 6, ("steps_total", ""): 1, ("iteration_tokens_total_sum", ""): 42,
         ("step_time_seconds_sum", "part=schedule"): 0.0002, ("step_time_seconds_sum", "part=execute"): 0.02,
         ("step_time_seconds_count", "part=finish"): 1,
     }
@@ -103,13 +103,13 @@ def test_a_request_from_start_to_end() -> None:
     metrics.inter_token(0.015, 4)
     metrics.tokens(5)
     metrics.request_finished("length", num_prompt=30, num_output=5, queue_s=0.01, prefill_s=0.02, decode_s=0.06,
-                             e2e_s=0.09, num_cached=16, token_s=[0.02, 0.03])
+                             e2e_s=0.09, num_cached=16, num_preemptions=3, token_s=[0.02, 0.03])
     sums = {"time_to_first_token_seconds": 0.03, "inter_token_latency_seconds": 0.06,
             "request_time_per_output_token_seconds": 0.05, "e2e_request_latency_seconds": 0.09,
             "request_queue_time_seconds": 0.01, "request_prefill_time_seconds": 0.02,
             "request_decode_time_seconds": 0.06, "request_inference_time_seconds": 0.08, "request_prompt_tokens": 30,
             "request_generation_tokens": 5, "request_prefill_kv_computed_tokens": 14, "request_params_n": 2,
-            "request_params_max_tokens": 64}
+            "request_params_max_tokens": 64, "request_num_preemptions": 3}
     assert {name: value(metrics, name + "_sum") for name in sums} == pytest.approx(sums)
     assert value(metrics, "inter_token_latency_seconds_count") == 4
     assert value(metrics, "request_success_total", finished_reason="length") == 1

@@ -93,7 +93,7 @@ def test_renders_as_transformers(shared: Path, theirs: Any, name: str) -> None:
                     talk, chat_template=source, tokenize=False, **options
                 )
             )
-            got = outcome(lambda talk=talk, options=options: ours.render_here(talk, adapt_tool_calls=False, **options))
+            got = outcome(lambda talk=talk, options=options: ours.render_here(talk, adapt_turns=False, **options))
             assert got == want, (talk, options)
             rendered += want != "raised"
     assert rendered >= 12  # [user] and [system, user] work with every template
@@ -214,7 +214,7 @@ def test_continuing_needs_a_message_that_is_shown() -> None:
         ECHO.render([USER], continue_final_message=True)
     for template, talk in (
         (ChatTemplate({"default": "{{ messages[0].content }}"}), [USER, SYSTEM]),
-        (ECHO, [{"role": "assistant"}]),
+        (ECHO, [{"role": "user"}]),
     ):
         with pytest.raises(InvalidParameter, match="last message"):
             template.render(talk, add_generation_prompt=False, continue_final_message=True)

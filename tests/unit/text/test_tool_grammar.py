@@ -27,7 +27,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "where": {"$ref": "#/$defs/Point"}, "tags": {"type": ["array", "string"], "items": {"type": "boolean"}}}},
     "now": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"const": 5}},
             "additionalProperties": False},
-    "any-name": {"type": "object", "properties": {"a-b": {"type": "integer"}, "class": {"type": "null"}},
+    "mcp.any-name/of:it": {"type": "object", "properties": {"a-b": {"type": "integer"}, "class": {"type": "null"}},
                  "required": ["a-b"], "additionalProperties": False},
 }
 
@@ -62,7 +62,7 @@ def walk(vocabulary: Any, grammar: str, begins: list[str], ends: list[str], rng:
     assert not matcher.is_error(), matcher.get_error()
     spelled = [vocabulary.tokenize_str(text) for text in (*begins, *ends)]
     ids: list[int] = []
-    for step in range(600):
+    for step in range(1000):
         mask = matcher.compute_logit_bias()
         if mask[vocabulary.eos_token] and (sum(map(bool, mask)) == 1 or rng.random() < 0.2 or step > 40):
             return str(vocabulary.decode_str(ids))
@@ -78,12 +78,12 @@ def walk(vocabulary: Any, grammar: str, begins: list[str], ends: list[str], rng:
     raise AssertionError(f"no end: {vocabulary.decode_str(ids)!r}")
 
 
-@pytest.mark.parametrize("choice", ["required", "now", "auto", "any-name"])
+@pytest.mark.parametrize("choice", ["required", "now", "auto", "mcp.any-name/of:it"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_it_allows_are_calls_that_obey_their_schemas(vocabulary: Any, name: str, choice: str) -> None:
     form = FORMATS[name]
     styles, thinking = OutputStyles(form, THINK, ""), choice == "now"
-    options: dict[str, Any] = {"parallel": choice != "any-name", "thinking": thinking}
+    options: dict[str, Any] = {"parallel": choice != "mcp.any-name/of:it", "thinking": thinking}
     grammar = tool_grammar(styles, tools(), choice, **options)
     ends = ["</think>", '"', "}", "]", ")", ", ", "0", *form.value_ends[:1], form.printed[5]]
     opening, before, between, *_ = form.printed

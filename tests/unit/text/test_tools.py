@@ -221,7 +221,7 @@ def printed(name: str, calls: list[Call]) -> str:
 def test_printed_calls_come_back(name: str, seed: int) -> None:
     rng = Random(seed)
     tools = {tool: {key: {"type": rng.choice([*TYPES.values(), "null"])} for key in KEYS}
-             for tool in ("get", "get_weather", "f-2" if name != "pythonic" else "f")}
+             for tool in ("get", "get.weather", "mcp/f-2:a.b")}
     calls = [(tool, {key: value_of(rng, tools[tool][key]["type"]) for key in rng.sample(KEYS, rng.randrange(4))})
              for tool in rng.choices(list(tools), k=rng.randrange(1, 4))]
     text = printed(name, calls)
@@ -354,6 +354,36 @@ def test_a_fault_within_arguments_ends_them_unclosed(arguments: str, sent: str) 
 def test_a_text_that_ends_within_arguments_ends_them(name: str, text: str, sent: str) -> None:
     assert parse(style(name), text, tools=TOOLS) == [
         CallBegins(0, "", "f"), *([CallArguments(0, sent)] if sent else [])]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_had_to_come_and_was_cut_is_no_content(name: str) -> None:
+    form, tools = FORMATS[name], [function("get", {"a": {"type": "string"}})]
+    opening, before, between, _, _, _ = form.printed
+    shown = '"get"' if before.endswith(": ") else "get"
+    for call in (printed(name, [("get", {"a": "x"}), ("get", {"a": "y"})]), opening + before + shown + between):
+        for text in (call, f"<think>hm</think>\n\n{call}"):
+            for at in range(len(text) + 1):
+                for pieces in ([text[:at]], text[:at]):
+                    parser = OutputParser(style(name), tools=tools, must=True)
+                    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish(cut=True)
+                    assert not joined(events, Words), (text[:at], events)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_cut_behind_a_tag_is_no_content(name: str) -> None:
+    """Where the model was free to call: the text before the call stays."""
+    tools, call = [function("get", {"a": {"type": "string"}})], printed(name, [("get", {"a": "x"})])
+    tag = next((tag for tag in FORMATS[name].starts if call.startswith(tag)), None)
+    if tag is None:
+        return  # a mere bracket may begin any text
+    for at in range(len(tag), call.rindex("x") + 1):
+        parser = OutputParser(style(name), tools=tools)
+        events = parser.feed("Well. " + call[:at]) + parser.finish(cut=True)
+        assert joined(events, Words).rstrip() == "Well.", (call[:at], events)
+        parser = OutputParser(style(name), tools=tools)
+        events = parser.feed(f"a {tag} and so on") + parser.finish(cut=True)
+        assert joined(events, Words) == f"a {tag} and so on"
 
 
 @pytest.mark.parametrize("text", [

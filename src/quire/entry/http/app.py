@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.config.serve import ServerConfig, is_loopback
-from quire.contracts.errors import QuireError
+from quire.contracts.errors import QuireError, shown
 from quire.contracts.text_table import read_rows
 from quire.entry.http.anthropic.errors import own_errors
 from quire.entry.http.auth import ApiKeys, Guard, OwnNames, json_only
@@ -83,15 +83,15 @@ class _Refusals:
         path, method = request.scope["path"], request.method
         for known, why in UNSERVED.items() if error.status_code == 404 else ():
             if path == known or path.startswith(known + "/"):
-                return error_answer(404, f"{path[:200]} is not implemented yet: {why}.", "not_implemented")
+                return error_answer(404, f"{shown(path)} is not implemented yet: {why}.", "not_implemented")
         if error.status_code == 404:
             near = [known for known in self._paths if known.endswith(path) and len(path) > 1]
             near = near or difflib.get_close_matches(path[:200], self._paths, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            return error_answer(404, f"there is no {path[:200]!r} here.{hint}", "unknown_path")
+            return error_answer(404, f"there is no {shown(path)} here.{hint}", "unknown_path")
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
-            message = f"{path[:200]} does not take {method[:20]}: use {allowed}."
+            message = f"{shown(path)} does not take {shown(method)}: use {allowed}."
             return error_answer(405, message, "method_not_allowed", headers=error.headers)
         return error_answer(error.status_code, str(error.detail), headers=error.headers)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.contracts.errors import shown
 from quire.entry.http.errors import error_answer
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
@@ -63,7 +64,7 @@ class OwnNames:
         foreign = next((host for host in given if not self._is_own(host)), None)
         if foreign is None or scope["path"] in OPEN_PATHS:
             return None
-        message = (f"the Host header says {foreign[:80]!r}: without a key, this server answers only to localhost "
+        message = (f"the Host header says {shown(foreign)}: without a key, this server answers only to localhost "
                    "and to addresses. Call it by those, or start it with --allowed-hosts NAME or --api-key.")
         return error_answer(403, message, "foreign_host")
 
@@ -86,15 +87,15 @@ def json_only(scope: Scope) -> Response | None:
     empty = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
     if given.partition(b";")[0].strip().lower() == b"application/json" or (empty and not given):
         return None
-    return error_answer(415, f"Content-Type is {given[:80].decode('latin-1')!r}: bodies are JSON; send "
+    return error_answer(415, f"Content-Type is {shown(given.decode('latin-1'))}: bodies are JSON; send "
                              "`Content-Type: application/json`.", "unsupported_media_type")
 
 
 def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
     """The one of `keys` that a request shows. Every pair is compared, each in constant time: the time says nothing
     about which one was near."""
-    shown = _shown_keys(scope)
-    return next(iter([key for key in keys for one in shown if hmac.compare_digest(key, one)]), None)
+    given = _shown_keys(scope)
+    return next(iter([key for key in keys for one in given if hmac.compare_digest(key, one)]), None)
 
 
 def _is_address(name: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.contracts.errors import ConfigError, EngineError
+from quire.contracts.errors import ConfigError, EngineError, shown
 
 IN_FLIGHT = 256  # requests that are asked for at once: enough to fill a batch, few enough to hold
 RETRY_SECONDS = 0.5  # before a request is sent again for which there was no room
@@ -83,7 +83,7 @@ class Batch:
             for number, line in self._lines():
                 if not line.problem and (first := names.setdefault(line.custom_id, (number, line.id))[0]) != number:
                     raise ConfigError(f"{source}: lines {first} and {number} have the same custom_id "
-                                      f"{line.custom_id[:80]!r}: give each its own.")
+                                      f"{shown(line.custom_id)}: give each its own.")
             self._file = self._partial.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._places = self._earlier(names)

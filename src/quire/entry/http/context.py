@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from quire.config.serve import ServerConfig
-from quire.contracts.errors import EngineStarting, QueueTimeout
+from quire.contracts.errors import EngineStarting, QueueTimeout, shown
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import HttpError
 from quire.entry.http.openai.responses_store import ResponseStore
@@ -32,8 +32,8 @@ class InFlight:
         """Own an id for a while; 409 when somebody else does."""
         if request_id in self._ids:
             raise HttpError(
-                409, f"request {request_id!r} is already running: wait for its answer, or send another X-Request-Id.",
-                code="duplicate_request_id", param="request_id")
+                409, f"request {shown(request_id)} is already running: wait for its answer, or send another "
+                "X-Request-Id.", code="duplicate_request_id", param="request_id")
         self._ids.add(request_id)
         try:
             yield
@@ -94,5 +94,5 @@ class ServerContext:
         if name in self.model_names:
             return name
         served = ", ".join(self.model_names)
-        raise HttpError(404, f"the model {name[:200]!r} is not served here; served: {served}.", code="model_not_found",
+        raise HttpError(404, f"the model {shown(name)} is not served here; served: {served}.", code="model_not_found",
                         param="model")

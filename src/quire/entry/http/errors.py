@@ -95,7 +95,7 @@ def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str,
     `limit` asks for and is to blame where the prompt alone would fit.
 
     By the first words litellm knows it, by "prompt is too long" langchain and clients of Anthropic's API."""
-    wanted = f", and {asked} more asked for" if asked else ""
+    wanted = f", and {errors.shown(asked)} more asked for" if asked else ""
     room = max_model_len - num_prompt
     fits = asked and room > 0
     fix = "shorten the prompt" + (f" or lower {limit} to {room}" if fits else "")

@@ -64,6 +64,7 @@ def _measured(generation: Generation) -> dict[str, Any]:
         "decode_s": None if first is None else end - first,
         "e2e_s": end - arrival,
         "num_cached": generation.num_cached or 0,
+        "num_preemptions": generation.num_preemptions,
     }
 
 

@@ -352,7 +352,7 @@ def test_a_route_that_others_have_is_not_implemented_yet(engine: FakeEngine, pat
     for method, kind in (("POST", "multipart/form-data; boundary=x"), ("POST", "application/json"), ("GET", "")):
         answer = call(make(engine), path, method, content_type=kind)
         assert answer.status == 404 and answer.error["code"] in ("not_implemented", ANTHROPIC)
-        assert answer.error["message"].startswith(f"{path} is not implemented yet: ")
+        assert answer.error["message"].startswith(f"{path!r} is not implemented yet: ")
         assert "Did you mean" not in answer.error["message"]
 
 

@@ -330,7 +330,7 @@ def test_twenty_times_what_can_run_is_refused_by_default() -> None:
                     taken.append(open_one(engine, 3, prompt=[i]))
                 except QueueFull:
                     refused += 1
-            assert (len(taken), refused) == (64 + 512, 1280 - 64 - 512)
+            assert (len(taken), refused) == (64 + 1024, 1280 - 64 - 1024)
             assert all(await asyncio.gather(*map(read, taken)))
 
     run(work())
@@ -644,6 +644,27 @@ def test_metrics_hear_of_every_request_once() -> None:
     began = time.monotonic()
     run(work())
     assert time.monotonic() - began < PATIENCE
+
+
+def test_preemptions_are_counted_by_request_and_tokens_by_step() -> None:
+    """A step's tokens are those of prompts, or of a past that is computed again, and those that it generates."""
+    async def work() -> None:
+        metrics = Metrics()
+        async with serving(metrics, block_size=16, num_gpu_blocks_override=5, max_model_len=64,
+                           max_num_seqs=2, mock_step_ms=1.0) as (engine, _):
+            def total(name: str) -> float:
+                body = metrics.render()[0].decode()
+                return next(float(line.split()[-1]) for line in body.splitlines() if line.startswith(f"quire:{name}{{"))
+
+            await read(open_one(engine, 7))
+            assert total("iteration_tokens_total_sum") == 3 + 7 and total("request_num_preemptions_sum") == 0
+            assert total("request_num_preemptions_count") == 1
+            await read(engine.open([Prompt(token_ids=[at, at]) for at in (8, 9)], params(62), request_id="both"))
+            assert total("request_num_preemptions_count") == 3
+            assert total("request_num_preemptions_sum") == total("num_preemptions_total") > 0
+            assert {record["num_preemptions"] for record in engine.requests()} > {0}
+
+    run(work())
 
 
 def test_the_records_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.entry.http.anthropic.errors import own_form
 from quire.entry.http.anthropic.schema import Block, Content, InputMessage, MessagesRequest
@@ -15,6 +15,7 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import decode, generate, prompts, sampling, schema, tools
+from quire.entry.http.openai.talk import Talk
 from quire.text.tokenizer import Tokenizer
 from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
 
@@ -65,18 +66,18 @@ async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
 
 def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesRequest) -> schema.ChatRequest:
     """The same request in OpenAI's form, but for `max_tokens`. Errors: 400."""
-    turns: list[schema.Message] = []
+    talk = Talk()
     if request.system:
-        _add(turns, InputMessage(role="system", content=request.system), "system")
+        _add(talk, InputMessage(role="system", content=request.system), "system")
     for at, message in enumerate(request.messages):
-        _add(turns, message, f"messages[{at}].content")
-    open_end = request.messages[-1].role == "assistant"
-    if open_end and (turns[-1].tool_calls or not turns[-1].content):
+        _add(talk, message, f"messages[{at}].content")
+    open_end, last = request.messages[-1].role == "assistant", talk.messages[-1]
+    if open_end and (last.tool_calls or not last.content):
         raise InvalidParameter("the last message is the assistant's, which the answer continues: it must hold text and "
                                "no tool_use.", param="messages")
     for at, tool in enumerate(request.tools or ()):
         if tool.type not in (None, "custom"):
-            raise not_implemented(f"tools[{at}]: {tool.type[:40]}", "the server runs no tools; describe one of your "
+            raise not_implemented(f"tools[{at}]: {shown(tool.type)}", "the server runs no tools; describe one of your "
                                   "own with an input_schema.", "tools")
     given: dict[str, Any] = {}
     if (config := request.output_config) is not None:
@@ -98,34 +99,29 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
         else:
             exchange.warn(f"thinking.type {thinking.type} is ignored: the chat template does not read enable_thinking")
     return schema.ChatRequest(
-        **given, model=request.model, messages=turns, continue_final_message=open_end, temperature=request.temperature,
-        top_p=request.top_p, top_k=request.top_k, stop=request.stop_sequences, stream=request.stream,
+        **given, model=request.model, messages=talk.messages, continue_final_message=open_end,
+        temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
+        stop=request.stop_sequences, stream=request.stream,
         tools=[schema.Tool(type="function", function=schema.FunctionSpec(
             name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict))
             for tool in request.tools or ()])
 
 
-def _add(turns: list[schema.Message], message: InputMessage, where: str) -> None:
+def _add(talk: Talk, message: InputMessage, where: str) -> None:
     """One more message. It becomes one with another of its role before it; results of calls are messages by themselves.
     """
     for block in _blocks(message.content, where, message.role):
         call_id = (block.tool_use_id or block.id or "").removeprefix(CALL_PREFIX)
         if block.type == "tool_result":
             parts = _blocks(block.content or "", f"{where}: the content of a tool_result", "system")
-            text = ("Error: " if block.is_error else "") + "\n".join(part.text or "" for part in parts)
-            turns.append(schema.Message(role="tool", tool_call_id=call_id, content=text))
-            continue
-        if not turns or turns[-1].role != message.role:
-            turns.append(schema.Message(role=message.role, content=[]))
-        turn: Any = turns[-1]
-        if block.type == "text":
-            turn.content.append(schema.ContentPart(type="text", text=block.text))
-        elif block.type == "thinking":
-            turn.reasoning_content = (turn.reasoning_content or "") + (block.thinking or "")
+            talk.answer(call_id, ("Error: " if block.is_error else "") + "\n".join(part.text or "" for part in parts))
         elif block.type == "tool_use":
-            function = schema.FunctionCall(name=block.name or "", arguments=block.input)
-            turn.tool_calls = turn.tool_calls or []
-            turn.tool_calls.append(schema.ToolCall(id=call_id, type="function", function=function))
+            talk.call(call_id, block.name or "", block.input)
+        elif block.type == "text":
+            talk.say(block.text or "", message.role)
+        else:  # of thoughts that nobody here can read, only the turn is left
+            talk.say([], message.role)
+            talk.think(block.thinking or "")
 
 
 def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:
@@ -135,7 +131,8 @@ def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:
     for at, block in enumerate([Block(type="text", text=content)] if isinstance(content, str) else content):
         needs = BLOCKS[role].get(block.type)
         if needs is None:
-            raise not_implemented(f"{where}[{at}]: {block.type[:40]}", f"read here: {', '.join(BLOCKS[role])}.", where)
+            read = f"read here: {', '.join(BLOCKS[role])}."
+            raise not_implemented(f"{where}[{at}]: {shown(block.type)}", read, where)
         for name in needs:
             if getattr(block, name) is None:
                 raise InvalidParameter(f"{where}[{at}].{name} is missing: a {block.type} block needs it.", param=where)

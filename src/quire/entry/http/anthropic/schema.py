@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.entry.http.openai.schema import MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_TOOLS, Count, Effort, Share
+from quire.entry.http.openai.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Count,
+    Effort,
+    FunctionName,
+    Share,
+)
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -35,7 +44,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
 class CustomTool(msgspec.Struct, kw_only=True):
     """Something that the model may call. `strict`: an input that does not fit the schema is impossible."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+    name: FunctionName
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, listed, shown
 from quire.contracts.named import asks_nothing
 from quire.contracts.text_table import read_rows
 from quire.entry.http.anthropic.schema import MessagesRequest
@@ -25,16 +25,18 @@ from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.responses_schema import ResponseRequest
-from quire.entry.http.openai.unknown import MAX_NAME, Fields
+from quire.entry.http.openai.unknown import Fields, value_again
 
 LOG = logging.getLogger("quire")
 T = TypeVar("T", bound=msgspec.Struct)
-PATH = re.compile(r" - at (`key` in )?`\$\.?(.*)`$")
+PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 STEP = re.compile(r"\w+|\[[^]]*\]")
 MISSING = re.compile(r"missing required field `(\w+)`")
-UNKNOWN = re.compile(r"contains unknown field `(.*?)`")
+UNKNOWN = re.compile(r"contains unknown field `(.*?)`", re.S)
+NONE_OF = re.compile(r"Invalid enum value '?(.*?)'?", re.S)
 GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
 FRACTION = re.compile(r"Expected `int.*`, got `float` - at `\$\.(\w+)`")
+MAX_BIAS = 100
 MAX_WHOLE = 2**53  # from here on a fraction does not say which integer is meant
 FORMS = ("response_format", "structured_outputs")
 STRUCTURAL = 'send tools with "strict": true, or structured_outputs with a grammar.'
@@ -71,7 +73,7 @@ ROUTES: dict[str, frozenset[str]] = {path: frozenset(kind.__struct_fields__) for
 ALIKE = [line.split() for line in (  # fields for the same, of which each route has some
     "max_tokens max_completion_tokens max_output_tokens", "stop stop_sequences", "instructions system messages input",
     "messages prompt input", "response_format structured_outputs text output_config",
-    "truncation truncate_prompt_tokens", "query text_1", "documents text_2",
+    "truncation truncate_prompt_tokens", "query queries text_1 data_1", "documents items text_2 data_2",
     "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
 # Do not change the answer here, and are taken silently: who asks, what OpenAI keeps and where it runs; hints (what the
 # answer will mostly be, how long it should be); how pictures would be read; backends, of which there is one.
@@ -122,7 +124,10 @@ class RequestDecoder(Generic[T]):
                 raise RecursionError
         except msgspec.ValidationError as error:
             fault = self.explain(str(error))
-            if fault.param in FORMS and _is_structural(msgspec.json.decode(names[fault.param])):
+            if fault.param == "logit_bias" and (wrong := _bad_biases(value_again(names[fault.param]))):
+                words = f"logit_bias at {listed(wrong)}: keys must be token ids, values numbers in [-100, 100]."
+                raise InvalidParameter(words, param=fault.param) from error
+            if fault.param in FORMS and _is_structural(value_again(names[fault.param])):
                 raise not_implemented(f"{fault.param}: structural_tag", STRUCTURAL, fault.param) from error
             raise fault from error
         except msgspec.DecodeError as error:
@@ -169,7 +174,7 @@ class RequestDecoder(Generic[T]):
             known = [field.encode_name for kind in options for field in getattr(kind, "fields", ())]
             near = difflib.get_close_matches(unknown[1], known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-            return InvalidParameter(f"{path} has an unknown field {ascii(unknown[1][:MAX_NAME])}: {hint}",
+            return InvalidParameter(f"{path} has an unknown field {shown(unknown[1])}: {hint}",
                                     param=_field(path))
         reason = _reason(problem[: found.start() if found is not None else None].replace("`", ""))
         if not path:
@@ -201,6 +206,12 @@ def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
     return rules
 
 
+def _bad_biases(given: Any) -> list[str]:
+    """The keys of entries that are no biases of tokens."""
+    return [key for key, bias in given.items() if not (key.isascii() and key.isdecimal()) or type(bias) is bool or (
+        not isinstance(bias, int | float) or abs(bias) > MAX_BIAS)] if isinstance(given, dict) else []
+
+
 def _is_structural(form: Any) -> bool:
     return isinstance(form, dict) and (form.get("type") == "structural_tag" or form.get("structural_tag") is not None)
 
@@ -219,6 +230,8 @@ def _reason(text: str) -> str:
     """What msgspec says beyond what must be: the kind of value that came, or its own words; "" for a bound."""
     if (got := GOT.fullmatch(text)) is not None:
         return f", not {JSON_KINDS[got[1]]}"
+    if (none := NONE_OF.fullmatch(text)) is not None:
+        return f", not {shown(none[1])}"
     return "" if text.startswith("Expected") else f": {text[0].lower()}{text[1:]}"
 
 

@@ -4,6 +4,7 @@ none: POST /tokenize and /detokenize, GET /tokenizer_info."""
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
+from quire.entry.front import check_ids
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError
 from quire.entry.http.exchange import Exchange
@@ -47,9 +48,7 @@ async def detokenize(context: ServerContext, exchange: Exchange) -> None:
     context.model(request.model)
     tokenizer, ids = tokenizer_of(context.text(), "tokens"), request.tokens
     size = max(tokenizer.vocab_size, context.ready().vocab_size)
-    if ids and max(ids) >= size:
-        raise InvalidParameter(f"tokens holds {max(ids)}, which is outside the vocabulary of {size} tokens (0 to "
-                               f"{size - 1}).", param="tokens")
+    check_ids("tokens", ids, size)
     skip = bool(request.skip_special_tokens)
     text = await away(context, exchange.size, lambda: tokenizer.decode(ids, skip_special_tokens=skip))
     await exchange.reply(msgspec.json.encode(schema.DetokenizeResponse(prompt=text)))
@@ -61,6 +60,7 @@ async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
     tokenizer = tokenizer_of(text, "tokenizer")
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     answer = schema.TokenizerInfo(
+        tokenizer_class=text.tokenizer_class,
         bos_token=_content(tokenizer, bos), eos_token=_content(tokenizer, eos), pad_token=_content(tokenizer, pad),
         bos_token_id=bos, eos_token_id=eos, pad_token_id=pad, vocab_size=tokenizer.vocab_size,
         chat_template=None if text.chat_template is None else text.chat_template.source())

@@ -8,13 +8,20 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented, too_long
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.sampling import check_choices
-from quire.entry.http.openai.schema import ChatRequest, CompletionRequest, Message, SamplingFields, TokenizeRequest
+from quire.entry.http.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    Message,
+    SamplingFields,
+    TokenizeRequest,
+)
 from quire.entry.http.openai.schema_embeddings import EmbeddedFields
 from quire.entry.http.openai.tools import plan_turn, tool_use
 from quire.entry.http.openai.turn import TurnPlan
@@ -246,23 +253,31 @@ def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest 
     return variables
 
 
+def check_parts(content: str | list[ContentPart] | None, where: str, param: str) -> None:
+    """Errors: 400 for a part that is no text, or has none."""
+    for part in () if isinstance(content, str) else content or ():
+        if part.type not in TEXT_PARTS:
+            raise not_implemented(f"{where}: {shown(part.type)}", "the model reads text only.", param)
+        if getattr(part, field := TEXT_PARTS[part.type]) is None:
+            raise InvalidParameter(f"{where}: a part of type {part.type} needs a {field}.", param=param)
+
+
 def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """Messages as plain mappings. Errors: 400 for content that is missing or not text."""
     plain = []
     knows_developer = "developer" in template.source()
+    called: dict[str | None, str] = {}
     for at, message in enumerate(messages):
-        # An assistant may have called a tool, or only thought.
-        other = message.tool_calls or message.reasoning or message.reasoning_content
+        if message.role not in template.roles:
+            raise InvalidParameter(f"messages[{at}].role is {shown(message.role)}, which the chat template does not "
+                                   f"know: send one of {', '.join(sorted(template.roles))}.", param="messages")
+        called |= {call.id: call.function.name for call in message.tool_calls or ()}
+        # An assistant may have called a tool, only thought, or refused.
+        other = message.tool_calls or message.reasoning or message.reasoning_content or message.refusal
         if message.content is None and not (message.role == "assistant" and other):
             raise InvalidParameter(
                 f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages")
-        if not isinstance(message.content, str):
-            for part in message.content or ():
-                if part.type not in TEXT_PARTS:
-                    what = f"messages[{at}].content: {part.type[:40]}"
-                    raise not_implemented(what, "the model reads text only.", "messages")
-                if part.text is None:
-                    raise InvalidParameter(f"messages[{at}].content: a text part needs a text.", param="messages")
+        check_parts(message.content, f"messages[{at}].content", "messages")
         media = (("audio", message.audio), ("images", message.images))  # of an answer sent back, its text counts
         for name in [name for name, given in media if given and message.role != "assistant"]:
             raise not_implemented(f"messages[{at}].{name}", "the model reads text only.", "messages")
@@ -275,6 +290,8 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
         fields = msgspec.to_builtins(message)
         for name, _ in media:
             fields.pop(name, None)
+        if message.role == "tool" and message.name is None and message.tool_call_id in called:
+            fields["name"] = called[message.tool_call_id]  # some templates show it
         if message.role == "developer" and not knows_developer:
             fields["role"] = "system"
         plain.append(fields)

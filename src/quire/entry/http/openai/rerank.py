@@ -6,6 +6,7 @@ from itertools import islice
 import msgspec
 from msgspec import UNSET
 
+from quire.contracts.errors import InvalidParameter
 from quire.entry.embedding import likeness, paired
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
@@ -22,9 +23,9 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
     request = await RERANK.read(context, exchange)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     context.text().pooling.check_scores()
-    texts = [one if isinstance(one, str) else one.text for one in request.documents]
-    (query, *others), usage = await vectors_of(context, exchange, request, [request.query, *texts],
-                                              ["query", "documents"])
+    first, queries = _given(request, "query", "queries")
+    second, texts = _given(request, "documents", "items")
+    (query, *others), usage = await vectors_of(context, exchange, request, [*queries, *texts], [first, second])
     scores = [likeness(query, other) for other in others]
     shown = request.return_documents is not False
     order = islice(sorted(range(len(texts)), key=lambda i: -scores[i]), request.top_n or None)
@@ -39,11 +40,26 @@ async def score(context: ServerContext, exchange: Exchange) -> None:
     request = await SCORE.read(context, exchange)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     context.text().pooling.check_scores()
-    first, second = ([given] if isinstance(given, str) else given for given in (request.text_1, request.text_2))
+    name, first = _given(request, "text_1", "queries", "data_1")
+    other_name, second = _given(request, "text_2", "documents", "items", "data_2")
+    exchange.words = (("^text_2$", other_name),)
     pairs = paired(first, second)
     vectors, usage = await vectors_of(context, exchange, request, [*first, *second],
-                                       [*["text_1"] * len(first), "text_2"])
+                                       [*[name] * len(first), other_name])
     data = [schema.Score(index=i, score=likeness(vectors[one], vectors[len(first) + other]))
             for i, (one, other) in enumerate(pairs)]
     await exchange.reply(msgspec.json.encode(schema.ScoreResponse(
         id=f"score-{request_id}", created=int(time.time()), model=model, data=data, usage=usage)))
+
+
+def _given(request: schema.RerankRequest | schema.ScoreRequest, *names: str) -> tuple[str, list[str]]:
+    """The one of these names of a field that a request has, and its texts. Errors: 400 for none, and for several."""
+    found = [name for name in names if getattr(request, name) is not None]
+    if not found:
+        raise InvalidParameter(f"{names[0]} is missing: it must be a text or a list of texts. Its other names are "
+                               f"{', '.join(names[1:])}.", param=names[0])
+    if len(found) > 1:
+        raise InvalidParameter(f"{' and '.join(found)} are names of the same field: send one of them.", param=found[1])
+    value = getattr(request, found[0])
+    texts = [value] if isinstance(value, str) else value
+    return found[0], [one if isinstance(one, str) else one.text for one in texts]

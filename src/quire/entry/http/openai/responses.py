@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from quire.contracts.errors import shown
 from quire.entry.http.auth import shown_key
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, http_error, not_implemented
@@ -24,7 +25,8 @@ from quire.entry.http.openai.responses_store import Kept, ResponseStore
 from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
 
 DECODER = RequestDecoder(ResponseRequest, refused="refused_response_fields.txt")
-WORDS = ((r"^messages$", "input"), (r"\bresponse_format(\.json_schema)?\b", "text.format"),
+WORDS = ((r"^messages$", "input"), (r"\bmessages\[\d+\]\.", "input: "),
+         (r"\bresponse_format(\.json_schema)?\b", "text.format"),
          (r"\btool_choice\.(allowed_tools|function)\b", "tool_choice"), (r"(?<=\])\.function\b", ""),
          (r"\breasoning_effort\b", "reasoning.effort"), (r"\bmax_completion_tokens\b", "max_output_tokens"),
          *CHAT_WORDS)
@@ -151,7 +153,7 @@ def _resolve(items: list[Item], sources: Iterable[Kept]) -> list[Item]:
     known = {item.id: item for kept in sources for item in _output(kept)}
     for at, item in enumerate(items):
         if item.type == REFERENCE and item.id not in known:
-            raise HttpError(404, f"input[{at}]: no kept response has an item {(item.id or '')[:64]!r}: send the item "
+            raise HttpError(404, f"input[{at}]: no kept response has an item {shown(item.id or '')}: send the item "
                                  "itself.", code="item_not_found", param="input")
         items[at] = known[item.id] if item.type == REFERENCE else item
     return items

@@ -5,16 +5,17 @@ from typing import Any
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.chat import DECODER as CHAT
-from quire.entry.http.openai.prompts import chat_prompts
+from quire.entry.http.openai.prompts import chat_prompts, check_parts
 from quire.entry.http.openai.responses_schema import Item, ResponseRequest
 from quire.entry.http.openai.sampling import structured
-from quire.entry.http.openai.schema import MAX_MESSAGES, ChatRequest, ContentPart, Message, SamplingFields, ToolCall
+from quire.entry.http.openai.schema import MAX_MESSAGES, ChatRequest, SamplingFields
+from quire.entry.http.openai.talk import Talk
 from quire.text.sandbox import TextTooLong
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -29,9 +30,9 @@ def check_fields(request: ResponseRequest) -> None:
     asked = request.include or ()
     for at, kind in enumerate(tool.get("type") for tool in request.tools or ()):
         if kind != "function":
-            raise not_implemented(f"tools[{at}]: {str(kind)[:40]}", "the server runs none; send functions.", "tools")
+            raise not_implemented(f"tools[{at}]: {shown(kind)}", "the server runs none; send functions.", "tools")
     for name in set(asked) - {LOGPROBS, ENCRYPTED}:
-        raise not_implemented(f"include: {name[:40]}", "it is of a tool that the server does not run.", "include")
+        raise not_implemented(f"include: {shown(name)}", "it is of a tool that the server does not run.", "include")
     if request.top_logprobs and LOGPROBS not in asked:
         raise InvalidParameter(f'top_logprobs needs include=["{LOGPROBS}"].', param="top_logprobs")
     if request.background and (request.stream or request.store is False):
@@ -41,13 +42,13 @@ def check_fields(request: ResponseRequest) -> None:
 
 def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Iterable[Item]) -> ChatRequest:
     """The same as a chat: the instructions, the items of earlier responses, the request's own. Errors: 400."""
-    talk = _Messages()
+    talk = Talk()
     if request.instructions:
-        talk.say("system", request.instructions)
+        talk.say(request.instructions, "system")
     for item in earlier:
-        talk.add(item, "previous_response_id: an item")
+        _add(talk, item, "previous_response_id: an item")
     for at, item in enumerate(items):
-        talk.add(item, f"input[{at}]")
+        _add(talk, item, f"input[{at}]")
     if not talk.messages and not request.input:
         raise InvalidParameter(f"input is {'missing' if request.input is None else 'empty'}: it must be a text, or a "
                                "list of items.", param="input")
@@ -78,63 +79,26 @@ def _nested(tool: Any) -> Any:
     return {"type": tool.get("type"), "function": tool} if isinstance(tool, dict) else tool
 
 
-class _Messages:
-    """A conversation being written."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self._names: dict[str | None, str] = {}  # call id -> function
-
-    def say(self, role: Any, content: str | list[ContentPart]) -> None:
-        """A message. What is said in a system's voice at one place is one message, since templates take one."""
-        last = self.messages[-1] if self.messages else None
-        if last is not None and role in SYSTEM and last.role in SYSTEM:
-            last.content = [*_parts(last.content), *_parts(content)]
-        elif role == "assistant" and last is not None and last.role == role and not (last.content or last.tool_calls):
-            last.content = content  # what follows its reasoning
-        else:
-            self.messages.append(Message(role=role, content=content))
-
-    def add(self, item: Item, where: str) -> None:
-        """One item. Errors: 400 for one that is not read, or lacks something."""
-        last = self.messages[-1] if self.messages else Message(role="system")
-        if item.type in (None, "message") and item.role and item.content is not None:
-            self.say(item.role, _text(item.content, where))
-        elif item.type == "function_call_output" and item.call_id in self._names and item.output is not None:
-            self.messages.append(Message(role="tool", tool_call_id=item.call_id, name=self._names[item.call_id],
-                                         content=_text(item.output, where)))
-        elif item.type == "reasoning" and not any(part.text for part in _parts(item.content or item.summary)):
-            return  # it says nothing
-        elif item.type == "reasoning" or (item.type == "function_call" and item.call_id and item.name):
-            if last.role != "assistant" or (item.type == "reasoning" and (last.content or last.tool_calls)):
-                self.messages.append(last := Message(role="assistant"))
-            if item.type == "reasoning":
-                thoughts = [part.text or "" for part in _parts(item.content or item.summary)]
-                last.reasoning = last.reasoning_content = "\n".join([*filter(None, [last.reasoning]), *thoughts])
-            else:
-                self._names[item.call_id] = item.name or ""
-                call = _nested({"type": "function", "name": item.name, "arguments": item.arguments or "{}"})
-                last.tool_calls = [*(last.tool_calls or ()), msgspec.convert(call | {"id": item.call_id}, ToolCall)]
-        elif item.type in NEEDS:
-            raise InvalidParameter(f"{where} needs {NEEDS[item.type]}.", param="input")
-        else:
-            raise not_implemented(f"{where}: {str(item.type)[:40]}", f"items are {', '.join(filter(None, NEEDS))} and "
-                                  "reasoning.", "input")
-
-
-def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
-    return [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
-
-
-def _text(content: str | list[ContentPart], where: str) -> str | list[ContentPart]:
-    """Content as a chat has it; one part is a text."""
-    for part in _parts(content):
-        if part.type not in ("text", "input_text", "output_text"):
-            raise not_implemented(f"{where}: {part.type[:40]}", "the model reads text only.", "input")
-        if part.text is None:
-            raise InvalidParameter(f"{where}: a part of type {part.type} needs a text.", param="input")
-    texts = [ContentPart(type="text", text=part.text) for part in _parts(content)]
-    return texts[0].text or "" if len(texts) == 1 else texts
+def _add(talk: Talk, item: Item, where: str) -> None:
+    """One item. Errors: 400 for one that is not read, or lacks something."""
+    given = item.output if item.type == "function_call_output" else item.content
+    check_parts(given if item.type in NEEDS else None, where, "input")
+    if item.type in (None, "message") and item.role and given is not None:
+        # What is said in a system's voice at one place is one message, since templates take one.
+        others = SYSTEM if item.role in SYSTEM else ()
+        talk.say(given, item.role, *others, joined=item.role in (*SYSTEM, "assistant"))
+    elif item.type == "function_call_output" and item.call_id in talk.called and given is not None:
+        talk.answer(item.call_id, given)
+    elif item.type == "function_call" and item.call_id and item.name:
+        talk.call(item.call_id, item.name, item.arguments or "{}")
+    elif item.type == "reasoning":
+        parts = item.content or item.summary or ()
+        talk.think(parts if isinstance(parts, str) else "\n".join(part.text or "" for part in parts))
+    elif item.type in NEEDS:
+        raise InvalidParameter(f"{where} needs {NEEDS[item.type]}.", param="input")
+    else:
+        raise not_implemented(f"{where}: {shown(item.type)}", f"items are {', '.join(filter(None, NEEDS))} and "
+                              "reasoning.", "input")
 
 
 async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest) -> ChatRequest:

@@ -27,7 +27,7 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     type: str | None = None
     id: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
+    role: str | None = None
     content: str | Parts | None = None
     summary: Parts | None = None
     name: str | None = None

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quire.contracts.errors import shown
 from quire.entry.http.errors import HttpError
 
 
@@ -49,7 +50,7 @@ class ResponseStore:
         found = self.running.get(name) or self._kept.get(name)
         if found is None or found.owner != owner:
             raise HttpError(
-                404, f"there is no response {name[:64]!r} here: kept are those without store=false, for the API key "
+                404, f"there is no response {shown(name)} here: kept are those without store=false, for the API key "
                 f"that made them, the last {self._max_kept} or {self._max_bytes // 2**20} MiB of them, until the "
                 "server ends. Send the conversation in input.", param=param,
                 code="previous_response_not_found" if param else "response_not_found")

@@ -4,11 +4,11 @@ import math
 import re
 from typing import Any
 
-from quire.contracts.errors import InvalidParameter, QuireError, RequestFailed
+from quire.contracts.errors import InvalidParameter, QuireError, RequestFailed, shown
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.structured import KINDS, StructuredOutputsParams
 from quire.entry.http.errors import HttpError
-from quire.entry.http.openai.schema import MAX_CHOICES, SamplingFields
+from quire.entry.http.openai.schema import MAX_CHOICES, MAX_PROMPTS, SamplingFields
 
 SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
     "n temperature frequency_penalty presence_penalty stop logit_bias top_k min_p repetition_penalty min_tokens "
@@ -33,7 +33,7 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
         given["top_p"] = max(request.top_p, SMALLEST_TOP_P)
     if request.seed is not None:
         if not -(2**63) <= request.seed < 2**64:
-            raise InvalidParameter(f"seed={request.seed}: must be an integer in [-2^63, 2^64).", param="seed")
+            raise InvalidParameter(f"seed={shown(request.seed)}: must be an integer in [-2^63, 2^64).", param="seed")
         # OpenAI's seeds are signed 64-bit numbers; ours unsigned, with -1 for a random one.
         given["seed"] = request.seed if request.seed >= -1 else request.seed + 2**64
     if request.stream:
@@ -93,9 +93,10 @@ def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields,
 def check_choices(num_prompts: int, request: SamplingFields) -> None:
     """Bound the completions of one request, and what they bring along."""
     n = request.n or 1
-    if num_prompts * n > MAX_CHOICES:
+    if num_prompts * n > (MAX_CHOICES if n > 1 else MAX_PROMPTS):
         raise InvalidParameter(f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: at most "
-                               f"{MAX_CHOICES} per request.", param="n" if n > 1 else "prompt")
+                               f"{MAX_CHOICES} per request, or {MAX_PROMPTS} with n=1.",
+                               param="n" if n > 1 else "prompt")
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words"):
         entries = getattr(request, name) or ()
         if len(entries) * num_prompts * n > MAX_LISTED:
@@ -114,5 +115,5 @@ def request_timeout(header: str | None) -> float | None:
         asked = math.nan
     if not (math.isfinite(asked) and asked > 0):
         raise InvalidParameter(
-            f"X-Request-Timeout={header[:40]!r}: must be a number of seconds above 0.", param="X-Request-Timeout")
+            f"X-Request-Timeout={shown(header)}: must be a number of seconds above 0.", param="X-Request-Timeout")
     return asked

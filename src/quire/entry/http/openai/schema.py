@@ -13,6 +13,7 @@ from quire.contracts.output import LogprobsByToken
 from quire.contracts.sampling import MAX_LOGPROB_IDS
 
 MAX_CHOICES = 128  # completions of one request, over all its prompts
+MAX_PROMPTS = 1_024  # prompts of one request with a completion each, as harnesses send whole data sets
 MAX_STOPS = 64  # OpenAI allows 4; evaluation harnesses send more
 MAX_SALT = 256
 MAX_MESSAGES = 10_000
@@ -34,7 +35,8 @@ BadWord = Annotated[str, Meta(max_length=MAX_BAD_WORD)]
 Messages = Annotated[list["Message"], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Logprobs = Annotated[int, Meta(ge=-1)]
 Tools = Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)]
-FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+# OpenAI takes 64 letters, digits, "_" and "-"; MCP's servers name tools with dots and slashes, gateways add colons.
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./:-]{1,128}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FinishReason = str
 
@@ -102,7 +104,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     seed: int | None = None
-    logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASES)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
@@ -141,10 +143,11 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A piece of a message; only text is read."""
+    """A piece of a message; only text is read, and as such what an assistant refused."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -164,15 +167,17 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message of a conversation. Reasoning of an earlier turn is read under both names in use."""
+    """One message of a conversation. Its role is a usual one, or one that the chat template asks for. Reasoning of an
+    earlier turn is read under both names in use."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     function_call: Any = None
     audio: Any = None
     images: Any = None
@@ -424,8 +429,10 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """Answer of /tokenizer_info: what a client needs to count tokens and to render chats by itself."""
+    """Answer of /tokenizer_info: what a client needs to count tokens and to render chats by itself. `tokenizer_class`:
+    the name of the class in transformers."""
 
+    tokenizer_class: str
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None

@@ -42,20 +42,32 @@ class Document(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankRequest(EmbeddedFields, kw_only=True):
-    """POST /v1/rerank. `top_n`: how many results (0: all); `return_documents`: each with its text (true)."""
+Documents = Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
 
-    query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+class RerankRequest(EmbeddedFields, kw_only=True):
+    """POST /v1/rerank. `top_n`: how many results (0: all); `return_documents`: each with its text (true). `queries` is
+    another name of `query`, `items` of `documents`."""
+
+    query: str | None = None
+    queries: str | Annotated[list[str], Meta(min_length=1, max_length=1)] | None = None
+    documents: str | Documents | None = None
+    items: str | Documents | None = None
     top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
 
 
 class ScoreRequest(EmbeddedFields, kw_only=True):
-    """POST /v1/score: `text_1` with each of `text_2`, or two lists of one length, pair by pair."""
+    """POST /v1/score: `text_1` with each of `text_2`, or two lists of one length, pair by pair. `queries` and `data_1`
+    are other names of `text_1`, `documents`, `items` and `data_2` of `text_2`."""
 
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: str | Texts | None = None
+    queries: str | Texts | None = None
+    data_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    documents: str | Texts | None = None
+    items: str | Texts | None = None
+    data_2: str | Texts | None = None
 
 
 class PromptUsage(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.structured import StructuredOutputsParams
 from quire.entry.http.openai.schema import ChatRequest, Tool, ToolChoice
@@ -39,11 +39,11 @@ class ToolUse:
 def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
     """What a request wants. `hide_idle`: tools that may not be called are not shown either. Errors: 400."""
     tools = plain_tools(request.tools or ())
-    shown = {tool["function"]["name"]: tool for tool in tools}
+    by_name = {tool["function"]["name"]: tool for tool in tools}
     choice = request.tool_choice or ("auto" if tools else "none")
     if choice == "none":
         return ToolUse(shown=None if hide_idle else tools or None)
-    must, picked, named = choice == "required", list(shown), False
+    must, picked, named = choice == "required", list(by_name), False
     if isinstance(choice, ToolChoice):
         named, allowed = choice.type == "function", choice.allowed_tools
         if named and choice.function is not None:
@@ -53,16 +53,16 @@ def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
         else:
             raise InvalidParameter(f"tool_choice of type {choice.type} needs {choice.type}.", param="tool_choice")
     for name in picked:
-        if name not in shown:
-            raise InvalidParameter(f"tool_choice names {name[:64]!r}, which is not among tools: add it there, or name "
+        if name not in by_name:
+            raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools: add it there, or name "
                                    "another.", param="tool_choice")
     if must and not picked:
         raise InvalidParameter("tool_choice asks for a call and there are no tools: send some.", param="tool_choice")
     strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
-    callable = {name: {"type": "function", "function": shown[name]["function"] | {"strict": name in strict}}
+    callable = {name: {"type": "function", "function": by_name[name]["function"] | {"strict": name in strict}}
                 for name in picked}
     return ToolUse(shown=tools or None, callable=tuple(callable.values()), must=must, named=named,
-                   bound=must or not strict.isdisjoint(picked) or len(callable) < len(shown))
+                   bound=must or not strict.isdisjoint(picked) or len(callable) < len(by_name))
 
 
 def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
             raise InvalidParameter(f"tools[{at}].function.parameters must be the schema of an object "
                                    '("type": "object").', param="tools")
         if function["name"] in plain:
-            raise InvalidParameter(f"tools[{at}].function.name: there is another {function['name']!r}; give every "
+            raise InvalidParameter(f"tools[{at}].function.name: there is another {shown(function['name'])}; give every "
                                    "function a name of its own.", param="tools")
         plain[function["name"]] = {"type": "function", "function": function}
     return list(plain.values())
@@ -85,8 +85,8 @@ def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: 
     """How to read what follows the rendered `prompt`; the form that this gives the answer is put into the parameters.
     Errors: 400 for a form beside which nothing can be called."""
     styles, row, form = text.styles, text.styles.reasoning, params.structured_outputs
-    plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), named=use.named,
-                    parallel=request.parallel_tool_calls is not False and not use.named,
+    plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
+                    named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
                     thoughts=request.include_reasoning is not False)
     if use.callable and (use.bound or styles.tools is None) and (form is None or use.must):
         form = StructuredOutputsParams(grammar=tool_grammar(

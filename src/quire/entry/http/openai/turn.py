@@ -24,7 +24,7 @@ class TurnPlan:
     tools      that it may call, as the API has them; (): calls are not looked for
     thinking   the prompt leaves its reasoning open
     parallel   it may call more than once
-    named      it must call one given function: an answer of that ends as any other, with "stop"
+    must       it is held to a call;  named: of one given function: such an answer ends as any other, with "stop"
     thoughts   the reasoning is to be shown
     """
 
@@ -32,6 +32,7 @@ class TurnPlan:
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = False
     parallel: bool = True
+    must: bool = False
     named: bool = False
     thoughts: bool = True
 
@@ -47,7 +48,7 @@ class Turn:
     def __init__(self, plan: TurnPlan, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._plan, self._tokenizer = plan, tokenizer
         self._parser = None if plan.styles is None or plan.plain else OutputParser(
-            plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel)
+            plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel, must=plan.must)
         self._hidden = frozenset[int]() if tokenizer is None else hidden_ids(
             tokenizer, params.hides_special_tokens, params.shown_special_ids)
         self.num_thought = 0
@@ -60,7 +61,7 @@ class Turn:
             return [Words(piece.text)] if piece.text else []
         events = self._parser.feed(piece.text) if piece.text else []
         if piece.finish_reason is not None:
-            events = [*events, *self._parser.finish()]
+            events = [*events, *self._parser.finish(cut=piece.finish_reason == "length")]
         self._text.append(piece.text)
         self._tokens += piece.token_ids
         over = piece.finish_reason is not None or any(not isinstance(event, Thought) for event in events)

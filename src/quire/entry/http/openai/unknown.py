@@ -39,7 +39,7 @@ class Fields:
     def unknown(self, names: dict[str, msgspec.Raw], known: Collection[str]) -> list[str]:
         """The first names in a request, in words, that are neither in `known` nor, inside fields, in their types."""
         top = ((self, "", name) for name in names if name not in known)
-        objects = chain.from_iterable(fields._objects(_value(names[name]), name + ".")
+        objects = chain.from_iterable(fields._objects(value_again(names[name]), name + ".")
                                       for name, fields in self.inner.items() if name in names)
         inside = ((fields, path, name) for fields, path, value in islice(objects, MAX_LOOKED) for name in value
                   if name not in fields.known and name not in LABELS and value[name] not in NOTHING)
@@ -61,8 +61,9 @@ class Fields:
                     yield from fields._objects(value[name], f"{path}{name}.")
 
 
-def _value(raw: msgspec.Raw) -> Any:
-    """What was decoded before by its type; None where it is large, or something in it that no type reads is no JSON."""
+def value_again(raw: msgspec.Raw) -> Any:
+    """The value of a field that was decoded before by its type, or could not be. None where it is large, or not valid
+    JSON."""
     if len(memoryview(raw)) > MOST_BYTES:
         return None
     with suppress(msgspec.DecodeError, UnicodeDecodeError):

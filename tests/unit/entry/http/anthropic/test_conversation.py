@@ -151,11 +151,11 @@ def test_what_changes_no_answer_is_taken(api: Api) -> None:
 
 
 @pytest.mark.parametrize(("messages", "words"), [
-    ([user({"type": "image", "source": {}})], "messages[0].content[0]: image is not implemented"),
-    ([*HELLO, user(text("a"), {"type": "document", "source": {}})], "messages[1].content[1]: document"),
-    ([user(result("t", [{"type": "image", "source": {}}]))], "the content of a tool_result[0]: image"),
-    ([user({"type": "tool_use", "id": "t", "name": "f", "input": {}})], "messages[0].content[0]: tool_use"),
-    ([assistant(result("t", "x")), *HELLO], "messages[0].content[0]: tool_result"),
+    ([user({"type": "image", "source": {}})], "messages[0].content[0]: 'image' is not implemented"),
+    ([*HELLO, user(text("a"), {"type": "document", "source": {}})], "messages[1].content[1]: 'document'"),
+    ([user(result("t", [{"type": "image", "source": {}}]))], "the content of a tool_result[0]: 'image'"),
+    ([user({"type": "tool_use", "id": "t", "name": "f", "input": {}})], "messages[0].content[0]: 'tool_use'"),
+    ([assistant(result("t", "x")), *HELLO], "messages[0].content[0]: 'tool_result'"),
     ([assistant({"type": "server_tool_use", "id": "t", "name": "f", "input": {}}), *HELLO], "server_tool_use"),
     ([user({"type": "text"})], "messages[0].content[0].text is missing"),
     ([user({"type": "tool_result", "content": "x"})], "messages[0].content[0].tool_use_id is missing"),
@@ -171,11 +171,12 @@ def test_messages_that_cannot_be_read(api: Api, messages: Any, words: str) -> No
 
 
 @pytest.mark.parametrize(("fields", "words"), [
-    ({"system": [{"type": "image"}]}, "system[0]: image"), ({"temperature": 1.5}, "temperature must be a number in [0"),
+    ({"system": [{"type": "image"}]}, "system[0]: 'image'"),
+    ({"temperature": 1.5}, "temperature must be a number in [0"),
     ({"temperature": -0.1}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 2}, "top_p"),
     ({"stop_sequences": "x"}, "stop_sequences must be a list"), ({"model": None}, "model must be a string"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: web_search_20250305"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]: bash_20250124 is not implemented"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: 'web_search_20250305'"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]: 'bash_20250124' is not implemented"),
     ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, "must be the schema of an object"),
     ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name must be a string that matches"),
     ({"tools": [WEATHER, WEATHER]}, "there is another 'weather'"),

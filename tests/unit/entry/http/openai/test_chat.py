@@ -105,7 +105,7 @@ def test_template_variables(
     fields = {"chat_template_kwargs": {"mood": "glad"}, "documents": [{"t": "D"}], "reasoning_effort": "low"}
     assert prompt(**fields) == "glad low D hi"
     assert ask(**fields).all("x-quire-warning") == []
-    for name in ("messages", "chat_template", "tools", "add_generation_prompt", "adapt_tool_calls"):
+    for name in ("messages", "chat_template", "tools", "add_generation_prompt", "adapt_turns"):
         assert ask(chat_template_kwargs={name: 1}).error["param"] == "chat_template_kwargs"
 
 

@@ -78,6 +78,17 @@ def test_choices_are_bounded_over_all_prompts(ask: Callable[..., Any]) -> None:
     assert ask([[5]] * 64, n=2, max_tokens=1).status == 200
     reply = ask([[5]] * 65, n=2, max_tokens=1)
     assert reply.status == 400 and "130 completions" in reply.error["message"] and reply.error["param"] == "n"
+    reply = ask([[5]] * 1025, max_tokens=1)
+    assert reply.status == 400 and "or 1024 with n=1" in reply.error["message"] and reply.error["param"] == "prompt"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_data_set_is_one_request(ask: Callable[..., Any], stream: bool) -> None:
+    reply = ask([[5, at % 7] for at in range(1024)], max_tokens=1, stream=stream)
+    assert reply.status == 200, reply.body
+    answers = reply.events if stream else [reply.json]
+    choices = [choice for answer in answers for choice in answer["choices"] if choice["finish_reason"]]
+    assert sorted(choice["index"] for choice in choices) == list(range(1024))
 
 
 def test_a_prompt_that_does_not_fit_says_the_three_numbers(ask: Callable[..., Any]) -> None:

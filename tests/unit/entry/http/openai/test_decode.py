@@ -175,11 +175,19 @@ def test_fields_of_fields_are_known_or_refused(fields: dict[str, Any], words: st
     CHAT.decode(json.dumps({"messages": USER, "response_format": form}).encode())
 
 
+@pytest.mark.parametrize("given", ["-1e400", '{"5": 1e400}', '{"type": 1e400}', '{"json": {"a": 1e400}, "regex": 1}'])
+@pytest.mark.parametrize("name", ["logit_bias", "response_format", "structured_outputs"])
+def test_numbers_beyond_every_float_are_refused_by_the_field(name: str, given: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        COMPLETION.decode(f'{{"prompt": "a", "{name}": {given}}}'.encode())
+    assert caught.value.param == name
+
+
 def test_missing_fields_are_named() -> None:
     with pytest.raises(InvalidParameter, match="prompt is missing") as caught:
         COMPLETION.decode(b"{}")
     assert caught.value.param == "prompt"
-    with pytest.raises(InvalidParameter, match=r"messages\[0\].role is missing: it must be one of assistant") as caught:
+    with pytest.raises(InvalidParameter, match=r"messages\[0\].role is missing: it must be a string") as caught:
         CHAT.decode(b'{"messages": [{"content": "hi"}]}')
     assert caught.value.param == "messages"
 
@@ -188,7 +196,7 @@ def test_missing_fields_are_named() -> None:
     "fields",
     [
         {"messages": []},
-        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": 1, "content": "x"}]},
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": USER, "top_logprobs": -2},
         {"messages": USER, "logprobs": 5},

@@ -97,7 +97,7 @@ def test_a_model_without_files_answers_and_says_what_it_did(
     ({"input": 5}, "input", "a string or a list"),
     ({"input": [[5, "a"]]}, "input", "integer"),
     ({"input": ["a"] * 2049}, "input", "at most 2048"),
-    ({"input": [5, 10**6]}, "input", "input holds 1000000, which is outside the vocabulary"),
+    ({"input": [5, 10**6]}, "input", "input holds 1000000, outside the vocabulary"),
     ({"input": "a", "dimensions": 257}, "dimensions", "[1, 256]"),
     ({"input": "a", "dimensions": 0}, "dimensions", ">= 1"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64, float"),
@@ -187,6 +187,36 @@ def test_scores_of_one_with_several_and_pair_by_pair(client: Any, mock_engine: A
     refused = score(["a", "b", "c"], ["a", "b"])
     assert refused.status == 400 and refused.error["param"] == "text_2" and "3 texts" in refused.error["message"]
     assert score([], "a").status == score("a", []).status == 400
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "documents")])
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+def test_scores_by_other_names(client: Any, path: str, first: str, second: str) -> None:
+    told = post(client, path, text_1="a fox", text_2=TEXTS).json
+    reply = post(client, path, **{first: "a fox", second: TEXTS})
+    assert reply.status == 200 and reply.json["data"] == told["data"] and reply.header("x-quire-warning") is None
+    for name, other in (("text_1", first), ("text_2", second)):
+        if name != other:
+            error = post(client, path, **{"text_1": "a", "text_2": "b", other: "c"}).error
+            assert error["param"] == other
+            assert error["message"] == f"{name} and {other} are names of the same field: send one of them."
+    error = post(client, path, **{first: ["a", "b"], second: "a"}).error
+    assert error["param"] == second and "2 texts" in error["message"]
+    assert post(client, path, **{first: "a", second: ["b", ""]}).error["param"] == second
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+def test_ranks_by_other_names(client: Any, path: str) -> None:
+    told = post(client, path, query="a fox", documents=TEXTS).json
+    for fields in ({"queries": ["a fox"], "items": TEXTS}, {"queries": "a fox", "documents": TEXTS}):
+        assert post(client, path, **fields).json["results"] == told["results"]
+    assert post(client, path, query="a fox", items="a fox").json["results"][0]["document"] == {"text": "a fox"}
+    assert post(client, path, queries=["a", "b"], items="a").error["param"] == "queries"
+    error = post(client, path, query="a", queries="b", documents=["c"]).error
+    assert error["message"] == "query and queries are names of the same field: send one of them."
+    error = post(client, path, query="a").error
+    assert error["param"] == "documents" and "Its other names are items." in error["message"]
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), [

@@ -91,6 +91,7 @@ def test_the_tokenizer(client: Any, text_side: Any) -> None:
     info = asyncio.run(client.get("/tokenizer_info")).json
     assert info["eos_token"] == "<|im_end|>" and info["bos_token"] is None and info["pad_token"] == "<|pad|>"
     assert info["chat_template"] == text_side.chat_template.source()
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
     for name in ("eos", "pad"):  # clients learn the ids by encoding the tokens
         ids = post(client, "/tokenize", prompt=info[f"{name}_token"], add_special_tokens=False).json["tokens"]
         assert ids == [info[f"{name}_token_id"]]

@@ -107,8 +107,8 @@ def test_the_grammar_holds_what_may_be_called(sent: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"tools": [tool("a b")]}, "tools", "A-Za-z0-9_-"),
-    ({"tools": [tool("a" * 65)]}, "tools", "A-Za-z0-9_-"),
+    ({"tools": [tool("a b")]}, "tools", "A-Za-z0-9_./:-"),
+    ({"tools": [tool("a" * 129)]}, "tools", "A-Za-z0-9_./:-"),
     ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "tools[2].function.name"),
     ({"tools": [tool("f", parameters={"type": "array"})]}, "tools", "tools[0].function.parameters"),
     ({"tools": [tool("f", parameters="{}")]}, "tools", "an object"),

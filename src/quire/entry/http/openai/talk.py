@@ -1,0 +1,45 @@
+"""A conversation of another API as the messages of a chat. Each API names its items itself and has them written here,
+so that the same turn is the same message, whichever way it came."""
+
+from typing import Any
+
+from quire.entry.http.openai.schema import ContentPart, FunctionCall, Message, ToolCall
+
+
+class Talk:
+    """A conversation being written. All that the assistant thinks, says and calls in a row is one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.called: dict[str, str] = {}  # the id of a call -> the name of its function
+
+    def say(self, content: str | list[ContentPart], role: str, *others: str, joined: bool = True) -> None:
+        """More content. With `joined` it belongs to the last message, where that one has this role or one of the
+        others."""
+        parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
+        turn = self._turn(role, *others) if joined else self._new(role)
+        turn.content = [*(turn.content or ()), *parts]
+
+    def think(self, text: str) -> None:
+        """More reasoning; none where the text is empty."""
+        if text:
+            turn = self._turn("assistant")
+            turn.reasoning_content = "\n".join(filter(None, [turn.reasoning_content, text]))
+
+    def call(self, call_id: str, name: str, arguments: str | dict[str, Any] | None) -> None:
+        """A call of a tool."""
+        turn, self.called[call_id] = self._turn("assistant"), name
+        function = FunctionCall(name=name, arguments=arguments)
+        turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(id=call_id, type="function", function=function)]
+
+    def answer(self, call_id: str, content: str | list[ContentPart]) -> None:
+        """The result of a call."""
+        self.messages.append(Message(role="tool", tool_call_id=call_id, content=content))
+
+    def _turn(self, role: str, *others: str) -> Message:
+        last = self.messages[-1] if self.messages else None
+        return last if last is not None and last.role in (role, *others) else self._new(role)
+
+    def _new(self, role: str) -> Message:
+        self.messages.append(Message(role=role, content=[]))
+        return self.messages[-1]
