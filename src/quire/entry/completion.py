@@ -121,6 +121,7 @@ class Generation:
     num_cached: int | None = None
     began: float | None = None
     due: int = 0
+    tenant: str = ""
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 
     def __post_init__(self) -> None:

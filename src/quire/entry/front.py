@@ -94,10 +94,10 @@ class FrontEnd:
         return list({g.completions[0].handle: g for g, _ in self._by_handle.values()}.values())
 
     def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-              timeout: float | None = None, pool: str = "") -> tuple[Generation, list[NewRequest]]:
+              timeout: float | None = None, pool: str = "", tenant: str = "") -> tuple[Generation, list[NewRequest]]:
         """Make the requests of one prompt; raises `RequestError` and keeps nothing when they cannot be served.
 
-        timeout   seconds after which the request fails;  pool  as in `NewRequest`
+        timeout   seconds after which the request fails;  pool, tenant  as in `NewRequest`
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
@@ -110,7 +110,7 @@ class FrontEnd:
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
-        generation = Generation(request_id=request_id, prompt=prompt.text, prompt_token_ids=token_ids, params=params,
+        generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids, params=params,
                                 completions=[], tokenizer=self.tokenizer if params.detokenize else None,
                                 prompt_logprobs=None if params.prompt_logprobs is None else [None])
         for i in range(params.n):
@@ -129,6 +129,7 @@ class FrontEnd:
             min_tokens=params.min_tokens,
             priority=priority,
             cache_salt=prompt.cache_salt,
+            tenant=tenant,
             deadline=None if timeout is None else time.monotonic() + timeout,
             read_prefix_cache=not params.skip_reading_prefix_cache and pool in ("", "last"),  # others: all rows
             pool=pool,

@@ -210,6 +210,7 @@ def test_a_response_is_of_the_key_that_made_it(mock_engine: Any) -> None:
     name = "/" + made["id"]
     for key, right in (("two", 404), ("one", 200)):
         assert call(key, "GET", name).status == right
+        assert call(key, "POST", f"{name}/cancel").status == (404 if right == 404 else 400)  # 400: it ended long ago
         assert call(key, "POST", "", input="b", previous_response_id=made["id"], **ALWAYS).status == right
         assert call(key, "POST", "", input=[{"type": "item_reference", "id": made["output"][0]["id"]}],
                     **ALWAYS).status == right
