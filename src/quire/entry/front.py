@@ -110,8 +110,9 @@ class FrontEnd:
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
-        generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids, params=params,
-                                completions=[], tokenizer=self.tokenizer if params.detokenize else None,
+        generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,
+                                params=params, completions=[],
+                                tokenizer=self.tokenizer if params.detokenize else None,
                                 prompt_logprobs=None if params.prompt_logprobs is None else [None])
         for i in range(params.n):
             text, streamed = self._text(token_ids, params), params.output_kind == OutputKind.DELTA

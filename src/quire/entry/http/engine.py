@@ -150,7 +150,8 @@ class ServedEngine:
             for i, prompt in enumerate(prompts):
                 generation, new = front.start(prompt, params,
                                               request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
-                                              priority=priority, timeout=min(limits, default=None), pool=pool, tenant=tenant)
+                                              priority=priority, timeout=min(limits, default=None), pool=pool,
+                                              tenant=tenant)
                 stream.generations.append(generation)
                 requests.append(new)
         except Exception as error:
