@@ -46,7 +46,8 @@ def request(seed: int, index: int, words: dict[str, int]) -> tuple[str, dict[str
     tool = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": rng.choice(("required", "auto"))}
     path = rng.choice(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"))
     if path == "/v1/embeddings":
-        return path, {"input": rng.choice((rng.choice(TEXTS), some(TEXTS), ids, [ids])), "dimensions": rng.choice((1, 2))}
+        given = rng.choice((rng.choice(TEXTS), some(TEXTS), ids, [ids]))
+        return path, {"input": given, "dimensions": rng.choice((1, 2))}
     if path == "/v1/messages":
         schema = {"name": "f", "input_schema": rng.choice(SCHEMAS[1:])}
         return path, {"model": "quire-tiny", "messages": USER, "max_tokens": rng.choice((0, 1, 4, 2**40)), "tools": [
@@ -64,4 +65,5 @@ def request(seed: int, index: int, words: dict[str, int]) -> tuple[str, dict[str
         return path, body | {"messages": [{"role": "user", "content": rng.choice(TEXTS)}]}
     ours = ("temperature", "top_k", "seed", "structured_outputs", "min_tokens", "allowed_token_ids", "bad_words",
             "stop_token_ids", "ignore_eos", "stream")
-    return path, {"input": rng.choice(TEXTS), "max_output_tokens": 5} | {name: body[name] for name in ours if name in body}
+    asked = {name: body[name] for name in ours if name in body}
+    return path, {"input": rng.choice(TEXTS), "max_output_tokens": 5} | asked

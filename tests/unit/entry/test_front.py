@@ -156,7 +156,7 @@ EVERY = list(range(300))
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"allowed_token_ids": [257], "min_tokens": 1}, "allowed_token_ids", "allowed_token_ids and min_tokens .stop_token_"),
+    ({"allowed_token_ids": [257], "min_tokens": 1}, "allowed_token_ids", "allowed_token_ids and min_tokens .stop_to"),
     ({"allowed_token_ids": [5, 257], "stop_token_ids": [5], "min_tokens": 3}, "allowed_token_ids", "before 3 others"),
     ({"allowed_token_ids": [97, 98], "bad_words": ["a", "b"]}, "allowed_token_ids", "allowed_token_ids and bad_words:"),
     ({"allowed_token_ids": [97, 257], "bad_words": ["a"], "min_tokens": 1}, "allowed_token_ids",

@@ -113,7 +113,7 @@ class ServedEngine:
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
             await self._client.start(core_config(self.config))
-            loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder)
+            loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder, apart=True)
             text, ready = await asyncio.gather(loading, starting)
             text = replace(text, parsers=(self._serve.tool_call_parser, self._serve.reasoning_parser))
             note = text.styles.why if text.chat_template is not None else NO_CHAT
@@ -296,6 +296,11 @@ class ServedEngine:
         elif isinstance(message, messages.Ready):
             if self._starting is not None and not self._starting.done():
                 self._starting.set_result(message)
+        elif isinstance(message, messages.Dropped):
+            self._metrics.dropped(message.direction)
+            if message.num == 1:
+                LOG.warning("what came to the internal socket %s is no message and is dropped (told once): another "
+                            "process writes to it.", message.direction)
         elif isinstance(message, messages.Failed):
             self._die(rebuilt(message.kind, message.message))  # the core has logged the details
 
