@@ -24,6 +24,8 @@ class HttpConfig:
     uds: str | None = option(None, "listen on this Unix domain socket instead of a port")
     root_path: str = option("", "path under which a proxy serves this server")
     api_key: tuple[str, ...] = option((), "keys of which every request must show one as a bearer token")
+    share_prefix_cache_across_keys: bool = option(False, "reuse the prefix cache between API keys: each key can then "
+                                                         "find out which prompts another one has sent")
     allowed_origins: tuple[str, ...] = option((), "origins whose pages may call this server (CORS); * for all")
     allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which callers may reach a server without "
                                                 "keys on this machine's own address (Host header); * for all")

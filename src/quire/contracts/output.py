@@ -75,6 +75,10 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     stats: StepStats = StepStats()
 
+    def __post_init__(self) -> None:
+        if self.handles.shape != self.tokens.shape:
+            raise ValueError(f"{self.handles.shape} handles with {self.tokens.shape} tokens")
+
 
 NO_TOKENS: I32 = np.empty(0, np.int32)
 

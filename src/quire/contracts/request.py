@@ -55,6 +55,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent       handle of the first of n completions, whose prompt this one shares
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
+    tenant       the same for the owner of the request, who sets a salt but never a tenant; "" for the only one
     grammar      the form of the output, as `StructuredOutputsParams.spec` writes it
     pool         "mean", "last" or "cls": it ends with a vector of hidden states (max_tokens is 0); "": with text
     """
@@ -70,6 +71,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None = None
     deadline: float | None = None
     cache_salt: str = ""
+    tenant: str = ""
     read_prefix_cache: bool = True
     grammar: str | None = None
     pool: str = ""

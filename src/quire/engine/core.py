@@ -19,7 +19,7 @@ from quire.engine.grammar import Grammars
 from quire.engine.queue import SLACK
 from quire.engine.scheduler import InFlight, Scheduler
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import Tags
+from quire.kv.hashing import TENANT, Tags
 from quire.kv.misses import PrefixHistory
 from quire.text.grammar import GrammarCompiler
 
@@ -236,7 +236,7 @@ class EngineCore:
 
     def _tags(self, new: NewRequest) -> Tags:
         """Without prefix caching every prompt is a world of its own, shared only by its own completions."""
-        tags = [("salt", new.cache_salt)] if new.cache_salt else []
+        tags = [(domain, value) for domain, value in (("salt", new.cache_salt), (TENANT, new.tenant)) if value]
         if not self._prefix_caching:
             tags.append(("request", str(new.handle if new.parent is None else new.parent)))
         return tags

@@ -122,6 +122,7 @@ class Generation:
     began: float | None = None
     num_preemptions: int = 0
     due: int = 0
+    tenant: str = ""
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 
     def __post_init__(self) -> None:

@@ -94,10 +94,10 @@ class FrontEnd:
         return list({g.completions[0].handle: g for g, _ in self._by_handle.values()}.values())
 
     def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
-              timeout: float | None = None, pool: str = "") -> tuple[Generation, list[NewRequest]]:
+              timeout: float | None = None, pool: str = "", tenant: str = "") -> tuple[Generation, list[NewRequest]]:
         """Make the requests of one prompt; raises `RequestError` and keeps nothing when they cannot be served.
 
-        timeout   seconds after which the request fails;  pool  as in `NewRequest`
+        timeout   seconds after which the request fails;  pool, tenant  as in `NewRequest`
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
@@ -108,27 +108,31 @@ class FrontEnd:
         self._check(params, token_ids)
         grammar = params.structured_outputs.spec() if params.structured_outputs is not None else None
         seed = params.seed if params.seed is not None and params.seed >= 0 else self._seeds.getrandbits(64)
+        stops = tuple(sorted({*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._eos)}))
+        sampler = self._spec(params, seed, len(token_ids), stops)
+        _check_first_token(params, sampler, self.limits.vocab_size)
         first = self._next_handle
         request_id = request_id if request_id is not None else str(first)
-        generation = Generation(request_id=request_id, prompt=prompt.text, prompt_token_ids=token_ids, params=params,
-                                completions=[], tokenizer=self.tokenizer if params.detokenize else None,
+        generation = Generation(request_id=request_id, tenant=tenant, prompt=prompt.text, prompt_token_ids=token_ids,
+                                params=params, completions=[],
+                                tokenizer=self.tokenizer if params.detokenize else None,
                                 prompt_logprobs=None if params.prompt_logprobs is None else [None])
         for i in range(params.n):
             text, streamed = self._text(token_ids, params), params.output_kind == OutputKind.DELTA
             generation.completions.append(
                 Completion(handle=first + i, index=i, text=text, eos_ids=self._eos, streamed=streamed))
         room = self.limits.max_model_len - len(token_ids)
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         parent = NewRequest(
             handle=first,
             request_id=request_id if params.n == 1 else f"{request_id}.0",
             token_ids=array("I", token_ids).tobytes(),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            sampler=self._spec(params, seed, len(token_ids), tuple(sorted(stops))),
-            stop_ids=tuple(sorted(stops)),
+            sampler=sampler,
+            stop_ids=stops,
             min_tokens=params.min_tokens,
             priority=priority,
             cache_salt=prompt.cache_salt,
+            tenant=tenant,
             deadline=None if timeout is None else time.monotonic() + timeout,
             read_prefix_cache=not params.skip_reading_prefix_cache and pool in ("", "last"),  # others: all rows
             pool=pool,
@@ -337,6 +341,20 @@ def check_ids(name: str, ids: Collection[int], size: int) -> None:
         wrong = [token for token in ids if not 0 <= token < size]
         raise InvalidParameter(f"{name} holds {listed(wrong)}, outside the vocabulary of {size} tokens (0 to "
                                f"{size - 1}): send ids of this model.", param=name)
+
+
+def _check_first_token(params: SamplingParams, spec: SamplerSpec, vocab_size: int) -> None:
+    """Raise `InvalidParameter` where a request forbids every token that its answer could begin with."""
+    words = {word[0] for word in spec.bad_words if len(word) == 1}
+    ends = set(spec.stop_ids) if params.min_tokens else set[int]()
+    allowed, forbidden = set(spec.allowed_ids), words | ends
+    if params.max_tokens == 0 or (allowed - forbidden if allowed else len(forbidden) < vocab_size):
+        return
+    names = ["allowed_token_ids"] * bool(allowed) + ["bad_words"] * bool(words & allowed if allowed else words)
+    names += ["min_tokens"] * bool(ends & allowed if allowed else ends)
+    why = f" (stop_token_ids and end tokens cannot come before {params.min_tokens} others)" * ("min_tokens" in names)
+    raise InvalidParameter(f"{' and '.join(names)}{why}: no token is left that the answer could begin with. Allow "
+                           "another token, or leave one of these fields out.", param=names[0])
 
 
 def _child(parent: NewRequest, index: int, request_id: str) -> NewRequest:

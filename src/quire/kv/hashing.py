@@ -19,7 +19,8 @@ from quire.contracts.blocks import KVGeometry
 
 DIGEST_BYTES = 32
 _TOKEN_BYTES = 4
-Tags = Sequence[tuple[str, str]]  # (domain, value) pairs, such as ("salt", "tenant-7")
+Tags = Sequence[tuple[str, str]]  # (domain, value) pairs, such as ("salt", "s-7")
+TENANT = "tenant"  # the domain whose values must not learn of each other
 
 
 def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry) -> bytes:

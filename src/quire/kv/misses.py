@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from quire.contracts.prefix import Miss, PrefixReport
-from quire.kv.hashing import KeyChain
+from quire.kv.hashing import TENANT, KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixMatch
 
@@ -69,7 +69,10 @@ class PrefixHistory:
         found = say(why=Miss.NEW)
         if chain.tokens[0] not in self._first:
             return found
+        tenant = dict(chain.tags).get(TENANT)
         for name, other, _ in reversed(self._prompts):
+            if dict(other.tags).get(TENANT) != tenant:
+                continue  # a tenant is not told what another one has sent
             token = first + min(max(most, 0), len(mine) - 1)  # who is nearer than `found` has the same here
             if len(other.tokens) < end or (most >= 0 and other.tokens[token] != chain.tokens[token]):
                 continue

@@ -81,7 +81,7 @@ class Metrics(Collector):
         self._size_lengths(DEFAULT_CONTEXT)
         self._finished = Tally(*((reason.value,) for reason in FinishReason), limit=8)
         self._aborts, self._rejections = Tally(limit=16), Tally(limit=16)
-        self._http = Tally(limit=256)
+        self._http, self._dropped = Tally(limit=256), Tally(("to_core",), ("from_core",), limit=2)
         self._last_line = (time.monotonic(), 0, 0, 0, 0)  # time, prompt and generated tokens, queries, hits
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -161,6 +161,10 @@ class Metrics(Collector):
     def rejected(self, reason: str) -> None:
         """A request was not taken: the reason as a short fixed word."""
         self._rejections.add(reason)
+
+    def dropped(self, direction: str) -> None:
+        """Bytes between the server's processes were no message: "to_core" or "from_core"."""
+        self._dropped.add(direction)
 
     def http(self, route: str, status: int, method: str = "POST") -> None:
         """An HTTP request was answered. `route` is the pattern that matched, never the path that was asked for."""
@@ -246,4 +250,5 @@ class Metrics(Collector):
             "request_aborts": self._aborts.counts,
             "admission_rejections": self._rejections.counts,
             "http_requests": self._http.counts,
+            "internal_messages_dropped": self._dropped.counts,
         }

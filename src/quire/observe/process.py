@@ -1,14 +1,17 @@
-"""What the operating system says about processes, and how late the event loop runs.
+"""What the operating system says about processes, how late the event loop runs, and memory that it can have back.
 
 Reads /proc, where there is one; elsewhere usage is unknown (None). Knows nothing of metrics formats.
 """
 
 import asyncio
+import ctypes
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ def age() -> float | None:
     except (OSError, IndexError, ValueError, AttributeError):
         return None
     return seconds if seconds >= 0 else None
+
+
+def keep_little_memory() -> None:
+    """With glibc: blocks of 1 MiB and more go back to the system when they are freed, and so does the free end of a
+    heap. By default glibc raises these bounds to 32 and 64 MiB for each thread's heap, once such blocks were freed."""
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            set_option(option, 2**20)
+
+
+def return_memory() -> None:
+    """Return the freed memory of this process to the system: all of it with glibc, nothing elsewhere. Takes 0.1 s per
+    GB, without the interpreter's lock."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(ctypes.c_size_t(0))
 
 
 async def watch_event_loop(report: Callable[[float], None], interval: float = 0.5) -> None:

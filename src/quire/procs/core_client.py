@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
 from quire.procs.core_child import CoreChild
-from quire.procs.messages import CoreStart, FromCore, Stop, ToCore
+from quire.procs.messages import CoreStart, Dropped, FromCore, Stop, ToCore
 from quire.procs.wire import decode_from_core, encode
 
 LOG = logging.getLogger("quire")
@@ -47,6 +48,7 @@ class CoreClient:
         self._on_message, self._on_death, self._launch = on_message, on_death, launch
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connected = self._over = False
+        self._num_dropped = 0
 
     async def start(self, config: EngineConfig) -> None:
         """Make the sockets and start the core; its messages begin to arrive. Frees everything when it fails."""
@@ -109,10 +111,7 @@ class CoreClient:
                     data = self._receiver.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     return
-                if not self._connected:
-                    self._sender.connect(self._address("to"))
-                    self._connected = True
-                self._on_message(decode_from_core(data))
+                self._on_message(self._decoded(data))
                 if self._context is None or not int(self._receiver.get(zmq.EVENTS)) & zmq.POLLIN:
                     return  # asked, because an `Again` that is raised costs four times as much
         except Exception as fault:  # ours, not a request's: nobody may wait for what will never come
@@ -120,6 +119,18 @@ class CoreClient:
             self._die(f"the front end failed: {type(fault).__name__}: {fault}")
             return
         self._loop.call_soon(self._receive)
+
+    def _decoded(self, data: bytes) -> FromCore:
+        """The message in `data`, the first of which connects to the core; `Dropped` for what is none."""
+        try:
+            message = decode_from_core(data)
+        except msgspec.DecodeError:
+            self._num_dropped += 1
+            return Dropped("from_core", self._num_dropped)
+        if not self._connected:
+            self._sender.connect(self._address("to"))
+            self._connected = True
+        return message
 
     async def _watch(self, core: CoreChild) -> None:
         stopped_at: float | None = None

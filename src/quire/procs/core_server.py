@@ -6,13 +6,27 @@ Knows sockets, messages and one `EngineCore`. Knows nothing of processes, and no
 import logging
 from collections.abc import Callable
 
+import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import QuireError
 from quire.engine.core import EngineCore
 from quire.procs.failures import failed, rejected
-from quire.procs.messages import Abort, Add, Control, CoreStart, FromCore, Loading, Outputs, Ready, Reply, Stop, ToCore
+from quire.procs.messages import (
+    Abort,
+    Add,
+    Control,
+    CoreStart,
+    Dropped,
+    FromCore,
+    Loading,
+    Outputs,
+    Ready,
+    Reply,
+    Stop,
+    ToCore,
+)
 from quire.procs.wire import decode_to_core, encode
 
 LOG = logging.getLogger("quire")
@@ -32,16 +46,21 @@ class CoreSockets:
         self._receiver, self._sender = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
         for socket in (self._receiver, self._sender):
             socket.set_hwm(0)
+        self._num_dropped = 0
         self._receiver.bind(start.to_core)
         self._sender.connect(start.from_core)
 
     def receive(self, wait: bool) -> ToCore | None:
-        """The next message; None when there is none and it is not to be waited for."""
-        try:
-            data = self._receiver.recv(0 if wait else zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        return decode_to_core(data)
+        """The next message; None when there is none and it is not to be waited for. What is no message is told as
+        `Dropped`."""
+        while True:
+            try:
+                return decode_to_core(self._receiver.recv(0 if wait else zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+            except msgspec.DecodeError:
+                self._num_dropped += 1
+                self.send(Dropped("to_core", self._num_dropped))
 
     def send(self, message: FromCore) -> None:
         """Queue a message; never waits."""

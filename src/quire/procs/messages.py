@@ -1,8 +1,10 @@
 """What the HTTP process and the core process say to each other. Each message is a tagged msgpack map; see `wire.py`.
 
     to the core      Add, Abort, Control, Stop
-    from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed
+    from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed; Dropped
 """
+
+from typing import Annotated
 
 import msgspec
 
@@ -25,7 +27,7 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
 class Add(msgspec.Struct, frozen=True, tag="add"):
     """The requests of one prompt (n of them); all are taken, or none and `Rejected` comes back."""
 
-    requests: tuple[NewRequest, ...]
+    requests: Annotated[tuple[NewRequest, ...], msgspec.Meta(min_length=1)]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -85,7 +87,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """The requests of one `Add` were refused; `kind` is the name of a class in contracts/errors.py."""
 
-    handles: tuple[int, ...]
+    handles: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     kind: str
     message: str
     param: str | None = None
@@ -107,5 +109,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     details: str = ""
 
 
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """Bytes on the socket of this direction ("to_core", "from_core") were no message, for the `num`th time."""
+
+    direction: str
+    num: int
+
+
 ToCore = Add | Abort | Control | Stop
-FromCore = Loading | Ready | Outputs | Rejected | Reply | Failed
+FromCore = Loading | Ready | Outputs | Rejected | Reply | Failed | Dropped

@@ -30,6 +30,7 @@ ELEMENT_TYPES = tuple(map(np.dtype, ("int32", "float32", "uint8")))
 _INDEX = {dtype: index for index, dtype in enumerate(ELEMENT_TYPES)}
 
 Record = StepPlan | StepResult | StepOutputs | NewRequest
+D = TypeVar("D")
 M = TypeVar("M", StepPlan, StepResult, StepOutputs, NewRequest)
 
 
@@ -95,9 +96,18 @@ def decode(data: bytes | memoryview, kind: type[M]) -> M:
 
 def decode_to_core(data: bytes | memoryview) -> ToCore:
     """The message to the core in `data`; raises `msgspec.DecodeError` when the bytes hold anything else."""
-    return _TO_CORE.decode(data)
+    return _decoded(_TO_CORE, data)
 
 
 def decode_from_core(data: bytes | memoryview) -> FromCore:
     """The message from the core in `data`; raises `msgspec.DecodeError` when the bytes hold anything else."""
-    return _FROM_CORE.decode(data)
+    return _decoded(_FROM_CORE, data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[D], data: bytes | memoryview) -> D:
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError:
+        raise
+    except (ValueError, OverflowError, RecursionError, MemoryError) as error:  # text, shapes, depth, lengths
+        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from error

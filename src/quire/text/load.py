@@ -61,8 +61,11 @@ class TextSide:
         return among(styles.reasoning), among(styles.reasoning, styles.tools)
 
 
-def load_text(config: EngineConfig, folder: Path, *, tokenizer_folder: Path | None = None) -> TextSide:
-    """Load the text half of the model in `folder`; the tokenizer may lie in a folder of its own.
+def load_text(
+    config: EngineConfig, folder: Path, *, tokenizer_folder: Path | None = None, apart: bool = False
+) -> TextSide:
+    """Load the text half of the model in `folder`; the tokenizer may lie in a folder of its own. `apart`: long texts
+    are encoded in a process of their own.
 
     Raises a `UserError` that names the fix when a file is missing or damaged, or an option cannot be met.
     """
@@ -70,6 +73,8 @@ def load_text(config: EngineConfig, folder: Path, *, tokenizer_folder: Path | No
     tokenizer_folder = tokenizer_folder or folder
     pooling = read_pooling(folder, model.pooler_config)  # first: a folder without config.json is no model's
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
+    if tokenizer is not None and apart:
+        tokenizer.apart = tokenizer_folder
     return TextSide(
         tokenizer=tokenizer, tokenizer_folder=tokenizer_folder,
         chat_template=None if tokenizer is None else ChatTemplate.load(tokenizer_folder, model.chat_template),

@@ -6,6 +6,9 @@ as in transformers 5 for folders that have a `tokenizer.json`. Knows nothing of 
 """
 
 import json
+import subprocess
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,11 +17,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC
 
-from quire.contracts.errors import InvalidParameter, ModelNotFound, UnsupportedModel, shown
+from quire.config.env import child_variables
+from quire.contracts.errors import InvalidParameter, ModelNotFound, RequestFailed, UnsupportedModel, shown
 from quire.text.pieces import PieceTable, byte_alphabet, decoder_rule
 from quire.text.special import AddedTokenSpec, SpecialTokens
 
 TOKENIZER_FILE = "tokenizer.json"
+APART = 2**20  # characters from which a server encodes a text apart: here 7 MB take 1 GB, and leave 600 MB behind
 KEEPING = ("Isolated", "Contiguous", "MergedWithPrevious", "MergedWithNext")  # ways to split that lose no character
 
 
@@ -30,6 +35,8 @@ class Tokenizer:
     all_special_ids  ids that `skip_special_tokens` leaves out of a text
     pieces           token id -> bytes; None for decoders whose tokens have no bytes of their own (WordPiece, ...)
     fewest_tokens    tokens that an encoding of a text has at least; see `length_bound`
+    apart            texts from APART characters on are encoded in a process of their own, which loads this folder;
+                     None: every text is encoded here
     """
 
     def __init__(self, backend: Backend, special: SpecialTokens | None = None) -> None:
@@ -49,6 +56,7 @@ class Tokenizer:
         rule = decoder_rule(backend)
         self.pieces = PieceTable(rule, backend.id_to_token) if rule else None
         self.fewest_tokens = length_bound(backend)
+        self.apart: Path | None = None
         self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # the last ones, spelled
 
     @staticmethod
@@ -77,6 +85,8 @@ class Tokenizer:
 
         Errors: `InvalidParameter` when the text holds half of a surrogate pair.
         """
+        if self.apart is not None and len(text) >= APART:
+            return encode_apart(self.apart, text, add_special_tokens)
         try:  # a batch of one: `encode` of the backend keeps every other thread out, for 8 s over a text of 8 MB
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
@@ -84,6 +94,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of several texts, in order, encoded in parallel. Errors as `encode`."""
+        if self.apart is not None and any(len(text) >= APART for text in texts):
+            return [self.encode(text, add_special_tokens) for text in texts]
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
@@ -135,6 +147,22 @@ class Tokenizer:
             sequences = bad_word_sequences(list(zip(asked, starts, spaced, strict=True)))
             self._bad_words = asked, sequences
         return sequences
+
+
+def encode_apart(folder: Path, text: str, add_special_tokens: bool) -> list[int]:
+    """`Tokenizer.encode` in a process that ends with it. Errors: `RequestFailed` when the process fails, too."""
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:
+        raise invalid_text(text) from error
+    # -P: no module of the folder in which the server was started; a session of its own: no Ctrl-C
+    child = subprocess.run(
+        [sys.executable, "-P", "-m", "quire.text.encode_child", str(folder), str(int(add_special_tokens))], input=data,
+        stdout=subprocess.PIPE, start_new_session=True, env=child_variables(), check=False)
+    if child.returncode:
+        raise RequestFailed(f"a text of {len(text)} characters could not be encoded: the process for it ended with "
+                            f"code {child.returncode} (-9: out of memory); send a shorter text.", code="internal")
+    return array("I", child.stdout).tolist()
 
 
 def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> tuple[tuple[int, ...], ...]:

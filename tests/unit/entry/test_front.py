@@ -150,3 +150,33 @@ def test_a_truth_value_is_no_number(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter, match=next(iter(options))):
         front.start(Prompt(token_ids=[72]), SamplingParams(), **options)
     assert len(front) == 0
+
+
+EVERY = list(range(300))
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"allowed_token_ids": [257], "min_tokens": 1}, "allowed_token_ids", "allowed_token_ids and min_tokens .stop_to"),
+    ({"allowed_token_ids": [5, 257], "stop_token_ids": [5], "min_tokens": 3}, "allowed_token_ids", "before 3 others"),
+    ({"allowed_token_ids": [97, 98], "bad_words": ["a", "b"]}, "allowed_token_ids", "allowed_token_ids and bad_words:"),
+    ({"allowed_token_ids": [97, 257], "bad_words": ["a"], "min_tokens": 1}, "allowed_token_ids",
+     "allowed_token_ids and bad_words and min_tokens"),
+    ({"stop_token_ids": EVERY, "min_tokens": 1}, "min_tokens", "^min_tokens .stop_token_ids"),
+    ({"stop_token_ids": EVERY[1:97] + EVERY[98:], "allowed_token_ids": EVERY[1:], "bad_words": ["a"], "min_tokens": 1},
+     "allowed_token_ids", "no token is left that the answer could begin with"),
+])
+def test_a_request_that_forbids_every_first_token(
+        front: FrontEnd, fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidParameter, match=words) as caught:
+        start(front, max_tokens=5, **fields)
+    assert caught.value.param == param and not len(front)
+
+
+@pytest.mark.parametrize("fields", [
+    {"allowed_token_ids": [257]}, {"allowed_token_ids": [257], "min_tokens": 1, "ignore_eos": True},
+    {"allowed_token_ids": [257, 5], "min_tokens": 1}, {"allowed_token_ids": [97], "bad_words": ["ab"]},
+    {"stop_token_ids": EVERY}, {"stop_token_ids": EVERY[1:], "min_tokens": 1},
+    {"allowed_token_ids": [97], "bad_words": ["a"], "max_tokens": 0},
+])
+def test_a_request_that_leaves_a_first_token_is_taken(front: FrontEnd, fields: dict[str, Any]) -> None:
+    assert start(front, **fields)

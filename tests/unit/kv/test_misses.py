@@ -206,3 +206,13 @@ def test_the_newest_drops_are_remembered(monkeypatch):
         cache.pool.reset()
     assert cache.admit(PROMPT[:5]).why is Miss.DROPPED
     assert cache.admit([1] * 5).why is Miss.PENDING
+
+
+def test_a_tenant_hears_nothing_of_another_ones_prompts():
+    cache, (one, two) = Cache(), [(("tenant", name),) for name in "ab"]
+    cache.admit(PROMPT, one)
+    for tags in (two, ()):
+        report = cache.admit(PROMPT, tags)
+        assert (report.why, report.nearest, report.detail, report.num_reused) == (Miss.NEW, "", "", 0)
+    report = cache.admit(PROMPT, (*one, ("salt", "x")))
+    assert (report.why, report.nearest, report.detail) == (Miss.EXTRAS, "0", "salt")

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from quire.contracts.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from quire.config.bundled import bundled_model
+from quire.contracts.errors import InvalidParameter, ModelNotFound, RequestFailed, UnsupportedModel
 from quire.text.byte_tokenizer import SPECIALS, ByteTokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -234,3 +235,21 @@ def test_byte_tokenizer() -> None:
     assert ByteTokenizer(add_bos=True).encode("a") == [plain.bos_token_id, 97]
     assert ByteTokenizer(add_bos=True).encode("a", add_special_tokens=False) == [97]
     assert plain.vocab_size == 256 + len(SPECIALS) and len(plain.all_special_ids) == len(SPECIALS)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_is_encoded_apart(monkeypatch: pytest.MonkeyPatch, special: bool) -> None:
+    """The process gets the text as it is, whole, and the right tokenizer."""
+    tokenizer = Tokenizer.load(bundled_model())
+    text = "a\r\n\n \x00\ufeff\u00e9\u0301 \U0001f642\u200d <|im_end|>\u3000'll 1234\t" * 3
+    right = tokenizer.encode(text, special)
+    monkeypatch.setattr("quire.text.tokenizer.APART", len(text))
+    monkeypatch.setattr(tokenizer, "_backend", None)  # nothing is encoded here
+    tokenizer.apart = bundled_model()
+    assert tokenizer.encode(text, special) == right
+    assert tokenizer.encode_batch([text], special) == [right]
+    with pytest.raises(InvalidParameter, match=f"character {len(text)} is half of a surrogate"):
+        tokenizer.encode(text + "\ud800", special)
+    tokenizer.apart = bundled_model() / "nothing"
+    with pytest.raises(RequestFailed, match="ended with code 1"):
+        tokenizer.encode(text, special)

@@ -10,10 +10,12 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.config.serve import HttpConfig
 from quire.contracts.errors import shown
 from quire.entry.http.errors import error_answer
 
@@ -96,6 +98,14 @@ def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
     about which one was near."""
     given = _shown_keys(scope)
     return next(iter([key for key in keys for one in given if hmac.compare_digest(key, one)]), None)
+
+
+def tenant_of(scope: Scope, http: HttpConfig) -> str:
+    """The tenant of a request: a digest of its API key. "" where all callers are one tenant: with fewer than two keys,
+    or with `share_prefix_cache_across_keys`."""
+    if len(set(http.api_key)) < 2 or http.share_prefix_cache_across_keys:
+        return ""
+    return sha256(shown_key(scope, [key.encode() for key in http.api_key]) or b"").hexdigest()
 
 
 def _is_address(name: str) -> bool:

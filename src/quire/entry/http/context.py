@@ -9,6 +9,7 @@ from quire.config.serve import ServerConfig
 from quire.contracts.errors import EngineStarting, QueueTimeout, shown
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import HttpError
+from quire.entry.http.memory import FreedMemory
 from quire.entry.http.openai.responses_store import ResponseStore
 from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
@@ -46,7 +47,7 @@ class ServerContext:
     """What routes are built from. `model_names`: the names under which the model is served, the main one first;
     `created`: seconds since the epoch at which the server started; `unknown_fields`: names that were logged;
     `huge_text`: held by whoever encodes one; `sandboxes`: how many more may be rendered apart;
-    `responses`: those that are kept."""
+    `responses`: those that are kept; `memory`: returns what long texts have used."""
 
     engine: ServedEngine
     config: ServerConfig
@@ -56,6 +57,7 @@ class ServerContext:
     in_flight: InFlight = field(default_factory=InFlight)
     unknown_fields: set[str] = field(default_factory=set)
     huge_text: asyncio.Lock = field(default_factory=asyncio.Lock)
+    memory: FreedMemory = field(default_factory=FreedMemory)
     responses: ResponseStore = field(default_factory=ResponseStore)
     sandboxes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SANDBOXES))
 

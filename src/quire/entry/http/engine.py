@@ -75,7 +75,7 @@ class ServedEngine:
         self._live: dict[int, tuple[RequestStream, int]] = {}  # first handle -> stream, prompt index
         self._queued: dict[RequestStream, float] = {}  # not begun -> when it is given up; in that order
         self._queue_timer: asyncio.TimerHandle | None = None
-        self._recent: deque[dict[str, object]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # with their tenants
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_controls = 0
         self._idle, self._dead = asyncio.Event(), asyncio.Event()
@@ -92,11 +92,13 @@ class ServedEngine:
         """Seconds since the core last answered while prompts are live; None when none is."""
         return time.monotonic() - self._last_sign if self._live else None
 
-    def requests(self) -> list[dict[str, object]]:
-        """Records of the prompts that live and of the last ones that ended, the newest first in both."""
+    def requests(self, tenant: str = "") -> list[dict[str, object]]:
+        """Records of a tenant's prompts that live and of the last ones that ended, the newest first in both."""
         live = [stream.generations[i] for stream, i in reversed(self._live.values())]
+        live = [generation for generation in live if generation.tenant == tenant]
         states = ["waiting" if generation.began is None else "running" for generation in live]
-        return [*map(request_record, live, states), *reversed(self._recent)]
+        ended = [record for owner, record in reversed(self._recent) if owner == tenant]
+        return [*map(request_record, live, states), *ended]
 
     async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
         """Find the model, start the core and load the text side meanwhile. Raises what keeps it from starting, as the
@@ -111,7 +113,7 @@ class ServedEngine:
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
             await self._client.start(core_config(self.config))
-            loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder)
+            loading = asyncio.to_thread(load_text, self.config, folder, tokenizer_folder=tokenizer_folder, apart=True)
             text, ready = await asyncio.gather(loading, starting)
             text = replace(text, parsers=(self._serve.tool_call_parser, self._serve.reasoning_parser))
             note = text.styles.why if text.chat_template is not None else NO_CHAT
@@ -132,10 +134,10 @@ class ServedEngine:
         return ready
 
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
-             timeout: float | None = None, pool: str = "") -> RequestStream:
+             timeout: float | None = None, pool: str = "", tenant: str = "") -> RequestStream:
         """Send all prompts of one request to the core, or none; the stream must be closed in the end.
 
-        timeout   seconds for the whole request; the server's own limit holds, too;  pool  as in `NewRequest`
+        timeout   seconds for the whole request; the server's own limit holds, too;  pool, tenant  as in `NewRequest`
         Raises a `RequestError` when one cannot be served, an `EngineError` when none can be now.
         """
         limits = [t for t in (timeout, self._serve.request_timeout) if t is not None]
@@ -148,7 +150,8 @@ class ServedEngine:
             for i, prompt in enumerate(prompts):
                 generation, new = front.start(prompt, params,
                                               request_id=request_id if len(prompts) == 1 else f"{request_id}-{i}",
-                                              priority=priority, timeout=min(limits, default=None), pool=pool)
+                                              priority=priority, timeout=min(limits, default=None), pool=pool,
+                                              tenant=tenant)
                 stream.generations.append(generation)
                 requests.append(new)
         except Exception as error:
@@ -293,6 +296,11 @@ class ServedEngine:
         elif isinstance(message, messages.Ready):
             if self._starting is not None and not self._starting.done():
                 self._starting.set_result(message)
+        elif isinstance(message, messages.Dropped):
+            self._metrics.dropped(message.direction)
+            if message.num == 1:
+                LOG.warning("what came to the internal socket %s is no message and is dropped (told once): another "
+                            "process writes to it.", message.direction)
         elif isinstance(message, messages.Failed):
             self._die(rebuilt(message.kind, message.message))  # the core has logged the details
 
@@ -332,7 +340,7 @@ class ServedEngine:
 
     def _count_end(self, generation: Generation, reason: str) -> None:
         count_finished(self._metrics, generation, reason)
-        self._recent.append(request_record(generation, reason))
+        self._recent.append((generation.tenant, request_record(generation, reason)))
 
     def _take_rejection(self, message: messages.Rejected) -> None:
         found = self._live.get(message.handles[0])

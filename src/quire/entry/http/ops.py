@@ -18,7 +18,7 @@ from starlette.routing import Route
 from quire import __version__
 from quire.config.bundled import NAME
 from quire.config.serve import ServerConfig
-from quire.entry.http.auth import OPEN_PATHS
+from quire.entry.http.auth import OPEN_PATHS, tenant_of
 from quire.entry.http.engine import ServedEngine
 from quire.entry.http.errors import error_json
 from quire.entry.http.readiness import RETRY_AFTER, Readiness, readiness
@@ -78,7 +78,7 @@ def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
         return Response(str(await engine.control("plan")), media_type="application/json")
 
     async def requests(request: Request) -> Response:
-        return _json({"requests": engine.requests()})
+        return _json({"requests": engine.requests(tenant_of(request.scope, config.http))})
 
     alive = state(lambda now: now.alive)  # also while it drains
     return [Route("/", root, methods=["GET"]),

@@ -31,7 +31,7 @@ from quire.entry.http.engine import ServedEngine
 from quire.entry.http.listener import HttpListener
 from quire.entry.http.sockets import listen, release, url_of
 from quire.observe.metrics import Metrics
-from quire.observe.process import watch_event_loop
+from quire.observe.process import keep_little_memory, watch_event_loop
 
 LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -201,10 +201,12 @@ class _Life:
 
 def settle_memory() -> None:
     """After loading: what lives now lives as long as the process. Collections need not look at it (a full one over a
-    tokenizer's vocabulary would stop every stream for tens of milliseconds), and come less often."""
+    tokenizer's vocabulary would stop every stream for tens of milliseconds), and come less often. What is freed from
+    now on is not kept for long."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+    keep_little_memory()
 
 
 async def _first_of(*tasks: "asyncio.Task[Any]") -> None:

@@ -133,7 +133,7 @@ class FakeEngine:
     num_live: int = 0
     last_step_age: float | None = None
 
-    def requests(self) -> list[dict[str, object]]:
+    def requests(self, tenant: str = "") -> list[dict[str, object]]:
         return [{"request_id": "r", "prefix": None}]
 
 

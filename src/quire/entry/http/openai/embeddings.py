@@ -14,6 +14,7 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import F32
 from quire.entry.completion import Generation
 from quire.entry.embedding import embed_params, vector_of
+from quire.entry.http.auth import tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema_embeddings as schema
@@ -71,7 +72,8 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
                     raise failure(exchange.request_id, "deadline")
                 stream = context.engine.open(
                     prompts[at : at + room], embed_params(), request_id=exchange.request_id,
-                    priority=request.priority or 0, timeout=left if left < math.inf else None, pool=plan.method)
+                    priority=request.priority or 0, timeout=left if left < math.inf else None, pool=plan.method,
+                    tenant=tenant_of(exchange.scope, context.config.http))
                 try:
                     async for _ in stream:
                         pass

@@ -17,6 +17,7 @@ import msgspec
 from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
+from quire.entry.http.auth import tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange, Watch
 from quire.entry.http.openai.logprobs import TokenNames
@@ -159,7 +160,8 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # ends here if the client has hung up: its text may have taken long to encode
             stream = context.engine.open(
-                job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout)
+                job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout,
+                tenant=tenant_of(exchange.scope, context.config.http))
             began = time.monotonic()
             try:
                 if job.stream:

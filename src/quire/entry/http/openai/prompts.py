@@ -35,7 +35,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import ReasoningFormat
 
 LONG = 8_192  # bytes of a request from which its texts take long enough (1 to 5 ms) to leave the event loop
-HUGE = 2**20  # bytes from which encoding takes hundreds of megabytes for a while (7.5 M: 0.7 to 2 GB)
+HUGE = 2**20  # bytes from which encoding takes hundreds of megabytes for a while (7 MB: 1 GB)
 IDS = r"^prompt_token_ids(?= holds|$)"  # what the engine calls ids that a request has in a field of another name
 T = TypeVar("T")
 
@@ -45,10 +45,13 @@ async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
     other. Bytes bound everything that takes time: characters, messages (about 18 us each), parts, variables."""
     if size < LONG:
         return work()
-    if size < HUGE:
-        return await asyncio.to_thread(work)
-    async with context.huge_text:
-        return await asyncio.to_thread(work)
+    try:
+        if size < HUGE:
+            return await asyncio.to_thread(work)
+        async with context.huge_text:
+            return await asyncio.to_thread(work)
+    finally:
+        context.memory.count(size)
 
 
 def tokenizer_of(text: TextSide, param: str) -> Tokenizer:

@@ -111,7 +111,8 @@ class ResponseWriter(Writer):
     def fail(self, status: int, body: bytes) -> bytes:
         """It cannot go on: the object as it is, then the error, which clients raise. As `Exchange.ending`."""
         error = msgspec.json.decode(body)["error"]
-        code = "rate_limit_exceeded" if status == 429 else "server_error"
+        # OpenAI's names: an enumeration, with one for what is wrong with a request by itself
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(status, "server_error")
         self._answer["error"] = {"code": code, "message": error["message"]}
         told = {name: error[name] for name in ("code", "message", "param")}
         return self.stop("failed") + self._event("error", **told, error=error)

@@ -11,6 +11,7 @@ from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
 from quire.entry.http.openai.embeddings import embed
 from quire.entry.http.openai.models import detokenize, list_models, show_model, tokenize, tokenizer_info
+from quire.entry.http.openai.prompts import LONG
 from quire.entry.http.openai.rerank import rerank, score
 from quire.entry.http.openai.responses import cancel, respond, retrieve
 from quire.entry.http.sse import Send
@@ -51,6 +52,9 @@ class Endpoint:
             return
         except Exception as error:  # whatever it is, the client gets an answer and no other request is touched
             await exchange.fail(error)
+        finally:
+            if exchange.size >= LONG:
+                self._context.memory.count(exchange.size)
 
 
 def routes(context: ServerContext) -> list[Route]:

@@ -69,18 +69,20 @@ def structured(request: SamplingFields) -> StructuredOutputsParams | None:
 
 def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams,
                tools: bool) -> QuireError:
-    """An error of the engine about the answer's form, in words of what was sent: the engine knows one grammar, which
-    may have been made of a request's schemas. Any other error as it is. `tools`: some may be called."""
+    """An error of the engine about the answer's form or its tokens, in words of what was sent: the engine knows one
+    grammar, which may have been made of a request's schemas. Any other error as it is. `tools`: some may be called."""
     form = request.response_format
     names = ["tools"] * tools + ["response_format"] * (form is not None and form.type != "text") + (
         ["structured_outputs"] * (request.structured_outputs is not None))
     code = error.code if isinstance(error, RequestFailed) else "" if error.param == "structured_outputs" else None
-    if code == "no_token" and params.structured_outputs is not None:
-        names = names or ["thinking_token_budget"]
-        for param in ("allowed_token_ids", "bad_words"):
-            if getattr(params, param):
-                return HttpError(400, f"{param} leaves no token that {' and '.join(names)} allow: send another list, "
-                                      "or none.", code="invalid_value", param=param)
+    if code == "no_token":
+        form_names = (names or ["thinking_token_budget"]) if params.structured_outputs is not None else []
+        given = [*(name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)), *form_names]
+        if given:
+            given += ["min_tokens"] * bool(params.min_tokens)
+            return HttpError(400, f"{' and '.join(given)}: no token is left that could come next in the answer. Allow "
+                                  "another token, or leave one of these fields out.", code="invalid_value",
+                             param=given[0])
     if code not in ("", "invalid_grammar", "grammar_failed") or not names:
         return error
     words = str(error)

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from quire.config.engine import EngineConfig
 from quire.config.serve import HttpConfig, ServerConfig
-from quire.contracts.errors import EngineDead, QueueFull
+from quire.contracts.errors import EngineDead, InvalidParameter, QueueFull
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.responses_schema import ResponseAnswer
 from quire.entry.http.openai.responses_store import Kept, ResponseStore
@@ -210,6 +210,7 @@ def test_a_response_is_of_the_key_that_made_it(mock_engine: Any) -> None:
     name = "/" + made["id"]
     for key, right in (("two", 404), ("one", 200)):
         assert call(key, "GET", name).status == right
+        assert call(key, "POST", f"{name}/cancel").status == (404 if right == 404 else 400)  # 400: it ended long ago
         assert call(key, "POST", "", input="b", previous_response_id=made["id"], **ALWAYS).status == right
         assert call(key, "POST", "", input=[{"type": "item_reference", "id": made["output"][0]["id"]}],
                     **ALWAYS).status == right
@@ -299,6 +300,10 @@ def test_a_background_response_that_fails(scripted: Any, make_client: Callable[.
         scripted.streams[0].put(EngineDead("it died."))
         failed = await wait(client, name, "failed")
         assert failed["error"] == {"code": "server_error", "message": "it died."}
+        name = (await client.post(PATH, {"input": "a", "background": True})).json["id"]
+        scripted.streams[1].put(InvalidParameter("top_k is too high."))
+        failed = await wait(client, name, "failed")
+        assert failed["error"] == {"code": "invalid_prompt", "message": "top_k is too high."}
         scripted.refusal = QueueFull("no room.")
         reply = await client.post(PATH, {"input": "a", "background": True})
         assert reply.status == 429 and reply.header("retry-after")

@@ -331,7 +331,8 @@ def test_a_form_that_the_allowed_tokens_cannot_meet(failed: Callable[..., Any]) 
                          ({"tools": [tool()], "tool_choice": "required"}, "tools")):
         nothing = RequestFailed("request r failed: no_token.", code="no_token")
         error = failed(messages=USER, error=nothing, allowed_token_ids=[5], **fields)
-        assert error["param"] == "allowed_token_ids" and f"leaves no token that {name} allow" in error["message"]
+        assert error["param"] == "allowed_token_ids"
+        assert f"allowed_token_ids and {name}: no token is left" in error["message"]
 
 
 def test_logprobs_of_given_tokens_need_logprobs(refused: Callable[..., Any]) -> None:

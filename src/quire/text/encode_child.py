@@ -1,0 +1,19 @@
+"""The process that encodes one long text: `python -m quire.text.encode_child FOLDER SPECIAL`, started by
+`Tokenizer.encode`. Reads the text as UTF-8 from standard input, writes its token ids as uint32, and ends: the system
+has all the memory back that the encoding took."""
+
+import sys
+from array import array
+from pathlib import Path
+
+from quire.text.tokenizer import Tokenizer
+
+
+def main(folder: str, special: str) -> None:
+    """Encode standard input with the tokenizer in `folder`; `special`: "1" with special tokens, "0" without."""
+    text = sys.stdin.buffer.read().decode()
+    array("I", Tokenizer.load(Path(folder)).encode(text, special == "1")).tofile(sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
