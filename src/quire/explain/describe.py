@@ -5,6 +5,7 @@ share that activations and graphs take is estimated here.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
@@ -21,7 +22,7 @@ from quire.config.resolve import (
     resolve_memory,
 )
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Needs, Probe, choose_kernels
@@ -30,9 +31,9 @@ from quire.models.plan import EnginePlan, moe_plans
 from quire.models.registry import check_routing, kv_components, operations
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import probe_driver, resolve_device
-from quire.weights.folder import resolve_folders
+from quire.weights.files import Checkpoint
+from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 
-HEADERS = ("*.json",)  # of a model on the hub: its weights are not downloaded to be explained
 EMPTY, GRAPHS = 600 << 20, 40 * (24 << 20)  # bytes: a process on a GPU before there is anything in it, and its graphs
 
 
@@ -74,6 +75,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
     plan = EnginePlan(
         config=config, folder=folder, args=args, layout=layout(args), device=device, machine=machine, dtype=dtype,
         kernels=kernels, memory="", moe=moe, parallel=parallel, quantization=quantization,
+        headers=_headers(config, folder),
     )  # fmt: skip
     kinds, memory = {rank.kind: rank for rank, _ in reversed(plan.held)}, list[tuple[MemoryPlan, int]]()
     for rank in sorted(kinds.values(), key=lambda rank: (-(plan.held[rank.number][1] or 0), rank.number)):
@@ -90,6 +92,15 @@ def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
     if found := [one for one in plan["layers"] if one["layer"] == layer]:
         return plan | {"layers": found}
     raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
+
+
+def _headers(config: EngineConfig, folder: Path) -> Checkpoint | None:
+    """Those of weights that are still on the hub; None where there are none, or none that can be read."""
+    try:
+        repository = absent_weights(config, folder)
+        return None if repository is None else repository.read_headers(folder)
+    except (ModelNotFound, WeightsError):
+        return None
 
 
 def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:

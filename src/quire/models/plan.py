@@ -26,7 +26,7 @@ from quire.kernels.supports import SUPPORTS
 from quire.layers.params import Param
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.registry import ITEM_BYTES
-from quire.weights.files import read_checkpoint, stored_in
+from quire.weights.files import Checkpoint, read_checkpoint, stored_in
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
 PHASES = {
@@ -54,6 +54,7 @@ class EnginePlan:
     memory        of the rank that has least room, number `fullest`, or why nothing fits there
     moe           plans of the expert layers by phase, or why there is none
     quantization  of config.json
+    headers       of the weights, where they are not in the folder
     """
 
     config: EngineConfig
@@ -69,6 +70,7 @@ class EnginePlan:
     moe: Mapping[str, MoEPlan | str] = field(default_factory=dict)
     parallel: Parallel = ALONE
     quantization: Mapping[str, Any] = field(default_factory=dict)
+    headers: Checkpoint | None = None
 
     def describe(self) -> dict[str, Any]:
         """All of it as plain values; reads the headers of the weights, where there are any."""
@@ -169,12 +171,17 @@ class EnginePlan:
     @cached_property
     def _stored(self) -> Mapping[str, str]:
         """Tensor -> file, of those that are read."""
+        if self.headers is not None:
+            return {name: tensor.file.name for name, tensor in self.headers.tensors.items()}
         return {} if self.config.load.load_format == "dummy" else stored_in(self.folder)
 
     @cached_property
     def _beside(self) -> Mapping[str, Mapping[str, int | None]]:
         """What stands before the last point of names -> quantized tensors -> bytes, where there are headers."""
-        known = read_checkpoint(self.folder).tensors if any(self.folder.glob("*.safetensors")) else {}
+        headers = self.headers
+        if headers is None and any(self.folder.glob("*.safetensors")):
+            headers = read_checkpoint(self.folder)
+        known = headers.tensors if headers is not None else {}
         whole = {part.stored for param in self.layout if not self._is_quantized(param) for part in param.parts}
         names = sorted(self._stored.keys() - whole, key=lambda name: name.rpartition("."))
         stems = groupby(names, key=lambda name: name.rpartition(".")[0])
