@@ -27,7 +27,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 class ModelConfig:
     """Which model, and how its files are read."""
 
-    model: str = option("", "model folder or hub id (default: the bundled quire-tiny)")
+    model: str = option("", "model folder or hub id, as the argument MODEL")
     tokenizer: str | None = option(None, "tokenizer folder or hub id (default: the model's own)")
     skip_tokenizer_init: bool = option(False, "token ids in and out, no tokenizer")
     trust_remote_code: bool = option(False, "accepted for compatibility; remote code is never run")

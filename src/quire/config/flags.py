@@ -259,10 +259,13 @@ class _Extend(_Keep):
         super().__call__(parser, namespace, (vars(namespace).get(self.dest) or ()) + items, option)
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the model as a positional argument; `--model` of the engine flags means the same."""
+def add_model_argument(parser: argparse.ArgumentParser, default: str = "the bundled quire-tiny") -> None:
+    """Add the model as a positional argument; `--model` of the engine flags means the same.
+
+    default   the model when none is named, in words
+    """
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", default=None,
-                        help="model folder or hub id (default: the bundled quire-tiny)")
+                        help=f"model folder or hub id (default: {default})")
 
 
 def settings_of(namespace: argparse.Namespace, *, server: bool = False) -> Settings:
@@ -302,7 +305,7 @@ def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
         raise ConfigError(f"Quire has no option {name!r}. " + (
             f"Did you mean {near!r}?" if near else "`quire serve --help` lists what there is."))
     for note in settings.notes:
-        LOG.warning("note: %s", note)
+        LOG.warning("%s", note)
     return EngineConfig.from_flat(model=model, **settings.values)
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
+from quire.entry.installed import check_torch
 from quire.models.obtain import obtain_weights, read_model
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import resolve_device
@@ -15,6 +16,8 @@ def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
 
     Raises a `UserError`; all that the small files and the headers of the weights rule out comes before the weights.
     """
+    if config.device.device != "mock":
+        check_torch()
     folder, tokenizer_folder = resolve_folders(config)
     if absent_weights(config, folder) is not None:
         device, cpu = resolve_device(config.device.device).device, read_cpu_facts()

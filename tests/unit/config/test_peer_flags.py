@@ -149,8 +149,8 @@ def test_keyword_arguments_mean_what_flags_mean(given: dict[str, Any], options: 
 def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
     assert keyword_config("", {"swap_space": 4, "performance_mode": "x"}) == EngineConfig()
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("note: swap_space changes nothing: preempted requests")
-    assert second.startswith("note: performance_mode changes nothing: nothing is compiled but kernels")
+    assert first.startswith("swap_space changes nothing: preempted requests")
+    assert second.startswith("performance_mode changes nothing: nothing is compiled but kernels")
 
 
 @pytest.mark.parametrize(("given", "words"), [
