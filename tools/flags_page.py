@@ -42,7 +42,8 @@ def _peers() -> str:
 
 def _why(flag: PeerFlag) -> str:
     if flag.meaning == "refused" and flag.takes != "switch" and flag.neutral:
-        return f"{flag.why} (accepted: {', '.join(flag.neutral)})"
+        noted = f"; with a note: {', '.join(flag.idle)}" if flag.idle else ""
+        return f"{flag.why} (accepted: {', '.join(flag.neutral)}{noted})"
     if flag.meaning == "refused" and flag.takes == "switch":
         return f"{flag.why} (accepted: {flag.name if 'on' in flag.neutral else f'--no-{flag.name[2:]}'})"
     return flag.why

@@ -1,6 +1,8 @@
 """`quire trace`: what it shows is what was called, and nothing of it stays."""
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -143,3 +145,31 @@ def test_a_file_that_cannot_be_written_is_the_users_to_know(capsys: Any) -> None
     flags = ["--num-threads", "1", "--kv-cache-memory-bytes", str(1 << 24)]
     assert main(["trace", "", "Hello", "--max-tokens", "1", "--out", "/no/such/folder/trace.json", *flags]) == 3
     assert "--out: the folder of /no/such/folder/trace.json does not exist" in capsys.readouterr().err
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trace.md"
+OF_A_CPU = ("kernels/", "quantization/", "layers/linear.py")  # files of stops that some kernels do without
+
+
+def stops_of(lines: list[str]) -> list[str]:
+    """Lines of a trace without what differs between machines: times, number types, line numbers."""
+    bare = [re.sub(r"^ *[\d.]+ ms ", "", line) for line in lines]
+    return [re.sub(r"\.(py|c):\d+", r".\1", re.sub(r"\b(bf16|f32)\b|bfloat16|float32", "float", line)) for line in bare]
+
+
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every stop of the example comes in its order, at its depth, in its file and with its shapes."""
+    page = PAGE.read_text()
+    (command,) = re.findall(r"^    quire (trace -p .*?)   ", page, re.MULTILINE)
+    assert main([*shlex.split(command), "--num-threads", "1", "--device", "cpu"]) == 0
+    printed = stops_of(capsys.readouterr().out.splitlines())
+    example = page.partition("behind each file, too):\n")[2].partition("\nA call that repeats")[0].splitlines()
+    shown = [line.removesuffix("...").rstrip() for line in stops_of([line[4:] for line in example])]
+    at = 0
+    for line in filter(None, map(str.rstrip, shown)):
+        if any(name in line for name in OF_A_CPU) and not any(line.split()[0] in other.split() for other in printed):
+            continue
+        at = next((i + 1 for i in range(at, len(printed)) if printed[i].startswith(line)), 0)
+        assert at, f"the command does not print {line.strip()!r} there"
+    assert sum("  " in line.strip() for line in shown) >= 15
+    assert not re.search(r"\.(py|c):\d", page), "line numbers are wrong after the next change"

@@ -301,6 +301,6 @@ def test_a_short_context_cuts_the_prompt_or_is_refused(oracle: Any, tmp_path: Pa
 def test_without_transformers_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, oracle: Any) -> None:
     folder = oracle().folder
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install quire\[verify\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[verify\]'` in Quire's folder"):
         verify(str(folder), CONFIG)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"

@@ -11,10 +11,10 @@ import torch
 
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.plain import assemble_plain
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.pooling import PoolingPlan
-from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_dtype
+from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
@@ -24,6 +24,7 @@ from quire.kernels.select import Kernels, Needs, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
+from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, moe_plans
 from quire.observe.progress import Progress
 from quire.platforms.cpu import read_cpu_facts
@@ -99,15 +100,14 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     phases = _Phases()
     device = resolve_device(config.device.device)
     folder, tokenizer_folder = resolve_folders(config)
-    args = read_checkpoint_config(folder)
-    check_context(config.model, args.max_position_embeddings)
     cpu = read_cpu_facts()
+    args, dtype = read_model(config, folder, device.device, cpu)
     torch.set_num_threads(config.device.num_threads or cpu.cores)
-    dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device.device)
     phases.end("config")
-    unread = () if config.load.load_format == "dummy" else unread_head(folder)
     text = load_text(config, folder, tokenizer_folder=tokenizer_folder)
     phases.end("tokenizer")
+    obtain_weights(config, folder, args, dtype.dtype, cpu.free_memory if device.device == "cpu" else None)
+    unread = () if config.load.load_format == "dummy" else unread_head(folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
         loading = on_loading or progress.update

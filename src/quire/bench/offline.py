@@ -1,7 +1,7 @@
 """Workloads through `LLM`: how long batches take (throughput), and how long one answer takes (latency)."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ class OfflineBench:
 
     def __init__(self, options: dict[str, Any]) -> None:
         name, given = resolve_target(options)
+        self.advance: Callable[[int], None] = lambda count: None  # told of tokens as they come
         start = time.perf_counter()
         from quire.entry.llm import LLM
 
@@ -43,7 +44,7 @@ class OfflineBench:
         inter-token times in milliseconds of all runs."""
         works = self._fitting(works)
         for work in works:
-            with watching(self.llm.engine.core) as steps:
+            with watching(self.llm.engine.core, self.advance) as steps:
                 row = fastest_run(self.llm, SamplingParams, work, repeat)
             row |= _inter_token(steps)
             self.result["runs"].append(row)
@@ -66,6 +67,7 @@ class OfflineBench:
         times, produced = [], 0
         for piece in self.llm.stream({"prompt_token_ids": work.prompts[0]}, params):
             produced += len(piece.outputs[0].token_ids)
+            self.advance(len(piece.outputs[0].token_ids))
             times.append(time.perf_counter() - start)
         return work.summary(times[-1], produced) | {"first_token_ms": round(1000 * times[0], 2)} \
             | _percentiles(np.diff(times))
@@ -85,14 +87,16 @@ class OfflineBench:
 
 
 @contextmanager
-def watching(core: EngineCore) -> Iterator[list[tuple[float, I32]]]:
-    """When each step of `core` was confirmed, and for which requests."""
+def watching(core: EngineCore, advance: Callable[[int], None] = lambda count: None,
+             ) -> Iterator[list[tuple[float, I32]]]:  # fmt: skip
+    """When each step of `core` was confirmed, and for which requests; `advance` is told how many."""
     steps: list[tuple[float, I32]] = []
     step = core.step
 
     def watched() -> StepOutputs:
         outputs = step()
         steps.append((time.perf_counter(), outputs.handles))
+        advance(len(outputs.handles))
         return outputs
 
     core.step = watched  # type: ignore[method-assign]

@@ -104,7 +104,8 @@ class Client:
         try:
             import aiohttp
         except ImportError:
-            raise ConfigError("`quire bench serve` needs aiohttp: `pip install aiohttp`.") from None
+            raise ConfigError("`quire bench serve` needs aiohttp: run "
+                              "`pip install '.[bench]'` in Quire's folder, or `pip install aiohttp`.") from None
         self.target = target
         self._library, self._errors = aiohttp, aiohttp.ClientError
 

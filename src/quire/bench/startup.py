@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ NUM_PROMPT = 8
 CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from quire.bench.startup import child; child(sys.stdin.read())"
 
 
-def measure_startup(options: dict[str, Any], repeat: int) -> dict[str, Any]:
+def measure_startup(options: dict[str, Any], repeat: int, on_run: Callable[[], None]) -> dict[str, Any]:
     """Start `repeat` processes one after the other: all runs, and the phases of the fastest.
 
+    on_run   called after each
     Raises `ConfigError` for what a child refused, `EngineDead` with the last line of one that failed.
     """
     name, given = resolve_target(options)
-    runs = [_start(given) for _ in range(repeat)]
+    runs = []
+    for _ in range(repeat):
+        runs.append(_start(given))
+        on_run()
     best = min(runs, key=lambda run: float(run["total"]))
     return {"model": name, "engine_args": printable(options), "phases": best, "totals": [run["total"] for run in runs]}
 

@@ -27,7 +27,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 class ModelConfig:
     """Which model, and how its files are read."""
 
-    model: str = option("", "model folder or hub id (default: the bundled quire-tiny)")
+    model: str = option("", "model folder or hub id, as the argument MODEL")
     tokenizer: str | None = option(None, "tokenizer folder or hub id (default: the model's own)")
     skip_tokenizer_init: bool = option(False, "token ids in and out, no tokenizer")
     trust_remote_code: bool = option(False, "accepted for compatibility; remote code is never run")
@@ -52,7 +52,8 @@ class LoadConfig:
     """Where weights come from."""
 
     load_format: str = option(
-        "auto", "auto = safetensors; dummy = random weights", choices=("auto", "safetensors", "dummy"))
+        "auto", "auto = safetensors, as are fastsafetensors and runai_streamer; dummy = random weights",
+        choices=("auto", "safetensors", "dummy"))
     routing: str = option("model", "how tokens choose experts: model = by the routers; uniform = at random, so that "
                           "dummy weights are measured like trained ones", choices=("model", "uniform"))
     download_dir: str | None = option(None, "folder for downloaded models (default: the hub's cache)")
@@ -79,8 +80,8 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int | None = option(None, "token budget of one step (default: 2048 on a CPU, 8192 on a "
                                                       "GPU; in LLM 16384 for experts on a large one)", least=1)
-    max_num_seqs: int | None = option(None, "requests running at once (default: 256; on a GPU of 70 GiB or more 1024)",
-                                      least=1)
+    max_num_seqs: int | None = option(None, "requests running at once (default: 256, on a GPU of 70 GiB or more 1024, "
+                                            "and no more than max_num_batched_tokens)", least=1)
     max_waiting: int | None = option(None, "requests that may wait beside those that fill free slots; more are "
                                      "answered 429 (default: 8 x max_num_seqs, at least 1,024, in a server; no bound "
                                      "offline)", least=1)
@@ -88,8 +89,8 @@ class SchedulerConfig:
     watermark: float = option(0.01, "share of the KV blocks kept free when admitting beside running requests")
 
     def sequences(self) -> int:
-        """Requests running at once, where no device says otherwise."""
-        return self.max_num_seqs or SEQUENCES
+        """Requests running at once, where no device says otherwise: by default no more than a step has tokens."""
+        return self.max_num_seqs or min(SEQUENCES, self.max_num_batched_tokens or SEQUENCES)
 
     def token_budget(self, default: int = CPU_TOKENS) -> int:
         """Tokens of one step at most, and enough for every running request to advance."""
@@ -167,7 +168,7 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"mock_step_ms={config.device.mock_step_ms}: must be in [0, 60000].")
     if config.device.async_depth not in (None, 1, 2):
         raise ConfigError(f"async_depth={config.device.async_depth}: must be 1 or 2.")
-    if s.max_num_batched_tokens is not None and s.max_num_batched_tokens < s.sequences():
+    if s.max_num_batched_tokens is not None and s.max_num_batched_tokens < s.sequences():  # both were given
         raise ConfigError(
             f"max_num_batched_tokens={s.max_num_batched_tokens} is below max_num_seqs={s.sequences()}: a step could "
             f"not advance every running request. Lower max_num_seqs or raise max_num_batched_tokens.")

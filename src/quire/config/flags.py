@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
 from quire.config.env import environment_warnings
+from quire.config.peer_flags import abbreviated
 from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
-from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather
+from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather, nearest
 from quire.config.texts import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
 from quire.contracts.errors import ConfigError
 from quire.contracts.text_table import read_rows
@@ -75,7 +76,9 @@ class FlagParser(argparse.ArgumentParser):
         flag = next((u.partition("=")[0] for u in unknown if u.startswith("-")), None)
         if flag is None:
             return f"unexpected argument {unknown[0]!r}."
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        known = self._option_string_actions
+        meant = f"--{abbreviated(flag.lstrip('-'))}"
+        near = [meant] if meant in known else difflib.get_close_matches(flag, known, n=1)
         return f"unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else "")
 
 
@@ -256,10 +259,13 @@ class _Extend(_Keep):
         super().__call__(parser, namespace, (vars(namespace).get(self.dest) or ()) + items, option)
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the model as a positional argument; `--model` of the engine flags means the same."""
+def add_model_argument(parser: argparse.ArgumentParser, default: str = "the bundled quire-tiny") -> None:
+    """Add the model as a positional argument; `--model` of the engine flags means the same.
+
+    default   the model when none is named, in words
+    """
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", default=None,
-                        help="model folder or hub id (default: the bundled quire-tiny)")
+                        help=f"model folder or hub id (default: {default})")
 
 
 def settings_of(namespace: argparse.Namespace, *, server: bool = False) -> Settings:
@@ -294,8 +300,12 @@ def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
         else:
             raise ConfigError(f"Quire has no option {option.name!r} here: it is one of `quire serve`, which serves "
                               "requests.")
+    for name in settings.values.keys() - server_names().keys():
+        near = nearest(name.replace("_", "-"), (key.replace("_", "-") for key in server_names())).replace("-", "_")
+        raise ConfigError(f"Quire has no option {name!r}. " + (
+            f"Did you mean {near!r}?" if near else "`quire serve --help` lists what there is."))
     for note in settings.notes:
-        LOG.warning("note: %s", note)
+        LOG.warning("%s", note)
     return EngineConfig.from_flat(model=model, **settings.values)
 
 

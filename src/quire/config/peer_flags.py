@@ -24,7 +24,8 @@ NOTHING = ("", "none", "null")  # values that never ask for anything
 class PeerFlag:
     """One flag of theirs: one of MEANINGS, and what it takes, of NARGS.
 
-    neutral   values with which a refused flag asks for nothing (ON and OFF for a switch)
+    neutral   values with which the flag asks for nothing (ON and OFF for a switch)
+    idle      further values of a refused flag that change nothing here
     option    of ours, that an alias sets; `values` maps theirs to ours (empty: the same texts)
     """
 
@@ -33,6 +34,7 @@ class PeerFlag:
     takes: str = "value"
     why: str = ""
     neutral: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
     option: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,14 +47,15 @@ class PeerFlag:
 def _read(path: Path) -> Iterator[PeerFlag]:
     for kind, flags, *rest in read_rows(path):
         meaning, _, takes = kind.partition(" ")
-        why, last = [*rest, "", ""][:2]
+        why, last, idle = [*rest, "", "", ""][:3]
         settings: dict[str, Any] = {"meaning": meaning, "takes": takes or "value", "why": why}
         if meaning == "alias":
             option, _, values = last.partition(" ")
             settings |= {"option": option, "values": json.loads(values or "{}")}
-        elif meaning == "refused":
-            default = (OFF,) if takes == "switch" else ()
+        else:
+            default = (OFF,) if kind == "refused switch" else ()
             settings["neutral"] = tuple(last.split(", ")) if last else default
+            settings["idle"] = tuple(idle.split(", ")) if idle else ()
         for names in flags.split():
             yield PeerFlag(names=tuple(names.split("/")), **settings)
 
@@ -136,21 +139,35 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
             continue
         if flag.meaning == "alias":
             outcome.values[flag.option] = (flag.values.get(text, text), spelling)
+        elif asks_nothing(flag, text):
+            continue
         elif flag.meaning == "no-op":
             outcome.notes.append(f"{spelling} changes nothing: {flag.why}.")
-        elif not asks_nothing(flag, text):
-            outcome.refusals.append(_refusal(flag, spelling, text))
+        else:
+            shown = spelling if flag.takes == "switch" else f"{spelling} {text}"
+            if _is_among(text, (*flag.neutral, *flag.idle)):
+                outcome.notes.append(f"{shown} changes nothing: {flag.why}.")
+            else:
+                outcome.refusals.append(_refusal(flag, spelling, text))
     return outcome
 
 
 def refusal(spelling: str, text: str) -> str:
     """The words with which one flag is refused for its value (ON or OFF of a switch); "" where it is accepted."""
     flag = next((flag for flag in PEER_FLAGS if spelling in flag.names and flag.meaning == "refused"), None)
-    return "" if flag is None or asks_nothing(flag, text) else _refusal(flag, spelling, text)
+    if flag is None or asks_nothing(flag, text) or _is_among(text, (*flag.neutral, *flag.idle)):
+        return ""
+    return _refusal(flag, spelling, text)
 
 
 def _refusal(flag: PeerFlag, spelling: str, text: str) -> str:
     return f"{spelling}{'' if flag.takes == 'switch' else f' {text}'}: {flag.why}"
+
+
+def abbreviated(name: str) -> str:
+    """The flag whose short form a name begins with: tp-size is tensor-parallel-size, because of -tp; "" for none."""
+    short = f"-{name.partition('-')[0]}"
+    return next((flag.name[2:] for flag in PEER_FLAGS if len(short) > 2 and short in flag.names), "")
 
 
 def refuse(refusals: Sequence[str]) -> None:
@@ -160,10 +177,20 @@ def refuse(refusals: Sequence[str]) -> None:
 
 
 def asks_nothing(flag: PeerFlag, text: str) -> bool:
-    """Whether a refused flag's value is the one that changes nothing (1 device, "auto", {})."""
+    """True for a value of a flag that asks for nothing (1 device, "auto", {})."""
     if flag.takes == "switch":
         return text in flag.neutral
-    return text.lower() in (*NOTHING, *flag.neutral) or _plain(text) in [_plain(value) for value in flag.neutral]
+    return text.lower() in NOTHING or _is_among(text, flag.neutral)
+
+
+def _is_among(text: str, values: Sequence[str]) -> bool:
+    """True for one of some values; for an object whose every key is in one, with its value or with "*"."""
+    value, known = _plain(text), [_plain(one) for one in values]
+    if not isinstance(value, dict):
+        return text.lower() in values or value in known
+    objects = [one for one in known if isinstance(one, dict)]
+    return bool(objects) and all(any(one.get(key, ...) in (item, "*") for one in objects)
+                                 for key, item in value.items())
 
 
 def _plain(text: str) -> Any:

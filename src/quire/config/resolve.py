@@ -8,6 +8,7 @@ from quire.contracts.errors import ConfigError
 
 GIB = 1024**3
 SLOT_BYTES = 256  # of a slot's row in the tables of scheduler, worker and sampler, without what grows with the context
+QUARTER = "a quarter"  # of the memory is the KV cache's, when nothing was asked for
 CPU_BLOCK_SIZE = 32  # DESIGN §5: what the CPU attention kernel likes best
 ALIASES = {"half": "float16", "float": "float32"}
 
@@ -97,14 +98,19 @@ def resolve_memory(
     """Size the KV cache and the context length.
 
     context      the model's longest sequence in tokens;  free_bytes  memory free after the weights
-    By default the cache takes a quarter of the free memory, or less when every slot at full length needs less. An
-    unset max_model_len shrinks to what fits; an explicit one that does not fit raises `ConfigError` with the numbers,
-    and so does what needs more than the free memory: the cache, or it and the tables of the slots.
+    By default the cache takes a quarter of the free memory, or less when every slot at full length needs less, or more
+    when a sequence of the max_model_len that was asked for needs more. An unset max_model_len shrinks to what fits; an
+    explicit one that does not fit raises `ConfigError` with the numbers, and so does what needs more than the free
+    memory: the cache, or it and the tables of the slots.
     """
     size, asked = geometry.block_size, model.max_model_len
     check_context(model, context)
     length = asked or context
     num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.num_blocks(length), free_bytes)
+    if asked and source.startswith(QUARTER) and num_blocks < geometry.num_blocks(asked):  # a default gives way
+        room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
+        if (most := min(geometry.num_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
+            num_blocks, source, remedy = most, f"the {_bytes(free_bytes)} of free memory", "end other programs"
     if num_blocks < 1:
         raise ConfigError(f"the KV cache ({source}) does not hold one block of {_bytes(geometry.page_bytes)}: "
                           f"{remedy}, or choose a smaller model.")
@@ -152,7 +158,7 @@ def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: i
     if cache.kv_cache_memory_bytes is not None:
         blocks = cache.kv_cache_memory_bytes // geometry.page_bytes - 1
         return blocks, "kv_cache_memory_bytes", "raise kv_cache_memory_bytes"
-    source = f"a quarter of the {_bytes(free_bytes)} of free memory"
+    source = f"{QUARTER} of the {_bytes(free_bytes)} of free memory"
     return min(free_bytes // 4 // geometry.page_bytes - 1, useful), source, "set kv_cache_memory_bytes"
 
 

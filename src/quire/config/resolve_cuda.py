@@ -58,8 +58,8 @@ def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) ->
     tokens in a step for a model with experts, and room, whose answers nobody reads as they come (`wide`)."""
     seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
     tokens = scheduler.max_num_batched_tokens
-    if tokens is not None and scheduler.max_num_seqs is None:
-        seqs = min(seqs, tokens)
+    if scheduler.max_num_seqs is None:
+        seqs = min(seqs, tokens or seqs)
     most = WIDE_TOKENS if wide and total >= LARGE_GPU else CUDA_TOKENS
     return replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens or max(most, seqs))
 

@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.env import hf_token, option_texts, unknown_variables, variable
-from quire.config.peer_flags import PEER_FLAGS, Given, PeerOutcome, file_peer_flag, given_peer_flags, judge, refuse
-from quire.config.texts import COUNTS, LIST, option_parser, read_value
+from quire.config.peer_flags import (
+    PEER_FLAGS,
+    Given,
+    PeerOutcome,
+    abbreviated,
+    file_peer_flag,
+    given_peer_flags,
+    judge,
+    refuse,
+)
+from quire.config.texts import COUNTS, LIST, OWN_PARSERS, option_parser, read_value
 from quire.contracts.errors import ConfigError
 
 FLAG, ORIGIN = "option.", "origin."  # of our names in the namespace: values, and the spelling that brought each
@@ -90,9 +99,13 @@ def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Se
     Raises `ConfigError` for one that cannot be met. Names that nobody knows are kept, for whoever takes the values.
     """
     by_name = {option.name: option for option in options}
-    ours, theirs = dict(given), []
+    spelt = {spelling.replace("-", "_"): option.name for spelling, option in _spellings(by_name).items()}
+    ours, theirs = {spelt.get(name, name): value for name, value in given.items()}, []
+    if len(ours) < len(given):
+        twice = next(name for name in given if name in spelt and name != spelt[name] and spelt[name] in given)
+        raise ConfigError(f"{twice} and {spelt[twice]} are the same option: give one.")
     for name, value in given.items():
-        flag = None if name in by_name else file_peer_flag(name.replace("_", "-"), False if value is None else value)
+        flag = None if name in spelt else file_peer_flag(name.replace("_", "-"), False if value is None else value)
         if flag is not None:
             del ours[name]
             theirs += [] if value is None else [Given(flag.flag, name, flag.text)]
@@ -101,6 +114,8 @@ def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Se
     found = Settings(values={}, origins={}, notes=outcome.notes)
     _put_aliases(found, outcome, by_name)
     for name, value in ours.items():
+        if isinstance(value, str) and name in by_name and name in OWN_PARSERS:
+            value = _parsed(by_name[name], value, f"argument {name}")
         several = isinstance(value, list) and name in by_name and by_name[name].type in (LIST, COUNTS)
         found.put(name, tuple(value) if several else value, f"argument {name}")
     return found
@@ -150,12 +165,17 @@ def _read_file(path: Path, options: Mapping[str, Field[Any]], found: Settings) -
             raise ConfigError(f"--config {path}: a file cannot name another: put all options into one.")
         theirs = file_peer_flag(key, value)
         if theirs is None:
-            known = [*spellings, *(flag.name[2:] for flag in PEER_FLAGS)]
-            near = difflib.get_close_matches(key, known, n=1)
+            near = nearest(key, spellings)
             raise ConfigError(f"--config {path}: {key} is not known."
-                              + (f" Did you mean {near[0]}?" if near else " `quire serve --help` lists the options."))
+                              + (f" Did you mean {near}?" if near else " `quire serve --help` lists the options."))
         peer.append(Given(theirs.flag, f"{path}: {theirs.spelling}", theirs.text))
     return peer
+
+
+def nearest(name: str, spellings: Iterable[str]) -> str:
+    """The option, of these or of vLLM's flags, that a misspelt or abbreviated name means; "" for none."""
+    near = difflib.get_close_matches(name, [*spellings, *(flag.name[2:] for flag in PEER_FLAGS)], n=1)
+    return abbreviated(name) or (near[0] if near else "")
 
 
 def _spellings(options: Mapping[str, Field[Any]]) -> dict[str, Field[Any]]:

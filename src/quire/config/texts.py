@@ -15,6 +15,8 @@ POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 AUTO = ("auto", "-1")  # spellings of "not set" for max_model_len
 ACCELERATOR = re.compile(r"gpu|rocm|hip|xpu|tpu|mps|hpu|npu|neuron")
+QUANTIZED_FORMATS = ("bitsandbytes", "gguf")
+READERS = ("fastsafetensors", "runai_streamer")  # other ways to read the same files
 LIST, COUNTS = tuple[str, ...], tuple[int, ...]
 OBJECT = dict[str, Any] | None
 OPTIONAL = (str | None, int | None, float | None, OBJECT)
@@ -109,9 +111,16 @@ def parse_device(text: str) -> str:
     return text
 
 
+def parse_load_format(text: str) -> str:
+    """The name of a format; raises ValueError for quantized ones. Those that say how safetensors are read are one."""
+    if text in QUANTIZED_FORMATS:
+        raise ValueError(f"{text!r}: quantized weights are not implemented yet: use the unquantized checkpoint")
+    return "safetensors" if text in READERS else text
+
+
 # By option, where the type does not say enough.
 OWN_PARSERS: dict[str, Callable[[str], Any]] = {
-    "max_model_len": parse_length, "port": parse_port, "device": parse_device}
+    "max_model_len": parse_length, "port": parse_port, "device": parse_device, "load_format": parse_load_format}
 PARSERS: dict[Any, Callable[[str], Any]] = {
     bool: parse_bool, str: str, str | None: str, int: parse_size, int | None: parse_size, float: parse_number,
     float | None: parse_number, OBJECT: parse_object, LIST: parse_list, COUNTS: parse_counts}

@@ -33,8 +33,11 @@ def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path |
     length = config.model.max_model_len or args.max_position_embeddings
     if length > args.max_position_embeddings:
         raise ConfigError(f"max_model_len={length} exceeds the model's context of {args.max_position_embeddings}.")
+    given = config.cache.num_gpu_blocks_override
+    if given is not None and config.model.max_model_len is None:
+        length = min(length, given * size)
     full = -(-length // size)
-    num_blocks = config.cache.num_gpu_blocks_override or max(full, min(scheduler.sequences() * full, MAX_BLOCKS))
+    num_blocks = given or max(full, min(scheduler.sequences() * full, MAX_BLOCKS))
     if num_blocks < full:
         raise ConfigError(f"max_model_len={length} needs {full} blocks of {size}: raise num_gpu_blocks_override.")
     executor = MockExecutor(

@@ -22,7 +22,7 @@ from quire.config.resolve import (
     resolve_memory,
 )
 from quire.config.resolve_cuda import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Needs, Probe, choose_kernels
@@ -31,10 +31,10 @@ from quire.models.plan import EnginePlan, moe_plans
 from quire.models.registry import check_routing, operations
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import probe_driver, resolve_device
-from quire.weights.folder import resolve_folders
+from quire.weights.files import Checkpoint
+from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error
 
-HEADERS = ("*.json",)  # of a model on the hub: its weights are not downloaded to be explained
 EMPTY, GRAPHS = 600 << 20, 40 * (24 << 20)  # bytes: a process on a GPU before there is anything in it, and its graphs
 
 
@@ -79,6 +79,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
     plan = EnginePlan(
         config=config, folder=folder, args=args, layout=layout(args), device=device, machine=machine, dtype=dtype,
         kernels=kernels, memory="", moe=moe, parallel=parallel, quantization=quantization,
+        headers=_headers(config, folder),
     )  # fmt: skip
     if config.load.load_format != "dummy" and _is_here(config.model.model):
         plan = replace(plan, load_error=load_error(folder, plan.layout, args, quantized=bool(quantization)))
@@ -98,6 +99,15 @@ def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
 def _is_here(model: str) -> bool:
     """True for a folder on this machine. Of a model on the hub only headers are fetched, so weights are missing."""
     return model in ("", NAME) or Path(model).expanduser().is_dir()
+
+
+def _headers(config: EngineConfig, folder: Path) -> Checkpoint | None:
+    """Those of weights that are still on the hub; None where there are none, or none that can be read."""
+    try:
+        repository = absent_weights(config, folder)
+        return None if repository is None else repository.read_headers(folder)
+    except (ModelNotFound, WeightsError):
+        return None
 
 
 def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:

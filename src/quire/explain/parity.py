@@ -98,7 +98,8 @@ def _need_transformers() -> None:
     try:
         import transformers
     except ImportError:
-        raise ConfigError("verify compares with transformers: install it with `pip install quire[verify]`.") from None
+        raise ConfigError("verify compares with transformers: run `pip install '.[verify]'` in Quire's folder, or "
+                          "`pip install transformers`.") from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it lists tensors that it does not read, as of extra layers
 

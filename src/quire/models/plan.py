@@ -29,7 +29,7 @@ from quire.layers.params import Param, cut, fused
 from quire.models.calls import FUSED, Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.facts import model_facts
 from quire.models.registry import ITEM_BYTES, rank_geometry
-from quire.weights.files import StoredTensor, read_checkpoint, stored_in
+from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
 PHASES = {
@@ -57,6 +57,7 @@ class EnginePlan:
     memory        of the rank that has least room, number `fullest`, or why nothing fits there
     moe           plans of the expert layers by phase, or why there is none
     quantization  of config.json;  load_error  of a loader that would refuse the weights in `folder`
+    headers       of the weights, where they are not in the folder
     """
 
     config: EngineConfig
@@ -73,6 +74,7 @@ class EnginePlan:
     parallel: Parallel = ALONE
     quantization: Mapping[str, Any] = field(default_factory=dict)
     load_error: str = ""
+    headers: Checkpoint | None = None
 
     def describe(self) -> dict[str, Any]:
         """All of it as plain values; reads the headers of the weights, where there are any."""
@@ -184,14 +186,18 @@ class EnginePlan:
     @cached_property
     def _stored(self) -> Mapping[str, str]:
         """Tensor -> file, of those that are read; {} of files that cannot be read (`load_error` says why)."""
+        if self.headers is not None:
+            return {name: tensor.file.name for name, tensor in self.headers.tensors.items()}
         try:
             return {} if self.config.load.load_format == "dummy" else stored_in(self.folder)
         except WeightsError:
             return {}
 
     @cached_property
-    def _headers(self) -> Mapping[str, StoredTensor]:
+    def _known(self) -> Mapping[str, StoredTensor]:
         """Tensor -> its header; {} without files, or of files that cannot be read."""
+        if self.headers is not None:
+            return self.headers.tensors
         try:
             return read_checkpoint(self.folder).tensors if any(self.folder.glob("*.safetensors")) else {}
         except WeightsError:
@@ -200,7 +206,7 @@ class EnginePlan:
     @cached_property
     def _beside(self) -> Mapping[str, Mapping[str, int | None]]:
         """What stands before the last point of names -> quantized tensors -> bytes, where there are headers."""
-        known = self._headers
+        known = self._known
         whole = {part.stored for param in self.layout if not self._is_quantized(param) for part in param.parts}
         names = sorted(self._stored.keys() - whole, key=lambda name: name.rpartition("."))
         stems = groupby(names, key=lambda name: name.rpartition(".")[0])

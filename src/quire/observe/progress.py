@@ -12,10 +12,11 @@ class Progress:
 
     total  0: not known, and perhaps never; then the time is shown instead, until `update` tells one
     unit   "B" shows bytes and their rate, anything else counts and the time that is left
+    rate   times a second that it is drawn; few where something is measured
     """
 
-    def __init__(self, title: str, total: int, *, enabled: bool, unit: str) -> None:
-        self._title, self._total, self._unit = title, total, unit
+    def __init__(self, title: str, total: int, *, enabled: bool, unit: str, rate: float = 10.0) -> None:
+        self._title, self._total, self._unit, self._rate = title, total, unit, rate
         self._enabled = enabled and sys.stderr.isatty()
 
     def __enter__(self) -> Self:
@@ -26,7 +27,8 @@ class Progress:
             from rich.progress import SpinnerColumn, TimeElapsedColumn
 
             columns = _columns(self._unit) if self._total else (SpinnerColumn(), TimeElapsedColumn())
-            self._bar = Bar("{task.description}", *columns, console=Console(stderr=True), transient=True)
+            self._bar = Bar("{task.description}", *columns, console=Console(stderr=True), transient=True,
+                            refresh_per_second=self._rate)
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self._total or None)
         return self

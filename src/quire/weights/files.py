@@ -6,7 +6,7 @@ the bytes; offsets count from the end of the header (https://github.com/huggingf
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,13 +20,17 @@ ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-_AGAIN = "download it again."
+AGAIN = "download it again."  # the remedy for damaged files of a folder
+PICKLES = (".bin", ".pt", ".pth")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor on disk: `offset` is from the start of `file`; dtype in safetensors' spelling (BF16, ...)."""
+    """One tensor on disk: `offset` is from the start of `file`; dtype in safetensors' spelling (BF16, ...).
+
+    Of a file that is still on the hub, `offset` is from the end of the file's header.
+    """
 
     name: str
     dtype: str
@@ -50,28 +54,42 @@ class Checkpoint:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, names: Collection[str] | None = None,
+                    read: Callable[[Path], list[StoredTensor]] | None = None) -> Checkpoint:
     """Read every header and check it against its file and the index.
 
+    names   the files that there are (default: those in `folder`)
+    read    reads the header of one (default: `read_header`)
     Raises WeightsError naming the file, the tensor and the fix: no safetensors, missing shard, truncated or damaged
     file, a tensor in two files, a tensor that the index promises and no file holds.
     """
     folder = Path(folder)
-    placed = _read_index(folder)
-    files = sorted({folder / name for name in placed.values()}) if placed else _find_files(folder)
+    placed, files = _read_index(folder), weight_files(folder, names)
     tensors: dict[str, StoredTensor] = {}
     for path in files:
-        if not path.is_file():
-            raise WeightsError(f"{path} is missing ({INDEX} names it): download it again.")
-        for tensor in read_header(path):
+        for tensor in (read or read_header)(path):
             other = tensors.setdefault(tensor.name, tensor)
             if other is not tensor:
                 raise WeightsError(f"{tensor.name} is in both {other.file.name} and {path.name}: remove one of them.")
     for name, file_name in placed.items():
         if name not in tensors or tensors[name].file.name != file_name:
-            raise WeightsError(f"{folder / file_name} has no tensor {name}, which {INDEX} promises: download it again.")
+            raise WeightsError(f"{folder / file_name} has no tensor {name}, which {INDEX} promises: {AGAIN}")
     full = _full_names(tensors)
     return Checkpoint(folder, tuple(files), {full[name]: replace(t, name=full[name]) for name, t in tensors.items()})
+
+
+def weight_files(folder: Path, names: Collection[str] | None = None) -> list[Path]:
+    """The safetensors files of a checkpoint, as its index or their names tell; `names` as in `read_checkpoint`.
+
+    Raises WeightsError when there are none, or one is missing.
+    """
+    if names is None:
+        names = {path.name for path in folder.glob("*") if path.is_file()}
+    files = sorted({folder / name for name in _read_index(folder).values()})
+    for path in files:
+        if path.name not in names:
+            raise WeightsError(f"{path} is missing ({INDEX} names it): {AGAIN}")
+    return files or _find_files(folder, names)
 
 
 def stored_in(folder: Path) -> dict[str, str]:
@@ -96,15 +114,20 @@ def read_header(path: Path) -> list[StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > MAX_HEADER or 8 + length > size:
-            raise WeightsError(f"{path} is truncated (a header of {length} bytes in a file of {size}): {_AGAIN}")
+            raise WeightsError(f"{path} is truncated (a header of {length} bytes in a file of {size}): {AGAIN}")
         try:
             header = json.loads(file.read(length))
         except (UnicodeDecodeError, json.JSONDecodeError):
-            raise WeightsError(f"{path} has a damaged header: {_AGAIN}") from None
+            raise WeightsError(f"{path} has a damaged header: {AGAIN}") from None
     if not isinstance(header, dict):
-        raise WeightsError(f"{path} has a damaged header: {_AGAIN}")
+        raise WeightsError(f"{path} has a damaged header: {AGAIN}")
     header.pop("__metadata__", None)
-    tensors = [_stored(path, name, entry, 8 + length, size) for name, entry in header.items()]
+    return stored_tensors(path, header, 8 + length, size)
+
+
+def stored_tensors(path: Path, header: Mapping[str, Any], data: int, size: int) -> list[StoredTensor]:
+    """The entries of a header, by offset; the bytes begin at `data` in a file of `size`. Raises WeightsError."""
+    tensors = [_stored(path, name, entry, data, size) for name, entry in header.items()]
     return sorted(tensors, key=lambda tensor: tensor.offset)
 
 
@@ -115,11 +138,11 @@ def _stored(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTe
             raise ValueError
         exact = prod(shape) * ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError):
-        raise WeightsError(f"{path}: the header entry of {name} is damaged or of an unknown dtype: {_AGAIN}") from None
+        raise WeightsError(f"{path}: the header entry of {name} is damaged or of an unknown dtype: {AGAIN}") from None
     if end - start != exact:
-        raise WeightsError(f"{path}: {name} {list(shape)} {dtype} needs {exact} bytes, has {end - start}: {_AGAIN}")
+        raise WeightsError(f"{path}: {name} {list(shape)} {dtype} needs {exact} bytes, has {end - start}: {AGAIN}")
     if data + end > size:
-        raise WeightsError(f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}: {_AGAIN}")
+        raise WeightsError(f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}: {AGAIN}")
     return StoredTensor(name, dtype, shape, path, data + start, exact)
 
 
@@ -133,31 +156,31 @@ def _read_index(folder: Path) -> dict[str, str]:
         if not all(isinstance(name, str) and Path(file).name == file for name, file in placed.items()):
             raise ValueError
     except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError):
-        raise WeightsError(f"{path} is damaged: {_AGAIN}") from None
+        raise WeightsError(f"{path} is damaged: {AGAIN}") from None
     return dict(placed)
 
 
-def _find_files(folder: Path) -> list[Path]:
+def _find_files(folder: Path, names: Collection[str]) -> list[Path]:
     """The safetensors files of a folder without an index; a set of shards must be complete."""
-    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    files = sorted(folder / name for name in names
+                   if name.endswith(".safetensors") and not name.startswith("consolidated"))  # fmt: skip
     if (folder / "model.safetensors") in files:
         return [folder / "model.safetensors"]
     if not files:
-        raise WeightsError(_no_files(folder))
-    present = {path.name for path in files}
+        raise WeightsError(_no_files(folder, names))
     for path in files:
         match = _SHARD.fullmatch(path.name)
         if match is None:
             continue
         for number in range(1, int(match["total"]) + 1):
             name = f"{match['stem']}-{number:05}-of-{match['total']}.safetensors"
-            if name not in present:
-                raise WeightsError(f"{folder / name} is missing (its sister {path.name} is there): {_AGAIN}")
+            if name not in names:
+                raise WeightsError(f"{folder / name} is missing (its sister {path.name} is there): {AGAIN}")
     return files
 
 
-def _no_files(folder: Path) -> str:
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+def _no_files(folder: Path, names: Collection[str]) -> str:
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
     if pickles:
         return (
             f"{folder} has only {pickles[0]}: .bin and .pt files can run code when opened and are not read. "

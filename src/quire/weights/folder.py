@@ -1,39 +1,72 @@
 """From what a user typed to a folder on this machine: a local path, or a model id of the Hugging Face hub.
 
-Knows the hub client and its errors. No torch.
+A model of the hub comes in two parts: its small files at once, its weights when nothing speaks against them. No torch.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from quire.config.bundled import NAME, bundled_model
-from quire.config.engine import EngineConfig, LoadConfig
-from quire.contracts.errors import ModelNotFound
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import ModelNotFound, WeightsError
+from quire.weights.files import Checkpoint, read_checkpoint, weight_files
+from quire.weights.hub import Repository
 
-# What a model needs; never pickles, other frameworks' weights or second copies of the same weights.
-ALLOWED = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "LICENSE*")
-IGNORED = ("consolidated*", "original/*", "*/*.safetensors")
+# What a model needs beside its weights; never pickles.
+TEXTS = ("*.json", "*.jinja", "tokenizer*", "LICENSE*")
+WEIGHTS = ("*.safetensors",)
+HEADERS = ("*.json",)  # beside the headers themselves, of a model that is only looked at
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_folders(config: EngineConfig, *, only: Sequence[str] = ALLOWED) -> tuple[Path, Path]:
-    """The folders of an engine's model and of its tokenizer, downloaded when they are ids of the hub.
+def resolve_folders(config: EngineConfig, *, only: Sequence[str] = TEXTS) -> tuple[Path, Path]:
+    """The folders of an engine's model and of its tokenizer; of ids of the hub all but the weights is downloaded.
 
     only   patterns of the files that are needed
-    Without a model it is the bundled one. Raises ModelNotFound.
+    Without a model it is the bundled one. Raises ModelNotFound in one line for a path or id that leads nowhere, a gated
+    repository or a failed download.
     """
-    model, tokenizer = config.model.model, config.model.tokenizer
-    folder = resolve_model_folder(model, config, only=only) if model else bundled_model()
-    return folder, resolve_model_folder(tokenizer, config, only=only) if tokenizer else folder
+    folder, tokenizer = _resolve(config.model.model, config, only), config.model.tokenizer
+    return folder, _resolve(tokenizer, config, only) if tokenizer else folder
 
 
-def resolve_model_folder(model: str, config: EngineConfig, *, only: Sequence[str] = ALLOWED) -> Path:
-    """The folder of `model`, downloading it when it is a hub id.
-
-    only   patterns of the files that are needed
-    Raises ModelNotFound in one line for a path or id that leads nowhere, a gated repository or a failed download.
+def absent_weights(config: EngineConfig, folder: Path) -> Repository | None:
+    """The repository of the hub from which weights are needed that `folder` lacks; None when there is nothing to fetch.
     """
+    needed = config.load.load_format != "dummy" and config.device.device != "mock"
+    return _absent(config, folder) if needed else None
+
+
+def fetch_weights(config: EngineConfig, folder: Path, check: Callable[[Checkpoint], None]) -> None:
+    """Download the weights that `folder` lacks, after a `check` of their headers.
+
+    Raises ModelNotFound, WeightsError for headers that are damaged, and what `check` raises.
+    """
+    repository = absent_weights(config, folder)
+    if repository is not None:
+        checkpoint = repository.read_headers(folder)
+        with repository.named(folder):
+            check(checkpoint)
+        repository.at(folder.name).download(WEIGHTS)
+
+
+def read_headers(config: EngineConfig, folder: Path) -> Checkpoint:
+    """The tensors of a model, from the files in `folder` or from the hub. Raises as `read_checkpoint`, or
+    ModelNotFound."""
+    repository = _absent(config, folder)
+    return read_checkpoint(folder) if repository is None else repository.read_headers(folder)
+
+
+def _resolve(model: str, config: EngineConfig, only: Sequence[str]) -> Path:
+    found = _find(model, config)
+    return found if isinstance(found, Path) else found.download(only)
+
+
+def _find(model: str, config: EngineConfig) -> Path | Repository:
+    """The folder or the repository that is called `model`; the bundled folder for ""."""
+    if not model:
+        return bundled_model()
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -43,31 +76,16 @@ def resolve_model_folder(model: str, config: EngineConfig, *, only: Sequence[str
         raise ModelNotFound(f"{model} is a file: give the folder that holds config.json and the .safetensors files.")
     if not _HUB_ID.fullmatch(model) or model.count("/") != 1:
         raise ModelNotFound(f"{model!r} does not exist: give a folder, or a model id of the hub like Qwen/Qwen3-0.6B.")
-    return _download(model, config.load, config.model.revision, only)
+    return Repository(model, config.model.revision, config.load)
 
 
-def _download(model: str, load: LoadConfig, revision: str | None, only: Sequence[str]) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
+def _absent(config: EngineConfig, folder: Path) -> Repository | None:
+    """The repository that has the weights which `folder` lacks; None for a folder of the user's, or a whole one."""
+    found = _find(config.model.model, config)
+    if isinstance(found, Path):
+        return None
     try:
-        return Path(snapshot_download(
-            model, revision=revision, cache_dir=load.download_dir, token=load.hf_token, local_files_only=load.offline,
-            allow_patterns=list(only), ignore_patterns=list(IGNORED)))
-    except errors.GatedRepoError:
-        reason = f"is gated: accept its terms at https://huggingface.co/{model} and log in with `hf auth login`."
-    except errors.RepositoryNotFoundError:
-        reason = "is neither a folder here nor a repository on the hub (or it is private: log in with `hf auth login`)."
-    except errors.RevisionNotFoundError:
-        reason = f"has no revision {revision!r}: name a branch, tag or commit of https://huggingface.co/{model}."
-    except errors.LocalEntryNotFoundError:
-        if load.offline:
-            reason = "is not a folder and was not downloaded before: run it once without --offline, or give a folder."
-        else:
-            reason = "is not a folder, and the hub cannot be reached: check the network, or give a folder."
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else "no status"
-        reason = f"could not be downloaded (the hub answered {status}): try again later."
-    except Exception as error:  # the hub client also lets through errors of whichever HTTP library it is built on
-        detail = (str(error).splitlines() or [""])[0]
-        reason = f"could not be downloaded ({type(error).__name__}: {detail}): try again later."
-    raise ModelNotFound(f"{model!r} {reason}")
+        weight_files(folder)
+    except WeightsError:
+        return found
+    return None

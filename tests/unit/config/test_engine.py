@@ -34,3 +34,10 @@ def test_flat_names_reach_their_component() -> None:
     config = EngineConfig.from_flat(model="m", watermark=0, block_size=8, override_generation_config={"top_k": 3})
     assert (config.model.model, config.scheduler.watermark, config.cache.block_size) == ("m", 0, 8)
     assert config.model.override_generation_config == {"top_k": 3}
+
+
+def test_a_default_gives_way_to_what_was_asked_for() -> None:
+    assert EngineConfig.from_flat(max_num_batched_tokens=32).scheduler.sequences() == 32
+    assert EngineConfig.from_flat(max_num_batched_tokens=4096).scheduler.sequences() == 256
+    many = EngineConfig.from_flat(max_num_seqs=4096).scheduler
+    assert many.token_budget() == 4096

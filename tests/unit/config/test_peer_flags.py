@@ -4,13 +4,21 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config.engine import EngineConfig
-from quire.config.flags import FlagParser, keyword_config, server_config, settings_of
+from quire.config.flags import (
+    FlagParser,
+    engine_options,
+    flag_names,
+    keyword_config,
+    server_config,
+    settings_of,
+)
 from quire.config.peer_flags import MEANINGS, NARGS, OFF, ON, PEER_FLAGS, PeerFlag, asks_nothing
 from quire.config.serve import ServerConfig, server_names
 from quire.config.sources import Settings
@@ -80,10 +88,12 @@ def given(flag: PeerFlag, name: str, text: str) -> list[str]:
 @pytest.mark.parametrize("name", [n for n, f in TABLE.items() if f.meaning != "works"])
 def test_each_of_the_others_behaves_as_the_table_says(name: str) -> None:
     flag = TABLE[name]
-    asking = next(t for t in ([OFF, ON] if flag.takes == "switch" else ["1", "2"]) if not asks_nothing(flag, t))
+    asking = next(t for t in ([ON, OFF] if flag.takes == "switch" else ["1", "2"]) if not asks_nothing(flag, t))
     if flag.meaning == "no-op":
-        found = settings(given(flag, name, ON))
-        assert found.values == {} and f"{name} changes nothing: {flag.why}." in found.notes
+        found, (spelling, *_) = settings(given(flag, name, asking)), given(flag, name, asking)
+        assert found.values == {} and found.notes == [f"{spelling} changes nothing: {flag.why}."]
+        for text in flag.neutral:
+            assert settings(given(flag, name, text)) == Settings(values={}, origins={})
     elif flag.meaning == "alias":
         found = settings(given(flag, name, asking))
         assert set(found.values) == {flag.option} and flag.option in server_names()
@@ -93,6 +103,8 @@ def test_each_of_the_others_behaves_as_the_table_says(name: str) -> None:
             settings(given(flag, name, asking))
         for text in (*flag.neutral, *(() if flag.takes == "switch" else ("none", "None"))):
             assert settings(given(flag, name, text)) == Settings(values={}, origins={})
+        for text in flag.idle:
+            assert settings(given(flag, name, text)).notes == [f"{name} {text} changes nothing: {flag.why}."]
 
 
 def test_a_note_says_why_as_a_sentence() -> None:
@@ -137,8 +149,8 @@ def test_keyword_arguments_mean_what_flags_mean(given: dict[str, Any], options: 
 def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
     assert keyword_config("", {"swap_space": 4, "performance_mode": "x"}) == EngineConfig()
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("note: swap_space changes nothing: preempted requests")
-    assert second.startswith("note: performance_mode changes nothing: nothing is compiled but kernels")
+    assert first.startswith("swap_space changes nothing: preempted requests")
+    assert second.startswith("performance_mode changes nothing: nothing is compiled but kernels")
 
 
 @pytest.mark.parametrize(("given", "words"), [
@@ -187,15 +199,30 @@ WORKING = [
     "serve m --scheduling-policy priority --async-scheduling --optimization-level 2 --cudagraph-capture-sizes 1 2 4 8 "
     "--port 9000",
 ]
+# Flags that say which part does the work, or how fast: nothing that a user gets depends on them.
+NOTED = [
+    ("--guided-decoding-backend xgrammar", "--guided-decoding-backend xgrammar changes nothing: llguidance makes"),
+    ("--structured-outputs-config.backend xgrammar", '--structured-outputs-config {"backend": "xgrammar"} changes'),
+    ("--structured-outputs-config '{\"backend\": \"outlines\", \"enable_in_reasoning\": false}'", "outlines"),
+    ("--num-scheduler-steps 8", "--num-scheduler-steps changes nothing: a step makes one token"),
+    ("--attention-backend FLASHINFER", "Quire chooses kernels itself; forcing one is not supported"),
+    ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
+    ("--enable-expert-parallel", "it counts only where experts are spread over GPUs"),
+    ("--api-server-count 4", "one process speaks HTTP"),
+    ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: there is one device"),
+    ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),
+    ("--model-loader-extra-config.enable_multithread_load true", "each file is read once"),
+]
 REFUSED = [
     ("serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.95 "
      "--max-model-len 32768", "--tensor-parallel-size 2: several devices"),
     ("serve TheBloke/Llama-2-7B-AWQ -q awq", "-q awq: quantized weights"),
     ("serve deepseek-ai/DeepSeek-V3 -tp 8 --enable-expert-parallel --trust-remote-code",
-     "-tp 8: several devices are not implemented yet: leave the flag out, or start several servers; "
-     "--enable-expert-parallel: experts are not spread"),
-    ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\"}' --guided-decoding-backend outlines",
-     '--structured-outputs-config {"backend": "xgrammar"}: llguidance makes every mask'),
+     "-tp 8: several devices are not implemented yet: leave the flag out, or start several servers."),
+    ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\", \"disable_any_whitespace\": true}'",
+     '"disable_any_whitespace": true}: llguidance makes every mask, and its options are fixed'),
+    ("serve m --guided-decoding-backend xgrammar:disable-any-whitespace", "--guided-decoding-backend xgrammar:disable"),
+    ("serve m --distributed-executor-backend external_launcher", "there is one device"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
     ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
     ("serve m --speculative-config '{\"method\": \"ngram\", \"num_speculative_tokens\": 4}'", "speculative decoding"),
@@ -211,6 +238,53 @@ def parse_line(line: str) -> Settings:
 def test_launch_lines_that_work(line: str) -> None:
     config = server_config(parse_line(line))
     assert isinstance(config, ServerConfig) and config.engine.model.model
+
+
+@pytest.mark.parametrize(("flags", "words"), NOTED)
+def test_flags_that_change_nothing_start_with_one_note(flags: str, words: str) -> None:
+    found = parse_line(f"serve m {flags}")
+    (note,) = found.notes
+    assert words in note and found.values == {"model": "m"}
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend xgrammar changes nothing"),
+    ({"structured_outputs_config": {"backend": "xgrammar"}}, '{"backend": "xgrammar"} changes nothing'),
+    ({"num_scheduler_steps": 8}, "num_scheduler_steps changes nothing")])
+def test_keywords_that_change_nothing_are_noted(given: dict[str, Any], words: str,
+                                                caplog: pytest.LogCaptureFixture) -> None:
+    assert keyword_config("", given) == EngineConfig()
+    (record,) = caplog.records
+    assert words in record.getMessage()
+
+
+@pytest.mark.parametrize("option", [option for _, option in engine_options()], ids=lambda option: option.name)
+def test_every_flag_of_the_engine_is_a_keyword_under_each_name(option: Field[Any]) -> None:
+    value = {"model": "m", "dtype": "float32", "load_format": "dummy", "device": "cpu"}.get(option.name, option.default)
+    for flag in flag_names(option):
+        name = flag[2:].replace("-", "_")
+        found = keyword_config(*(("m", {}) if name == "model" else ("", {name: value})))
+        assert found == EngineConfig.from_flat(**{option.name: value})
+
+
+def test_a_keyword_is_given_once() -> None:
+    assert keyword_config("", {"num_blocks": 7}).cache.num_gpu_blocks_override == 7
+    with pytest.raises(ConfigError, match="num_blocks and num_gpu_blocks_override are the same option: give one"):
+        keyword_config("", {"num_blocks": 7, "num_gpu_blocks_override": 8})
+
+
+@pytest.mark.parametrize("load_format", ["bitsandbytes", "gguf"])
+def test_quantized_formats_are_refused_as_quantization_is(load_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    why = TABLE["--quantization"].why
+    with pytest.raises(SystemExit):
+        settings(["--load-format", load_format])
+    assert why in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=re.escape(f"argument load_format: {load_format!r}: {why}.")):
+        keyword_config("", {"load_format": load_format})
+
+
+def test_other_readers_of_safetensors_read_safetensors() -> None:
+    assert settings(["--load-format", "runai_streamer"]).values == {"load_format": "safetensors"}
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED)
@@ -233,3 +307,22 @@ def test_a_flag_that_nobody_has_gets_the_nearest_name(capsys: pytest.CaptureFixt
         settings(["--tensor-paralel-size", "2"])
     assert stop.value.code == 2
     assert "Did you mean --tensor-parallel-size?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "flag", "meant"), [
+    ("serve", "--tp-size", "--tensor-parallel-size"), ("explain", "--tp-size", "--tensor-parallel-size"),
+    ("explain", "--tp_size=2", "--tensor-parallel-size"), ("serve", "--dp", "--data-parallel-size"),
+    ("serve", "--ep-size", "--enable-expert-parallel"), ("complete", "--max-model-length", "--max-model-len")])
+def test_an_abbreviation_gets_the_flag_with_that_short_form(command: str, flag: str, meant: str,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, flag, "2"])
+    assert f"Did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_keywords_and_keys_of_files_get_the_same_hint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no option 'tp_size'. Did you mean 'tensor_parallel_size'"):
+        keyword_config("", {"tp_size": 2})
+    (tmp_path / "c.yaml").write_text("tp-size: 2")
+    with pytest.raises(ConfigError, match="tp-size is not known. Did you mean tensor-parallel-size"):
+        settings(["--config", str(tmp_path / "c.yaml")])

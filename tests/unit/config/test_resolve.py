@@ -32,6 +32,12 @@ def test_the_default_is_what_all_slots_can_use_and_at_most_a_quarter() -> None:
     assert small.kv_bytes == 100 * PAGE
 
 
+def test_the_quarter_gives_way_to_a_context_that_was_asked_for() -> None:
+    found = plan(max_model_len=4096, free=200 * PAGE)
+    assert (found.num_blocks, found.max_model_len, found.notes) == (128, 4096, ())
+    assert plan(free=200 * PAGE).max_model_len == 49 * 32
+
+
 def test_an_unset_context_shrinks_with_a_notice() -> None:
     short = plan(num_gpu_blocks_override=10)
     assert (short.max_model_len, short.num_tokens) == (320, 320)
@@ -45,7 +51,7 @@ def test_an_unset_context_shrinks_with_a_notice() -> None:
         ({"max_model_len": 5000}, ["5000", "4096"]),
         ({"max_model_len": 4096, "num_gpu_blocks_override": 10}, ["16.00 MiB", "1.25 MiB", "to 320", "raise num_gpu"]),
         ({"max_model_len": 4096, "kv_cache_memory_bytes": 11 * PAGE}, ["to 320", "raise kv_cache_memory_bytes"]),
-        ({"max_model_len": 4096, "free": 44 * PAGE}, ["a quarter", "set kv_cache_memory_bytes"]),
+        ({"max_model_len": 4096, "free": 44 * PAGE}, ["the 5.50 MiB of free memory", "to 1344, or end other programs"]),
         ({"kv_cache_memory_bytes": PAGE}, ["one block of 0.12 MiB"]),
         ({"kv_cache_memory_bytes": 10 * 10**12}, ["kv_cache_memory_bytes", "9313.2", "16.00 GiB", "lower kv_cache"]),
         ({"num_gpu_blocks_override": 10**9}, ["override", "122070.31 GiB", "16.00 GiB", "lower num_gpu"]),

@@ -58,6 +58,7 @@ def test_its_sizes_are_the_model_s_unless_asked_otherwise() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="context of 4096"):
         core(max_model_len=5000)
+    assert core(num_gpu_blocks_override=3, block_size=16).facts.max_model_len == 48  # a default, so it gives way
     with pytest.raises(ConfigError, match="raise num_gpu_blocks_override"):
         core(max_model_len=1000, num_gpu_blocks_override=3)
 

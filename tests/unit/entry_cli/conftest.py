@@ -1,5 +1,6 @@
 """A model of two lines in place of the real one: the commands are tested without torch."""
 
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,11 +16,6 @@ from quire.contracts.sampling import SamplingParams
 
 
 @dataclass
-class FakeEngine:
-    notes: tuple[str, ...] = ("a note",)
-
-
-@dataclass
 class FakeLLM:
     """Answers "one two three" word by word, and remembers what it was asked."""
 
@@ -30,7 +26,9 @@ class FakeLLM:
     failure: str | None = None
     closed: bool = False
     num_ended_streams: int = 0
-    engine: FakeEngine = field(default_factory=FakeEngine)
+
+    def __post_init__(self) -> None:
+        logging.getLogger("quire").warning("%s", "a note")
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.25, top_k=7)

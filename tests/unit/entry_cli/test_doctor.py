@@ -1,6 +1,7 @@
 """`quire doctor` finds what is wrong, says what to do, keeps secrets, and works where PyTorch does not."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.config import env
-from quire.entry.cli import check_machine, check_software
+from quire.entry.cli import check_machine, check_software, doctor
 from quire.entry.cli.doctor import BAD, OK, WARN, Finding, examine
 from quire.entry.cli.main import main
 from quire.platforms.detect import DevicePlan
@@ -42,7 +43,29 @@ def found(name: str, port: int = 1) -> list[Finding]:
 def test_a_good_machine_has_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "ok    torch          2.13.0, built for CPUs, 2 threads" in out and "Nothing is bad" in out
+    assert "ok    torch          2.13.0, built for CPUs, 2 threads" in out
+    assert re.search(r"\nNo problems: \d+ ok, \d+ warnings?\.\n$", out)
+
+
+@pytest.mark.parametrize(("levels", "words"), [
+    ([OK] * 17 + [WARN] * 2, "No problems: 17 ok, 2 warnings."), ([OK, WARN], "No problems: 1 ok, 1 warning."),
+    ([OK, BAD], "1 problem: 1 ok, 0 warnings."), ([BAD, BAD, WARN], "2 problems: 0 ok, 1 warning.")])
+def test_the_verdict_counts(levels: list[str], words: str, monkeypatch: pytest.MonkeyPatch,
+                            capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda port: (Finding("x", level, "y") for level in levels))
+    main(["doctor"])
+    assert capsys.readouterr().out.splitlines()[-1] == words
+
+
+def test_advice_names_no_package_of_an_index_that_is_not_there(monkeypatch: pytest.MonkeyPatch,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """Quire is on no index: what README says is said here."""
+    answer(monkeypatch, "", code=1, err="Traceback ...\nModuleNotFoundError: No module named 'torch'")
+    monkeypatch.setattr(check_software.importlib.metadata, "requires", lambda name: ["no-such-package>=1"])
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("-> run `pip install .` in Quire's folder") == 2
+    assert "`pip install .`" in (Path(__file__).parents[3] / "README.md").read_text()
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,3 +178,10 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize("kind", ["latency", "throughput", "profile", "startup"])
+def test_the_help_of_a_measurement_names_one_default_model(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", kind, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("qwen3-0.6b") == 1 and "quire- tiny" not in text and "quire-tiny" not in text

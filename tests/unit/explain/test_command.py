@@ -14,9 +14,8 @@ from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import main
 from quire.explain import describe
-from quire.explain.describe import HEADERS, plan_engine
+from quire.explain.describe import plan_engine
 from quire.explain.render import folded
-from quire.weights import folder as folders
 
 TINY = str(bundled_model())
 
@@ -80,17 +79,6 @@ def test_names_are_folded_over_experts() -> None:
     names = [f"m.experts.{e}.{part}" for e in range(3) for part in ("up", "down")] + ["m.gate", "m.experts.7.w"]
     assert list(folded(names)) == ["m.experts.{0-2}.up", "m.experts.{0-2}.down", "m.gate", "m.experts.7.w"]
 
-
-def test_of_a_model_on_the_hub_no_weights_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def download(model: str, load: object, revision: str | None, only: tuple[str, ...]) -> Path:
-        asked.append(only)
-        return Path(TINY)
-
-    monkeypatch.setattr(folders, "_download", download)
-    plan_engine(EngineConfig.from_flat(model="nobody/nothing", device="cpu"))
-    assert asked == [HEADERS]
 
 
 def test_a_folder_with_nothing_but_a_config_or_an_index(tmp_path: Path) -> None:

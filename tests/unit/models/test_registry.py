@@ -77,7 +77,7 @@ def test_uniform_routing_needs_experts() -> None:
 def test_facts_do_not_import_torch() -> None:
     code = (
         "import sys, quire.models.registry, quire.models.layout, quire.models.deepseek_v3,"
-        " quire.platforms.cpu, quire.weights.files, quire.weights.folder; "
+        " quire.platforms.cpu, quire.weights.folder, quire.models.obtain, quire.entry.obtain; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

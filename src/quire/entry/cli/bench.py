@@ -11,7 +11,9 @@ from quire.config.flags import FlagParser, add_engine_flags, add_model_argument,
 from quire.contracts.errors import ConfigError
 from quire.entry.cli import bench_kernels, bench_serve
 from quire.entry.cli.table import format_table, print_result, write_json
+from quire.entry.installed import check_torch
 from quire.entry.leaving import raise_on_interrupt
+from quire.observe.progress import Progress
 from quire.platforms.detect import resolve_device
 
 if TYPE_CHECKING:
@@ -31,12 +33,14 @@ OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "kernels": bench_kernels}
 MOST_REQUESTS = 256  # of a profiled workload that nobody scaled: a thousand launch a million kernels
 KERNELS_SHOWN, KERNEL_WIDTH = 25, 60  # in a table; the JSON has all
 MODEL_HELP = """\
-MODEL is the name of a bundled configuration (random weights, no tokenizer), or a folder or hub id; default: qwen3-0.6b.
+MODEL is the name of a bundled configuration (random weights, no tokenizer), or a folder or hub id.
 """
 
 
 def configure(parser: FlagParser) -> None:
     """Add one subcommand per kind of measurement."""
+    from quire.bench.workload import DEFAULT_MODEL
+
     kinds = parser.add_subparsers(prog="quire bench", dest="kind", metavar="KIND", required=True, title="kinds",
                                   parser_class=FlagParser)
     for name, summary in KINDS.items():
@@ -57,7 +61,7 @@ def configure(parser: FlagParser) -> None:
             most = f" (default: at most {MOST_REQUESTS} are left)" if name == "profile" else ""
             kind.add_argument("--scale", type=float, metavar="X", help=f"factor on the number of requests{most}")
             kind.add_argument("--max-len", type=_positive, metavar="N", help="bound on prompt and output lengths")
-        add_model_argument(kind)
+        add_model_argument(kind, DEFAULT_MODEL)
         add_engine_flags(kind)
 
 
@@ -81,17 +85,18 @@ def _make_bench(args: argparse.Namespace) -> "tuple[OfflineBench, list[Workload]
     only = args.only or {"latency": LATENCY_WORKLOAD, "profile": "decode_b64"}.get(args.kind)
     works = list(load_workloads(only.split(",") if only else (), scale, args.max_len))
     engine_config(args)
-    bench = OfflineBench(given_options(args))
+    with Progress("Loading the model", 0, enabled=True, unit=""):
+        bench = OfflineBench(given_options(args))
     raise_on_interrupt()
     return bench, works
 
 
 def _workloads(args: argparse.Namespace) -> None:
     bench, works = _make_bench(args)
-    with bench.llm:
-        for note in bench.llm.engine.notes:
-            print(f"quire: note: {note}", file=sys.stderr)
-        measure = bench.latency if args.kind == "latency" else bench.throughput
+    alone = args.kind == "latency"
+    total = args.repeat * sum(sum(work.outputs[:1] if alone else work.outputs) for work in works)
+    with bench.llm, Progress("Measuring", total, enabled=True, unit="tokens", rate=1) as progress:
+        bench.advance, measure = progress.advance, bench.latency if alone else bench.throughput
         for row in measure(works, args.repeat):
             print(f"{row['workload']}: {row['seconds']} s", file=sys.stderr)
             write_json(args.out, bench.result)  # after each: a crash keeps what was measured
@@ -137,8 +142,11 @@ def _startup(args: argparse.Namespace) -> None:
     engine_config(args)
     from quire.bench.startup import measure_startup
 
+    check_torch()
     raise_on_interrupt()  # processes are started
-    print_result(args, measure_startup(given_options(args), args.repeat), lambda result: (
+    with Progress("Starting", args.repeat, enabled=True, unit="runs", rate=1) as progress:
+        found = measure_startup(given_options(args), args.repeat, lambda: progress.advance(1))
+    print_result(args, found, lambda result: (
         f"{result['model']}, fastest of {len(result['totals'])}: {' '.join(map(str, result['totals']))} s\n\n"
         + format_table(("phase", "seconds"), [(name, f"{s:.3f}") for name, s in result["phases"].items()])))
 

@@ -19,6 +19,7 @@ from quire.config.serve import server_names
 from quire.contracts.errors import ModelNotFound
 from quire.entry.cli.doctor import BAD, OK, WARN, Finding
 from quire.entry.cli.table import format_bytes
+from quire.entry.installed import INSTALL
 from quire.kernels.native.build import intact
 
 TORCH_SECONDS = 120
@@ -52,7 +53,8 @@ def torch() -> Iterator[Finding]:
         return
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        yield Finding("torch", BAD, f"cannot be imported: {lines[-1]}", "pip install --force-reinstall torch")
+        yield Finding("torch", BAD, f"cannot be imported: {lines[-1]}",
+                      INSTALL if "No module named 'torch'" in lines[-1] else "pip install --force-reinstall torch")
         return
     found = json.loads(done.stdout.splitlines()[-1])
     build = f"built for CUDA {found['cuda']}, sees {found['gpus']} GPUs" if found["cuda"] else "built for CPUs"
@@ -73,7 +75,7 @@ def packages() -> Iterator[Finding]:
             continue
         wrong += _mismatch(match.group(1), match.group(2))
     if wrong:
-        yield Finding("packages", BAD, "; ".join(wrong), "pip install --upgrade quire")
+        yield Finding("packages", BAD, "; ".join(wrong), INSTALL)
     else:
         yield Finding("packages", OK, f"{len([r for r in required if ';' not in r])} requirements are met")
 

@@ -66,5 +66,5 @@ def examine(port: int) -> Iterator[Finding]:
 
 def _verdict(findings: list[Finding]) -> str:
     bad, warned, fine = (sum(f.level == level for f in findings) for level in (BAD, WARN, OK))
-    counts = f"{fine} ok, {warned} warn, {bad} bad."
-    return f"\n{counts}" if bad else f"\nNothing is bad: {counts}"
+    problems = f"{bad} problem{'s' * (bad > 1)}" if bad else "No problems"
+    return f"\n{problems}: {fine} ok, {warned} warning{'s' * (warned != 1)}."

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import logging
 import os
 import sys
 import traceback
@@ -13,10 +14,13 @@ from quire.config.flags import FlagParser, error_text, option_warnings
 from quire.contracts.errors import QuireError
 from quire.entry.cli import bench, chat, complete, completion, doctor, explain, run_batch, serve, trace, verify, weights
 from quire.entry.exit_codes import DONE, INTERRUPTED, UNREAD, exit_code
+from quire.entry.installed import not_installed
 
 COMMANDS: dict[str, Any] = {"serve": serve, "chat": chat, "complete": complete, "run-batch": run_batch, "bench": bench,
                             "weights": weights, "explain": explain, "verify": verify, "trace": trace, "doctor": doctor,
                             "completion": completion}
+LOG = logging.getLogger("quire")
+LOCAL = ("chat", "complete", "bench", "verify", "trace")  # commands whose engine is in this process, and logs its notes
 ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": "", "trace": "[MODEL] [PROMPT] "}  # instead of [MODEL]
 SPOKEN = ("doctor", "completion")  # commands that say themselves what is wrong with the environment, or need none
 SAID_OTHERWISE = {"version": "--version", "help": "--help"}  # what people type
@@ -73,16 +77,30 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     if args.command not in SPOKEN:
         for line in option_warnings():
             print(f"quire: warning: {line}", file=sys.stderr)
+    handler = _Notes()
+    if args.command in LOCAL:
+        LOG.addHandler(handler)
     try:
         code: int = COMMANDS[args.command].run(args)
         sys.stdout.flush()
         return code
-    except (QuireError, MemoryError) as error:
+    except (QuireError, MemoryError, ModuleNotFoundError) as failure:
         if args.debug:
             traceback.print_exc()
+        error = not_installed(failure) if isinstance(failure, ModuleNotFoundError) else failure
         message = error_text(error) or "the memory does not suffice: use a smaller model or context."
         print(f"quire: error: {message}", file=sys.stderr)
         return exit_code(error)
+    finally:
+        LOG.removeHandler(handler)
+
+
+class _Notes(logging.Handler):
+    """Prints what an engine in this process logs as the commands print their own notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = "error" if record.levelno >= logging.ERROR else "note"
+        print(f"quire: {kind}: {self.format(record)}", file=sys.stderr)
 
 
 def _drop_output() -> None:

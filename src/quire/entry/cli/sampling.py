@@ -1,7 +1,6 @@
 """What `complete` and `chat` have in common: the flags of a request, and a model in this process."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,13 +39,11 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def local_model(args: argparse.Namespace, values: Mapping[str, Any]) -> "Iterator[tuple[LLM, SamplingParams]]":
-    """A model in this process, and the parameters of a stream of it; its notes are printed."""
+    """A model in this process, and the parameters of a stream of it."""
     engine_config(args)
     from quire.contracts.sampling import OutputKind
     from quire.entry.llm import LLM
 
     with LLM(**given_options(args)) as llm:
         raise_on_interrupt()  # not before: loading imports, too, and leaves nothing behind
-        for note in llm.engine.notes:
-            print(f"quire: note: {note}", file=sys.stderr)
         yield llm, llm.get_default_sampling_params().clone(**values, output_kind=OutputKind.DELTA)

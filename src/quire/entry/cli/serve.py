@@ -19,7 +19,7 @@ DESCRIPTION = """\
 Serve a model over HTTP, as OpenAI's API.
 
 A value comes from the command line, else from the environment (QUIRE_PORT=8001), else from the file of --config, else
-it is the default. Flags of vLLM are taken where they mean something here, and answered where they do not.
+it is the default. Every vLLM flag is accepted, ignored with a note, or rejected with a reason.
 """
 
 

@@ -25,12 +25,11 @@ def configure(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or JSON."""
-    from quire.weights.files import read_checkpoint
-    from quire.weights.folder import resolve_folders
+    from quire.weights.folder import HEADERS, read_headers, resolve_folders
 
     config = engine_config(args)
-    folder = resolve_folders(config)[0]
-    summary = summarize(folder, read_checkpoint(folder))
+    folder = resolve_folders(config, only=HEADERS)[0]
+    summary = summarize(folder, read_headers(config, folder))
     print(json.dumps(summary, indent=1) if args.json else render(summary))
     return 0
 

@@ -25,6 +25,7 @@ from quire.entry.completion import Generation
 from quire.entry.front import INTERNAL, FrontEnd, Taken
 from quire.entry.http.request_stream import RequestStream
 from quire.entry.http.tally import count_finished, count_refusal, count_step, request_record
+from quire.entry.obtain import obtain_model
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs import messages
@@ -33,7 +34,6 @@ from quire.procs.core_client import CoreClient, Launch
 from quire.procs.failures import rebuilt
 from quire.text.load import TextSide, load_text
 from quire.text.tools import choose_styles
-from quire.weights.folder import resolve_folders
 
 LOG = logging.getLogger("quire")
 CORE_MODULE = "quire.entry.core_process"
@@ -109,7 +109,7 @@ class ServedEngine:
         try:
             choose_styles(None, self._serve.tool_call_parser, self._serve.reasoning_parser)  # sooner than the weights
             self._take(messages.Loading("model files"))
-            folder, tokenizer_folder = await asyncio.to_thread(resolve_folders, self.config)
+            folder, tokenizer_folder = await asyncio.to_thread(obtain_model, self.config)
             if self.failure is not None:  # closed meanwhile
                 raise self.failure
             await self._client.start(core_config(self.config))

@@ -1,0 +1,22 @@
+"""Words for packages that Quire needs and that are not installed. Imports none of them."""
+
+import importlib.util
+import sys
+
+from quire.contracts.errors import ConfigError
+
+INSTALL = "run `pip install .` in Quire's folder, where its README.md is"
+
+
+def not_installed(error: ModuleNotFoundError) -> ConfigError:
+    """The line for a package that could not be imported; raises `error` for a module of Python's or Quire's own."""
+    name = (error.name or "").partition(".")[0]
+    if name in ("", "quire") or name in sys.stdlib_module_names:
+        raise error
+    return ConfigError(f"{name} is not installed, and this needs it: {INSTALL}.")
+
+
+def check_torch() -> None:
+    """Raise `ConfigError` when there is no PyTorch, before another process is started that would need it."""
+    if importlib.util.find_spec("torch") is None:
+        raise not_installed(ModuleNotFoundError(name="torch"))

@@ -1,0 +1,27 @@
+"""Where a server finds its model before the core's process starts. No torch."""
+
+from pathlib import Path
+
+from quire.config.engine import EngineConfig
+from quire.entry.installed import check_torch
+from quire.models.obtain import obtain_weights, read_model
+from quire.platforms.cpu import read_cpu_facts
+from quire.platforms.detect import resolve_device
+from quire.text.load import load_text
+from quire.weights.folder import absent_weights, resolve_folders
+
+
+def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
+    """The folders of the model and of its tokenizer, downloaded where they are on the hub.
+
+    Raises a `UserError`; all that the small files and the headers of the weights rule out comes before the weights.
+    """
+    if config.device.device != "mock":
+        check_torch()
+    folder, tokenizer_folder = resolve_folders(config)
+    if absent_weights(config, folder) is not None:
+        device, cpu = resolve_device(config.device.device).device, read_cpu_facts()
+        args, dtype = read_model(config, folder, device, cpu)
+        load_text(config, folder, tokenizer_folder=tokenizer_folder)
+        obtain_weights(config, folder, args, dtype.dtype, cpu.free_memory if device == "cpu" else None)
+    return folder, tokenizer_folder

@@ -1,0 +1,43 @@
+"""The steps before a model is built, in the order of their price: what its config.json rules out, what the headers of
+its weights rule out, and the download of its weights. No torch."""
+
+from math import prod
+from pathlib import Path
+
+from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.config.engine import EngineConfig
+from quire.config.resolve import DTypePlan, check_context, check_cpu_weights, resolve_dtype
+from quire.models.layout import layout
+from quire.models.registry import ITEM_BYTES, check_routing
+from quire.platforms.cpu import CpuFacts
+from quire.weights.files import Checkpoint
+from quire.weights.folder import fetch_weights
+from quire.weights.match import match_tensors
+
+
+def read_model(config: EngineConfig, folder: Path, device: str, cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan]:
+    """The arguments of the model in `folder` and the type that it computes in; its weights need not be there.
+
+    Raises a `UserError` for a model that is not implemented, and for options that it cannot meet.
+    """
+    args = read_checkpoint_config(folder)
+    check_context(config.model, args.max_position_embeddings)
+    check_routing(args, config.load.routing)
+    return args, resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)
+
+
+def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: str, free_bytes: int | None) -> None:
+    """Download the weights that `folder` lacks, unless their headers show that the model could not be loaded.
+
+    dtype        of the parameters;  free_bytes  memory that must hold them, where it is known
+    Raises a `UserError` that names the fix.
+    """
+
+    def check(checkpoint: Checkpoint) -> None:
+        params = layout(args)
+        match_tensors(checkpoint, params, args)
+        if free_bytes is not None:
+            size = sum(prod(param.shape) * ITEM_BYTES[param.dtype or dtype] for param in params)
+            check_cpu_weights(size, free_bytes, dtype)
+
+    fetch_weights(config, folder, check)

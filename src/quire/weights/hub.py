@@ -1,0 +1,125 @@
+"""Repositories of the Hugging Face hub: their small files, the headers of their weights, and the weights.
+
+Knows the hub client and its errors. No torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from quire.config.engine import LoadConfig
+from quire.config.env import hub_offline
+from quire.contracts.errors import ModelNotFound, WeightsError
+from quire.weights.files import (
+    AGAIN,
+    Checkpoint,
+    StoredTensor,
+    read_checkpoint,
+    read_header,
+    stored_tensors,
+    weight_files,
+)
+
+IGNORED = ("consolidated*", "original/*", "*/*.safetensors")  # other frameworks' weights, second copies of the same
+NUM_THREADS = 8  # that ask for headers
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model of the hub at a revision (None: its main branch); `load` has the token and the cache."""
+
+    name: str
+    revision: str | None
+    load: LoadConfig
+
+    @property
+    def offline(self) -> str:
+        """The switch that forbids network calls; "" when none does."""
+        return "--offline" if self.load.offline else "HF_HUB_OFFLINE" if hub_offline() else ""
+
+    def download(self, patterns: Sequence[str]) -> Path:
+        """The folder of the repository, with the files that match; raises ModelNotFound."""
+        from huggingface_hub import snapshot_download
+
+        with self._explained():
+            return Path(snapshot_download(
+                self.name, revision=self.revision, cache_dir=self.load.download_dir, token=self.load.hf_token,
+                local_files_only=self.load.offline, allow_patterns=list(patterns), ignore_patterns=list(IGNORED)))
+
+    def at(self, commit: str) -> "Repository":
+        """The same repository at a commit."""
+        return replace(self, revision=commit)
+
+    def read_headers(self, folder: Path) -> Checkpoint:
+        """The tensors of the repository, whose small files are in `folder`: no more than headers is downloaded.
+
+        Raises ModelNotFound where the network is needed and cannot be used, WeightsError as `read_checkpoint`.
+        """
+        if self.offline:
+            raise ModelNotFound(f"{self.name!r} is in the cache without all of its weights: run it once without "
+                                f"{self.offline}, or give a folder.")
+        from huggingface_hub import HfApi
+
+        with self.named(folder), self._explained():
+            found = HfApi(token=self.load.hf_token).list_repo_tree(self.name, revision=folder.name)
+            sizes = {entry.path: getattr(entry, "size", 0) for entry in found}
+            files = weight_files(folder, sizes)
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                headers = pool.map(lambda path: self._read_header(path, sizes[path.name]), files)
+                return read_checkpoint(folder, sizes, dict(zip(files, headers, strict=True)).__getitem__)
+
+    @contextmanager
+    def named(self, folder: Path) -> Iterator[None]:
+        """A WeightsError inside names the repository in place of its `folder` here, whose files are not at fault."""
+        try:
+            yield
+        except WeightsError as error:
+            text = str(error).replace(f"{folder}/", f"{self.name}: ").replace(str(folder), self.name)
+            raise WeightsError(text.replace(AGAIN, "name a --revision that is whole, or ask its owner.")) from None
+
+    def _read_header(self, path: Path, size: int) -> list[StoredTensor]:
+        if path.is_file():
+            return read_header(path)
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import SafetensorsParsingError
+
+        try:
+            found = HfApi(token=self.load.hf_token).parse_safetensors_file_metadata(
+                self.name, path.name, revision=path.parent.name)
+        except SafetensorsParsingError:
+            raise WeightsError(f"{path} has a damaged header: {AGAIN}") from None
+        return stored_tensors(path, {name: asdict(tensor) for name, tensor in found.tensors.items()}, 0, size)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of the hub client become a ModelNotFound of one line."""
+        from huggingface_hub import errors
+
+        log_in = "log in with `hf auth login`, or set HF_TOKEN"
+        try:
+            yield
+            return
+        except (ModelNotFound, WeightsError):
+            raise
+        except errors.GatedRepoError:
+            reason = f"is gated: accept its terms at https://huggingface.co/{self.name} and {log_in}."
+        except errors.RepositoryNotFoundError:
+            reason = f"is neither a folder here nor a repository on the hub (or it is private: {log_in})."
+        except errors.RevisionNotFoundError:
+            reason = (f"has no revision {self.revision!r}: name a branch, tag or commit of "
+                      f"https://huggingface.co/{self.name}.")
+        except errors.LocalEntryNotFoundError:
+            reason = "is not a folder, and the hub cannot be reached: check the network, or give a folder."
+            if self.offline:
+                reason = ("is not a folder and was not downloaded before: run it once without "
+                          f"{self.offline}, or give a folder.")
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code if error.response is not None else "no status"
+            fix = f"{log_in} with a token that may read it" if status in (401, 403) else "try again later"
+            reason = f"could not be downloaded (the hub answered {status}): {fix}."
+        except Exception as error:  # the hub client also lets through errors of whichever HTTP library it is built on
+            detail = (str(error).splitlines() or [""])[0]
+            reason = f"could not be downloaded ({type(error).__name__}: {detail}): try again later."
+        raise ModelNotFound(f"{self.name!r} {reason}")
