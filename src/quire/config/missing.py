@@ -6,7 +6,7 @@ The table of flags and the reader of quantized checkpoints decide; a feature lea
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from quire.config.peer_flags import OFF, ON, refusal
+from quire.config.peer_flags import refusal
 from quire.config.placement import Parallel
 from quire.config.quantized import missing_format
 
@@ -24,10 +24,8 @@ def missing_features(parallel: Parallel, quantization: Mapping[str, Any]) -> tup
         ("tensor parallelism", "-tp", str(parallel.tp)),
         ("pipeline parallelism", "-pp", str(parallel.pp)),
         ("data parallelism", "-dp", str(parallel.dp)),
-        ("expert parallelism", "--enable-expert-parallel", ON if parallel.experts else OFF),
     )
-    found = [(f"{feature} ({flag if text in (ON, OFF) else f'{flag} {text}'})", refusal(flag, text))
-             for feature, flag, text in asked]  # fmt: skip
+    found = [(f"{feature} ({flag} {text})", refusal(flag, text)) for feature, flag, text in asked]
     found.append((f"{quantization.get('quant_method')} weights", missing_format(quantization)))
     return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
 

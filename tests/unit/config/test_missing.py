@@ -19,13 +19,12 @@ def test_nothing_is_missing_of_an_engine_that_runs() -> None:
 
 
 def test_reasons_are_the_refusals_of_serve() -> None:
-    found = missing_features(Parallel(tp=2, pp=3, dp=4, experts=True), {})
-    experts = "--enable-expert-parallel"
+    found = missing_features(Parallel(tp=2, pp=3, dp=4), {})
     given = [Given("--tensor-parallel-size", "-tp", "2"), Given("--pipeline-parallel-size", "-pp", "3"),
-             Given("--data-parallel-size", "-dp", "4"), Given(experts, experts, "on")]  # fmt: skip
+             Given("--data-parallel-size", "-dp", "4")]  # fmt: skip
     assert [one.reason for one in found] == [f"{words}." for words in judge(given).refusals]
     assert [one.feature for one in found] == ["tensor parallelism (-tp 2)", "pipeline parallelism (-pp 3)",
-                                              "data parallelism (-dp 4)", f"expert parallelism ({experts})"]
+                                              "data parallelism (-dp 4)"]
     with pytest.raises(UnsupportedModel) as refused:
         parse_checkpoint_config({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "x")
     reason = str(refused.value).removeprefix("x: ")

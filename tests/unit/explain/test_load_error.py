@@ -13,7 +13,6 @@ from quire.config.engine import EngineConfig
 from quire.contracts.errors import WeightsError
 from quire.entry.cli.main import main
 from quire.explain.describe import plan_engine
-from quire.weights import folder as folders
 from quire.weights.load import load_weights
 
 from ..weights.test_load import CONFIG, build, write_weights
@@ -90,12 +89,6 @@ def test_folders_without_weights_and_dummy_weights_are_planned(folder: Path) -> 
     assert error_of(folder) == "", "a config alone is planned"
     DAMAGES["missing"][0](folder, write_weights(folder, build()))
     assert error_of(folder) and error_of(folder, load_format="dummy") == ""
-
-
-def test_of_the_hub_only_headers_are_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index(folder, write_weights(folder, build()))
-    monkeypatch.setattr(folders, "_download", lambda *_: folder)
-    assert plan_engine(EngineConfig.from_flat(model="a/b"), described="h200").load_error == ""
 
 
 def test_of_quantized_weights_the_files_are_checked(folder: Path) -> None:
