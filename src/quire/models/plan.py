@@ -23,7 +23,7 @@ from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import ConfigError
 from quire.kernels.select import Choice, Needs, Probe, objection
 from quire.kernels.supports import SUPPORTS
-from quire.layers.params import Param
+from quire.contracts.params import Param
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.registry import ITEM_BYTES
 from quire.weights.files import read_checkpoint, stored_in
