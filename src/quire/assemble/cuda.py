@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +31,11 @@ from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.layout import layout, parameters_per_token
-from quire.models.registry import ITEM_BYTES, build_model, kv_components, kv_views
+from quire.models.registry import build_model, kv_components, kv_views, unpacked_bytes
 from quire.platforms.cuda import read_cuda_facts
 from quire.procs.launching import LaunchingExecutor
 from quire.weights.dummy import load_dummy
-from quire.weights.stream import stream_weights
+from quire.weights.load import load_weights
 from quire.worker.cuda_worker import CudaWorker, Limits, graph_sizes, graph_tokens
 from quire.worker.packed import WORDS
 
@@ -57,7 +56,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
     end_phase   told the name of each part of the start when it is over
     """
     facts = read_cuda_facts()
-    weights = sum(prod(param.shape) * ITEM_BYTES[param.dtype or dtype.dtype] for param in layout(args))
+    weights = unpacked_bytes(layout(args), dtype.dtype)
     wide = args.moe is not None and not served and weights <= facts.total_memory // 2  # else they would cost context
     batch = resolve_batch(config.scheduler, facts.total_memory, wide)
     config = replace(config, scheduler=batch)
@@ -127,8 +126,7 @@ def _load(model: Model, config: EngineConfig, folder: Path, on_loading: Loading)
     if config.load.load_format == "dummy":
         load_dummy(model, config.model.seed)
     else:
-        loaded = str(stream_weights(model, folder, on_loading))
-    model.pack()
+        loaded = str(load_weights(model, folder, on_loading))
     return loaded
 
 

@@ -10,7 +10,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, resolve_geometry, resolve_memory
 from quire.kvstore.arena import KVArena
-from quire.models.registry import build_model, kv_components, kv_views
+from quire.models.registry import build_model, kv_components, kv_views, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.cuda import CudaFacts
 from quire.procs.in_process import InProcessExecutor
@@ -30,12 +30,11 @@ def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
     """
     device = torch.device(facts.device)
     model = build_model(args, dtype=dtype.dtype, device=facts.device, platform=facts, routing=config.load.routing)
-    weight_bytes = sum(p.numel() * p.element_size() for _, p in model.named_parameters())
+    weight_bytes = unpacked_bytes(model.layout, dtype.dtype)
     if config.load.load_format == "dummy":
         load_dummy(model, config.model.seed)
     else:
         load_weights(model, folder, on_loading)
-    model.pack()
     end_phase("weights")
     num_slots = config.scheduler.sequences()
     geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)

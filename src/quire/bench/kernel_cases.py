@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.resolve import resolve_geometry
+from quire.contracts.params import Param
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, SharedPrefix, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks
@@ -96,6 +97,10 @@ class Setup:
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Random values; never zeros, which run faster than real data."""
         return torch.randn(shape, dtype=torch.float32, device=self.device).mul_(scale).to(self.dtype)
+
+    def build(self, *params: Param) -> Build:
+        """The surroundings of a layer with these parameters."""
+        return Build(self.dtype, self.device, self.kernels, {param.name: param for param in params})
 
     def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
         """The caches of that many layers in one arena, as a model has them, filled."""
@@ -197,15 +202,15 @@ def linear_cases(setup: Setup) -> Iterator[Case]:
 
 def layer_cases(setup: Setup) -> Iterator[Case]:
     """Projections with the norm, the gate or the sum around them, as a decoder's layer runs them for few rows."""
-    build, shapes = Build(setup.dtype, setup.device, setup.kernels), _weights(setup.args)
+    shapes = _weights(setup.args)
+    build = setup.build(*(Param(f"{name}.weight", shape, ()) for name, shape in shapes.items()))
 
     def pair(name: str, rows: int) -> Pair:
         (n, k), gated, added = shapes[name], name == "gate_up", name in ("o", "down")
-        layer = GatedLinear(k, n // 2, False, build) if gated else Linear(k, {"": n}, False, build)
-        norm, x, residual = RMSNorm(k, EPS, build), setup.randn(rows, k), setup.randn(rows, n)
-        norm.weight.copy_(setup.randn(k))
-        weight = layer.get_parameter("weight").copy_(setup.randn(n, k, scale=k**-0.5)).clone()
-        layer.pack()
+        layer, weight = (GatedLinear if gated else Linear)(name, build), setup.randn(n, k, scale=k**-0.5)
+        norm, x, residual = RMSNorm("norm", EPS, build), setup.randn(rows, k), setup.randn(rows, n)
+        norm.take({"weight": setup.randn(k)}, 0)
+        layer.take({"weight": weight.clone()}, 0)
         ours = residual.clone()  # grows with every call
 
         def library() -> Tensor:
@@ -225,8 +230,8 @@ def layer_cases(setup: Setup) -> Iterator[Case]:
 def embedding_cases(setup: Setup) -> Iterator[Case]:
     """Rows of the embedding."""
     vocab, dim = setup.args.vocab_size, setup.args.hidden_size
-    layer = VocabEmbedding(vocab, dim, Build(setup.dtype, setup.device, setup.kernels))
-    weight = layer.get_parameter("weight").copy_(setup.randn(vocab, dim))
+    layer, weight = VocabEmbedding("embed", None, setup.build()), setup.randn(vocab, dim)
+    layer.take({"weight": weight}, 0)
 
     def pair(rows: int) -> Pair:
         ids = torch.randint(vocab, (rows,), device=setup.device)

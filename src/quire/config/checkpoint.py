@@ -14,7 +14,7 @@ from typing import Any
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
 from quire.config.keys import count, flag, names, positive, size
 from quire.config.latent import LATENT_FAMILIES, LATENT_KEYS, LatentArgs, read_latent
-from quire.config.quantized import read_quantization
+from quire.config.quantized import missing_format, read_quantization
 from quire.config.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
@@ -99,7 +99,7 @@ class ModelArgs:
     attention_bias   q, k and v projections have a bias;  output_bias  so has o_proj
     qk_norm          RMS norm over head_dim of q and k before rotation
     moe, latent      what takes the place of the feed-forward layer and of grouped-query attention
-    extra_layers     layers that the checkpoint has behind the last one, to predict more tokens; they are not read
+    extra_layers     multi-token-prediction (MTP) layers of the checkpoint behind the last one; they are skipped
     dtype            what the checkpoint says it is stored in ("bfloat16", ...)
     notes            what a user should hear: ignored and unknown keys, one sentence each
     """
@@ -157,9 +157,8 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json",
     keys = {key: value for key, value in raw.items()}
     model_type, family, headless = _find_family(keys, source)
     quantization = read_quantization(keys, source)
-    if quantization and not allow_quantized:
-        raise UnsupportedModel(f"{source}: quantization_config asks for {quantization['quant_method']!r}, which is not "
-                               "implemented yet: use the unquantized checkpoint of this model.")
+    if not allow_quantized and (missing := missing_format(quantization)):
+        raise UnsupportedModel(f"{source}: {missing}")
     _refuse_math(keys, family, source)
     hidden = size(keys, "hidden_size", source)
     heads = size(keys, "num_attention_heads", source)
@@ -307,7 +306,8 @@ def _notes(keys: Mapping[str, Any], family: Family, layers: int, extra: int) -> 
     if keys.get("auto_map"):
         yield f"auto_map is ignored: {keys.get('model_type')} is built in, the repository's own code is never run"
     if extra:
-        yield (f"layers of the checkpoint from {layers} on predict further tokens and are not read: speculative "
+        last = f" to {layers + extra - 1}" if extra > 1 else ""
+        yield (f"Multi-token-prediction (MTP) layers are skipped (layer {layers}{last} of the checkpoint): speculative "
                "decoding with them is not implemented yet")
     if unknown := sorted(set(keys) - KNOWN_KEYS - family.keys - set(MATH_KEYS)):
         yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"

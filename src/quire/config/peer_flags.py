@@ -139,9 +139,18 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
         elif flag.meaning == "no-op":
             outcome.notes.append(f"{spelling} changes nothing: {flag.why}.")
         elif not asks_nothing(flag, text):
-            shown = "" if flag.takes == "switch" else f" {text}"
-            outcome.refusals.append(f"{spelling}{shown}: {flag.why}")
+            outcome.refusals.append(_refusal(flag, spelling, text))
     return outcome
+
+
+def refusal(spelling: str, text: str) -> str:
+    """The words with which one flag is refused for its value (ON or OFF of a switch); "" where it is accepted."""
+    flag = next((flag for flag in PEER_FLAGS if spelling in flag.names and flag.meaning == "refused"), None)
+    return "" if flag is None or asks_nothing(flag, text) else _refusal(flag, spelling, text)
+
+
+def _refusal(flag: PeerFlag, spelling: str, text: str) -> str:
+    return f"{spelling}{'' if flag.takes == 'switch' else f' {text}'}: {flag.why}"
 
 
 def refuse(refusals: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which rank of a parallel engine holds which layers, heads and experts, and what ranks send each other per token.
+"""The layers, heads and experts that each rank of a parallel engine holds, and the messages between ranks.
 
 Pure arithmetic over a model's arguments; the rules are those of Megatron-LM (Shoeybi et al., 2019) inside a layer, and
 of whole experts on ranks across the replicas of attention (DeepSeek-V3, 2024, section 3.4). No torch.
@@ -26,7 +26,9 @@ class Parallel:
     experts: bool = False
 
     def __str__(self) -> str:
-        return f"-tp {self.tp} -pp {self.pp} -dp {self.dp}{' --enable-expert-parallel' if self.experts else ''}"
+        sizes = (("-tp", self.tp), ("-pp", self.pp), ("-dp", self.dp))
+        words = [f"{flag} {size}" for flag, size in sizes if size != 1]
+        return " ".join(words + ["--enable-expert-parallel"] * self.experts) or "one device"
 
     @property
     def size(self) -> int:
@@ -68,13 +70,16 @@ class Rank:
 
 @dataclass(frozen=True)
 class Collective:
-    """What the ranks of a group send each other: `num_bytes` for each token (or row, `per`) that one of them brings,
-    `times` a step on its way through the model."""
+    """A message between the ranks of a group, `times` a step.
+
+    message_bytes   of the message that one rank hands to the collective for each token (or row, `per`) of its own: its
+                    send buffer, not the bytes on the wire, which depend on the algorithm
+    """
 
     kind: str
     where: str
     group: str
-    num_bytes: int
+    message_bytes: int
     times: int = 1
     per: str = "token"
 
@@ -83,19 +88,31 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
     """Refuse sizes that do not divide the model; raises `ConfigError`."""
     tp, kv = parallel.tp, args.num_kv_heads
     if min(tp, parallel.pp, parallel.dp) < 1:
-        raise ConfigError(f"{parallel}: sizes are at least 1.")
+        raise ConfigError(f"{parallel}: a size must be at least 1.")
     if parallel.size > MOST_RANKS:
-        raise ConfigError(f"{parallel}: {parallel.size:,} ranks, and at most {MOST_RANKS:,} are planned for.")
+        raise ConfigError(f"{parallel}: {parallel.size:,} ranks are more than the {MOST_RANKS:,} that can be planned: "
+                          "lower a size.")
     if args.num_heads % tp:
-        raise ConfigError(f"-tp {tp}: {args.num_heads} heads are no multiple of it.")
+        raise ConfigError(f"-tp {tp}: {args.num_heads} attention heads cannot be divided by {tp}: {_sizes(args)}.")
     if args.latent is None and kv % tp and tp % kv:
-        raise ConfigError(f"-tp {tp}: {kv} KV heads neither divide it nor are a multiple of it.")
+        raise ConfigError(f"-tp {tp}: {kv} KV heads can be neither divided nor copied evenly among {tp} ranks: "
+                          f"{_sizes(args)}.")
     if parallel.pp > args.num_layers:
-        raise ConfigError(f"-pp {parallel.pp}: the model has {args.num_layers} layers, a stage needs one.")
+        raise ConfigError(f"-pp {parallel.pp}: the model has only {args.num_layers} layers, and every stage needs a "
+                          f"layer: use -pp {args.num_layers} at most.")
     if parallel.experts and args.moe is None:
-        raise ConfigError("--enable-expert-parallel: this model has no experts.")
+        raise ConfigError("--enable-expert-parallel: this model has no experts: leave it out.")
     if args.moe and parallel.expert_ranks > args.moe.routing.num_experts:
-        raise ConfigError(f"{parallel}: {args.moe.routing.num_experts} experts for {parallel.expert_ranks} ranks.")
+        raise ConfigError(f"{parallel}: {args.moe.routing.num_experts} experts are fewer than the "
+                          f"{parallel.expert_ranks} ranks (tp x dp) that share them: lower -tp or -dp.")
+
+
+def _sizes(args: ModelArgs) -> str:
+    """The sizes of tensor parallelism that fit a model, in words."""
+    heads, kv = args.num_heads, args.num_kv_heads
+    fitting = [str(tp) for tp in range(1, heads + 1)
+               if heads % tp == 0 and (args.latent is not None or kv % tp == 0 or tp % kv == 0)]  # fmt: skip
+    return f"use -tp {' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
 
 
 def stages(num_layers: int, pp: int) -> tuple[tuple[int, int], ...]:
@@ -130,7 +147,7 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
 
 
 def collectives(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: str) -> Iterator[Collective]:
-    """What is sent, in the order of a step.
+    """The messages between ranks, in the order of a step, each counted in bytes of the message per rank.
 
     item_bytes   of an activation;  spread  how tokens reach experts of other replicas: the name of a dispatcher
     """
@@ -141,10 +158,12 @@ def collectives(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: st
         yield Collective("all-reduce", "feed-forward output", "tp", row, args.num_layers)
     if moe and parallel.dp > 1 and parallel.experts:
         direct = spread == "all-to-all"
-        sent = row * (min(moe.routing.top_k, parallel.expert_ranks) if direct else parallel.dp - 1)
-        for kind, where in (("all-gather", "tokens to experts"), ("reduce-scatter", "experts' outputs back")):
-            yield Collective(spread if direct else kind, where, "ep" if direct else "dp", sent, len(moe.layers))
+        copies = min(moe.routing.top_k, parallel.expert_ranks)  # of a token, at most one to a rank
+        for kind, where, rows in (("all-gather", "tokens to experts", 1),
+                                  ("reduce-scatter", "experts' outputs back", parallel.dp)):  # fmt: skip
+            yield Collective(spread if direct else kind, where, "ep" if direct else "dp",
+                             row * (copies if direct else rows), len(moe.layers))
     if parallel.pp > 1:
         yield Collective("send/recv", "between stages", "pp", row, parallel.pp - 1)
     if tp > 1:
-        yield Collective("gather", "logits", "tp", args.vocab_size * LOGIT_BYTES, per="sampled row")
+        yield Collective("gather", "logits", "tp", -(-args.vocab_size // tp) * LOGIT_BYTES, per="sampled row")

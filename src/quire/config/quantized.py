@@ -26,6 +26,38 @@ def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
     return dict(value)
 
 
+def missing_format(quantization: Mapping[str, Any]) -> str:
+    """Why weights of this quantization_config cannot be run yet, and what to do; "" where they can."""
+    return quantization and (f"{KEY} asks for {quantization['quant_method']!r}, which is not implemented yet: use the "
+                             "unquantized checkpoint of this model.") or ""
+
+
+def format_words(quantization: Mapping[str, Any]) -> str:
+    """The format with its numbers of bits, as far as the config says: "fp8 in blocks of 128 x 128",
+    "compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)"; "" of {}."""
+    method, block = str(quantization.get("quant_method", "")), quantization.get("weight_block_size")
+    if method == "fp8" and block:
+        return f"{method} in blocks of {block[0]} x {block[1]}"
+    words, groups = list[str](), quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict):
+            values = (("weights", group.get("weights")), ("activations", group.get("input_activations")))
+            words.append(", ".join(_values(scheme, what) for what, scheme in values if isinstance(scheme, dict)))
+    if "bits" in quantization:
+        size = quantization.get("group_size")
+        groups = "" if size in (None, -1) else f" in groups of {size}"
+        words.append(f"{quantization['bits']}-bit weights{groups}")
+    details = "; ".join(dict.fromkeys(filter(None, words)))
+    return f"{method} ({details})" if details else method
+
+
+def _values(scheme: Mapping[str, Any], what: str) -> str:
+    """How compressed-tensors stores weights or activations: "8-bit int weights per channel"."""
+    per, size = scheme.get("strategy"), scheme.get("group_size")
+    per = f"group of {size}" if per == "group" and size else per
+    return f"{scheme.get('num_bits')}-bit {scheme.get('type', 'int')} {what}" + (f" per {per}" if per else "")
+
+
 def is_kept(name: str, kept: Collection[str]) -> bool:
     """Whether `modules_to_not_convert` names a weight's module: in full, by what it is in, or by its last words."""
     words = name.removesuffix(".weight").split(".")

@@ -191,8 +191,7 @@ def _advice(memory: DeviceMemory, config: EngineConfig, dtype: str, needed: int)
         ways.append("without the other processes on this GPU")
     spread = math.ceil((memory.ours + needed) / max(1, int(MOST_UTILIZATION * memory.total)))
     larger = f"a GPU with {(memory.ours + needed) / config.cache.gpu_memory_utilization / GIB:.0f} GiB"
-    last = "a smaller model" + (f", or {larger} ({spread} like this one: several are not implemented yet)"
-                                    if spread > 1 else "")
+    last = "a smaller model" + (f", or {larger}" if spread > 1 else "")
     return f"{', or '.join([*ways, last])}."
 
 

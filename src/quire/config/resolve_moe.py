@@ -43,6 +43,10 @@ class ExpertsKernel:
     capturable: bool = True
 
 
+# The words of `Dispatcher` and `ExpertsKernel` in messages.
+ROWS = {layout: f"{layout} rows" for layout in ("flat", "grouped", "masked")}
+IDS = {"global": "global expert ids", "local": "local expert ids", "none": "rows without expert ids"}
+WEIGHING = {"experts": "weighing by the experts kernel", "combine": "weighing in the combine step"}
 DISPATCHERS: Mapping[str, Dispatcher] = {
     "none": Dispatcher(layout="flat", numbering="global", weighs="experts", implemented=True),
     "all-gather": Dispatcher(layout="flat", numbering="global", weighs="experts", sums=frozenset({"dp"})),
@@ -141,24 +145,26 @@ def _candidates(quantization: str, topology: Parallel, hardware: Hardware, phase
     captured = phase == "decode" and hardware.device == "cuda"
     for name, dispatcher in DISPATCHERS.items():
         if (name == "none") == _spread(topology):
-            yield name, "", ("tokens of other replicas need this rank's experts" if name == "none"
-                             else "every rank has the tokens that its experts need")  # fmt: skip
+            yield name, "", ("tokens of other replicas need the experts of this rank" if name == "none"
+                             else "every rank already has the tokens that its experts need")  # fmt: skip
             continue
         for kernel, cannot_run in hardware.kernels:
-            reason = cannot_run or _mismatch(dispatcher, KERNELS[kernel], quantization, captured)
+            reason = cannot_run or _mismatch(name, kernel, quantization, captured)
             others = [other for other in asked.values() if other not in (name, kernel)]
             if not reason and others:
                 reason = f"{' and '.join(others)} was asked for"
             yield name, kernel, reason or ("" if dispatcher.implemented else "not implemented yet")
 
 
-def _mismatch(dispatcher: Dispatcher, kernel: ExpertsKernel, quantization: str, captured: bool) -> str:
-    """Where what one produces and the other accepts have nothing in common; "" when the two fit."""
+def _mismatch(giver: str, taker: str, quantization: str, captured: bool) -> str:
+    """Why the dispatcher `giver` and the kernel `taker` cannot work together; "" when the two fit."""
+    dispatcher, kernel = DISPATCHERS[giver], KERNELS[taker]
     if quantization not in dict(kernel.formats):
-        return f"has no {quantization} weights"
-    for what, comes, takes in (("rows", dispatcher.layout, kernel.layouts),
-                               ("numbering", dispatcher.numbering, kernel.numberings),
-                               ("weighing", dispatcher.weighs, kernel.weighs)):  # fmt: skip
-        if comes not in takes:
-            return f"{what}: {comes} comes, {' or '.join(takes)} is accepted"
-    return "cannot be captured in a graph" if captured and not (dispatcher.capturable and kernel.capturable) else ""
+        return f"{taker} has no {quantization} kernel yet"
+    for verb, words, gives, accepts in (("delivers", ROWS, dispatcher.layout, kernel.layouts),
+                                        ("delivers", IDS, dispatcher.numbering, kernel.numberings),
+                                        ("requires", WEIGHING, dispatcher.weighs, kernel.weighs)):  # fmt: skip
+        if gives not in accepts:
+            return f"{giver} {verb} {words[gives]}; {taker} accepts only {' or '.join(words[one] for one in accepts)}"
+    slow = giver if not dispatcher.capturable else taker if not kernel.capturable else ""
+    return f"{slow} cannot be captured in a CUDA graph" if captured and slow else ""

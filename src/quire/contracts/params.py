@@ -65,7 +65,7 @@ class Param(msgspec.Struct, frozen=True):
 
 
 class RawTensor(NamedTuple):
-    """A tensor that a layer is given to pack: its name below the layer, local shape, parts, and type ("" the model's)."""
+    """A tensor that a layer packs: its name below the layer, local shape, parts, and type ("": the model's)."""
 
     name: str
     shape: tuple[int, ...]

@@ -5,8 +5,10 @@ share that activations and graphs take is estimated here.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel
@@ -17,23 +19,26 @@ from quire.config.resolve import (
     check_context,
     check_cpu_weights,
     resolve_dtype,
-    resolve_geometry,
     resolve_memory,
 )
-from quire.config.resolve_cuda import CUDA_BLOCK_SIZE, DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
+from quire.config.resolve_cuda import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.contracts.errors import ConfigError
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Needs, Probe, choose_kernels
 from quire.models.layout import layout
 from quire.models.plan import EnginePlan, moe_plans
-from quire.models.registry import check_routing, kv_components, operations
+from quire.models.registry import check_routing, operations
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.folder import resolve_folders
+from quire.weights.match import load_error
 
 HEADERS = ("*.json",)  # of a model on the hub: its weights are not downloaded to be explained
 EMPTY, GRAPHS = 600 << 20, 40 * (24 << 20)  # bytes: a process on a GPU before there is anything in it, and its graphs
+
+
+HOST_GPUS = 8  # of one machine: the most ranks of tensor parallelism that are proposed
 
 
 class Gpu(NamedTuple):
@@ -75,14 +80,12 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
         config=config, folder=folder, args=args, layout=layout(args), device=device, machine=machine, dtype=dtype,
         kernels=kernels, memory="", moe=moe, parallel=parallel, quantization=quantization,
     )  # fmt: skip
-    kinds, memory = {rank.kind: rank for rank, _ in reversed(plan.held)}, list[tuple[MemoryPlan, int]]()
-    for rank in sorted(kinds.values(), key=lambda rank: (-(plan.held[rank.number][1] or 0), rank.number)):
-        try:
-            memory.append((_memory(plan, gpu, facts.free_memory, rank), rank.number))
-        except ConfigError as error:
-            return replace(plan, memory=str(error), fullest=rank.number)
-    least, number = min(memory, key=lambda one: one[0].num_blocks)
-    return replace(plan, memory=least, fullest=number)
+    if config.load.load_format != "dummy" and _is_here(config.model.model):
+        plan = replace(plan, load_error=load_error(folder, plan.layout, args, quantized=bool(quantization)))
+    memory, fullest = _tightest(plan, gpu, facts.free_memory)
+    if isinstance(memory, str) and gpu is not None and None not in (held for _, held in plan.held):
+        memory += _larger(plan, gpu)
+    return replace(plan, memory=memory, fullest=fullest)
 
 
 def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
@@ -90,6 +93,11 @@ def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
     if found := [one for one in plan["layers"] if one["layer"] == layer]:
         return plan | {"layers": found}
     raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
+
+
+def _is_here(model: str) -> bool:
+    """True for a folder on this machine. Of a model on the hub only headers are fetched, so weights are missing."""
+    return model in ("", NAME) or Path(model).expanduser().is_dir()
 
 
 def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
@@ -119,22 +127,49 @@ def _probe(gpu: Gpu | None) -> Probe:
     return probe
 
 
+def _tightest(plan: EnginePlan, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:
+    """The memory of the rank that has least room, or the reason why nothing fits there, and the rank's number."""
+    kinds, memory = {rank.kind: rank for rank, _ in reversed(plan.held)}, list[tuple[MemoryPlan, int]]()
+    for rank in sorted(kinds.values(), key=lambda rank: (-(plan.held[rank.number][1] or 0), rank.number)):
+        try:
+            memory.append((_memory(plan, gpu, free, rank), rank.number))
+        except ConfigError as error:
+            return str(error), rank.number
+    return min(memory, key=lambda one: one[0].num_blocks)
+
+
+def _larger(plan: EnginePlan, gpu: Gpu) -> str:
+    """The smallest number of GPUs like this one that holds the model, with the sizes that make it so, in words.
+
+    Tensor parallelism is doubled inside a machine, then stages are; replicas stay as they are asked for.
+    """
+    asked, layers = plan.parallel, plan.args.num_layers
+    doubled = [replace(asked, tp=asked.tp << i, pp=asked.pp << j) for j in range(layers.bit_length())
+               for i in range(4) if i == 0 or asked.tp << i <= HOST_GPUS]  # fmt: skip
+    for sizes in sorted(doubled, key=lambda sizes: sizes.size):
+        try:
+            check_parallel(plan.args, sizes)
+        except ConfigError:
+            continue
+        if not isinstance(_tightest(replace(plan, parallel=sizes), gpu, 0)[0], str):
+            return f" It fits with {sizes} ({sizes.size} GPUs like this one)."
+    return ""
+
+
 def _memory(plan: EnginePlan, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
     """The plan of a rank; `free`: bytes of a CPU's memory before its weights are there."""
     if (weights := plan.held[rank.number][1]) is None:
-        raise ConfigError("not planned: sizes of quantized parameters of this format are not known yet without headers")
-    args, config, context = plan.args, plan.config, plan.args.max_position_embeddings
-    own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
-    page = (kv_components(own, plan.dtype.dtype), rank.layers[1] - rank.layers[0], config.cache.block_size)
+        raise ConfigError("the number of pages is not planned: the sizes of weights in this format are known from the "
+                          "headers of their files alone, and there are none in this folder.")
+    args, config, context, page = plan.args, plan.config, plan.args.max_position_embeddings, plan.page(rank)
     if gpu is None:
         check_cpu_weights(weights, free, "" if plan.quantization else plan.dtype.dtype)
-        return resolve_memory(resolve_geometry(*page), config.model, config.cache, context=context,
+        return resolve_memory(page, config.model, config.cache, context=context,
                               max_num_seqs=config.scheduler.sequences(), free_bytes=free - weights)  # fmt: skip
     ours = EMPTY + GRAPHS * (not config.device.enforce_eager) + _activations(args, config, plan.parallel.tp)
     left = gpu.memory - weights - ours
     memory = DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights, others=0)
-    return resolve_cuda_memory(resolve_geometry(*page, CUDA_BLOCK_SIZE), config, memory, context=context,
-                               dtype=plan.dtype.dtype)  # fmt: skip
+    return resolve_cuda_memory(page, config, memory, context=context, dtype=plan.dtype.dtype)
 
 
 def _activations(args: ModelArgs, config: EngineConfig, tp: int) -> int:

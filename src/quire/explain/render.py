@@ -1,37 +1,52 @@
 """A described plan as a tree for a terminal: layers that are alike once, experts of a layer as one name."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
+from quire.config.missing import not_runnable
 from quire.entry.cli.table import format_bytes as size
+from quire.models.facts import fact_lines
+from quire.models.plan import NEVER
 
 Plan = Mapping[str, Any]
+WEIGH = {"experts": "experts kernel", "combine": "combine step"}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-def render(plan: Plan, full: bool = False) -> Tree:
-    """All of a described plan; `full`: nothing but its layers (`one_layer`), with every name."""
+def render(plan: Plan, full: bool = False) -> Group:
+    """All of a described plan, between a line about features that are missing and one about weights that would not
+    load; `full`: nothing but its layers (`one_layer`), with every name."""
+    first = not_runnable([one["feature"] for one in plan["missing"]])
+    last = plan["load_error"] and f"would not load: {plan['load_error']}"
+    return Group(*[Text(first)] * bool(first), _tree(plan, full), *[Text(last)] * bool(last))
+
+
+def _tree(plan: Plan, full: bool) -> Tree:
     tree = Tree(Text("{name}  {type} ({architecture}), {parameters:,} parameters, {size}; computed in {dtype} "
                      "({dtype_reason}); weights {format}".format(size=size(plan["model"]["bytes"]), **plan["model"])))
     if full:
         _layer(tree, plan["layers"], full=True)
         return tree
     model = plan["model"]
-    for line in (*(f"note: {note}" for note in model["notes"]), f"embeddings: {model['embedding']}",
+    for line in (*(f"note: {note}" for note in model["notes"]),
+                 *fact_lines(model["attention"], model["rope"], model["router"]), f"embeddings: {model['embedding']}",
                  f"device: {plan['machine']}"):  # fmt: skip
         _add(tree, line)
     _kernels(_add(tree, "kernels, and why not others"), plan)
     layers = _add(tree, "layers: weights from the checkpoint, then the calls of a step in order")
     for _, alike in groupby(plan["layers"], key=_likeness):
         _layer(layers, list(alike))
-    _memory(tree, plan["memory"], len(plan["ranks"]))
+    _memory(tree, plan["memory"], plan["ranks"])
     _ranks(tree, plan)
-    left = [f"{name}  {number:,} tensors" if number > 1 else name for name, number in plan["not_read"].items()]
+    left = [name + " (multi-token prediction)" * name.endswith(".*") + f"  {number:,} tensors" * (number > 1)
+            for name, number in plan["not_read"].items()]  # fmt: skip
     for title, lines in (("not read", left), ("start-up, in order", list(map(": ".join, plan["phases"].items())))):
         branch = _add(tree, title) if lines else tree
         for line in lines:
@@ -66,12 +81,28 @@ def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
     for one in layer["weights"]:
         name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]
         cut = f", cut by {one['shard']}" if one["shard"] else ""
-        node = _add(branch, f"{name}  {' x '.join(map(str, one['shape']))} {one['dtype']}, {size(one['bytes'])}{cut}")
+        node = _add(branch, f"{name}  {_shape(one)}{_parts(one)} {one['dtype']}, {size(one['bytes'])}{cut}")
         for line in _origin(one, layer["layer"] if more else "", full):
             _add(node, f"<- {line}")
         _add(node, " -> ".join(dict.fromkeys(_short(one[step]) for step in ("load", "pack", "run") if one[step])))
-    calls = [_short(call["function"]) + (f" ({call['when']})" if call["when"] else "") for call in layer["calls"]]
-    _add(branch, f"calls {', '.join(calls)}")
+    _add(branch, f"calls {', '.join(map(_call, layer['calls']))}")
+
+
+def _call(call: Plan) -> str:
+    remarks = "; ".join(filter(None, (call["when"], call["missing"])))
+    return _short(call["function"]) + (f" ({remarks})" if remarks else "")
+
+
+def _shape(one: Plan) -> str:
+    return " x ".join(map(str, one["shape"]))
+
+
+def _parts(one: Plan) -> str:
+    """The parts of a fused parameter with their shapes, those of one expert where it stacks experts."""
+    if len(one["parts"]) == 1 and not one["experts"]:
+        return ""
+    parts = ", ".join(f"{part['name']} {_shape(part)}".strip() for part in one["parts"])
+    return f" ({one['experts']} experts of {parts})" if one["experts"] else f" ({parts})"
 
 
 def _origin(one: Plan, layer: str, full: bool) -> Iterator[str]:
@@ -89,37 +120,60 @@ def _short(function: str) -> str:
 
 
 def _kernels(branch: Tree, plan: Plan) -> None:
+    if any(call["missing"] for layer in plan["layers"] for call in layer["calls"]):
+        _add(branch, f"weights {plan['model']['format']}; the kernels below run the layers that are not quantized")
     for choice in plan["kernels"]:
         features = f"; features: {', '.join(choice['features'])}" if choice["features"] else ""
         node = _add(branch, f"{choice['op']}: {choice['name']} ({choice['reason']}{features})")
         for name, why in choice["rejected"]:
             _add(node, f"not {name}: {why}")
     if plan["latent"]:
-        _add(branch, "latent attention: a token leaves {kv_rank} + {rope_dim} values; absorbed up to {break_even:.0f} "
-                     "rows of a sequence, expanded to keys and values with more".format(**plan["latent"]))  # fmt: skip
-    for phase, one in plan["moe"].items():
+        latent, most = plan["latent"], plan["latent"]["break_even"]
+        forms = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
+        _add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {forms}")
+    for phases, one in _phases(plan["moe"]):
         if isinstance(one, str):
             _add(branch, one)
             continue
         result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
-        words = "dispatcher {dispatcher} ({layout} rows, {numbering} ids), kernel {experts}; weighed by {weighs}, "
-        words = f"{words}shared experts {{shared}}, result {result}".format(**one)
-        node = _add(branch, f"experts in {phase}: {words}")
+        words = "dispatcher {dispatcher} ({layout} rows, {numbering} expert ids), kernel {experts}; routing weights "
+        words += f"applied by the {WEIGH[one['weighs']]}, shared experts {{shared}}, result {result}"
+        words = words.format(**one)
+        node = _add(branch, f"experts in {phases}: {words}")
         for dispatcher, kernel, why in one["candidates"]:
             if why:
                 _add(node, f"not {dispatcher} with {kernel or 'any kernel'}: {why}")
 
 
-def _memory(tree: Tree, memory: Plan, num_ranks: int) -> None:
-    whose = f" of rank {memory['rank']}, which has least room" if num_ranks > 1 else ""
+def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
+    """Plans of the expert layers with their phases; once, where those of all phases differ in nothing else."""
+    same = {phase: one.replace(f"in {phase} on", "in {} on") if isinstance(one, str) else {**one, "phase": ""}
+            for phase, one in moe.items()}  # fmt: skip
+    first, *others = same.values() or [None]
+    if others and all(first == other for other in others):
+        phases = " and ".join(moe)
+        yield phases, first.replace("{}", phases) if isinstance(first, str) else first
+    else:
+        yield from moe.items()
+
+
+def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
+    whose = f" of rank {memory['rank']}, which has least room" if len(ranks) > 1 else ""
     branch = _add(tree, f"memory{whose}: {size(memory['weights'])} of weights")
+    parts = ", ".join(f"{name} {heads} x {dim} {dtype}" for name, heads, dim, dtype in memory["components"])
+    held = Counter((rank["device"], rank["bytes"]) for rank in ranks)
+    for line in (
+        "weights by device: " + ", ".join(f"{number:,} x {device} {size(count)}" + " each" * (number > 1)
+                                          for (device, count), number in held.items()),
+        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['page_layers']} layers (each: {parts})",
+        f"a block of {memory['block_size']} tokens: {size(memory['block_bytes'])} per layer; a page, the block of "
+        f"{memory['page_layers']} layers: {size(memory['page_bytes'])}",
+    ):  # fmt: skip
+        _add(branch, line)
     if "refused" in memory:
         _add(branch, memory["refused"])
         return
-    parts = ", ".join(f"{name} {heads} x {dim} {dtype}" for name, heads, dim, dtype in memory["components"])
     for line in (
-        f"KV cache: {size(memory['kv_bytes_per_token'])} per token ({parts}), pages of {memory['block_size']} tokens = "
-        f"{size(memory['page_bytes'])}",
         f"{memory['num_blocks']:,} pages = {memory['num_tokens']:,} tokens in {size(memory['kv_bytes'])}",
         "longest context {max_model_len:,} tokens; {full_sequences:,} such requests at once, at most {sequences:,} in "
         "all".format(**memory), *memory["notes"], memory["budget"],
@@ -131,7 +185,7 @@ def _memory(tree: Tree, memory: Plan, num_ranks: int) -> None:
 def _ranks(tree: Tree, plan: Plan) -> None:
     if len(plan["ranks"]) == 1:
         return
-    branch = _add(tree, f"{len(plan['ranks'])} ranks, and what they send each other")
+    branch = _add(tree, f"{len(plan['ranks']):,} ranks, and their messages (bytes of the message per rank)")
     shown = {"layers": "layers", "heads": "heads", "kv_heads": "KV heads", "experts": "experts"}
     alike: dict[tuple[Any, ...], list[Plan]] = {}
     for rank in plan["ranks"]:
@@ -147,6 +201,27 @@ def _ranks(tree: Tree, plan: Plan) -> None:
                 held.append(f"{word} {first}-{end - 1}" + f" ({width} each)" * (end - first > width))
         held += ["embedding"] * one["first"] + ["head"] * one["last"] + [size(count) + " each" * (len(some) > 1)]
         _add(branch, f"{who} (stage {stage}): {', '.join(held)}")
+    if line := _kv_heads(plan):
+        _add(branch, line)
     for one in plan["collectives"]:
-        sent = f"{size(one['num_bytes'])} per {one['per']}" + (f" x {one['times']}" if one["times"] > 1 else "")
+        sent = f"{size(one['message_bytes'])} per {one['per']}" + (f" x {one['times']}" if one["times"] > 1 else "")
         _add(branch, f"{one['kind']} over {one['group']}, {one['where']}: {sent}")
+
+
+def _kv_heads(plan: Plan) -> str:
+    """The KV heads of each rank of tensor parallelism; "" where there is one such rank."""
+    held: dict[tuple[int, int], list[int]] = {}
+    for rank in plan["ranks"]:
+        if rank["replica"] == rank["stage"] == 0:
+            held.setdefault(tuple(rank["kv_heads"]), []).append(rank["place"])
+    if sum(map(len, held.values())) == 1:
+        return ""
+    if plan["latent"]:
+        return "KV cache: the same latents on every tp rank"
+    words = (f"{_range('head', *heads)} on {_range('rank', places[0], places[-1] + 1)}"
+             for heads, places in held.items())  # fmt: skip
+    return f"KV heads on tp ranks: {'; '.join(words)}"
+
+
+def _range(word: str, first: int, end: int) -> str:
+    return f"{word} {first}" if end - first == 1 else f"{word}s {first}-{end - 1}"

@@ -22,7 +22,9 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, _ = (rows // args.head_dim for rows in build.rows(f"{at}.qkv.weight"))
         self.eps, self.scale = args.norm_eps, args.head_dim**-0.5
         self.qkv = Linear(f"{at}.qkv", build)
-        self.head_norm = HeadNorm(f"{at}.head_norm", self.num_heads, self.num_kv_heads) if args.qk_norm else None
+        self.head_norm: HeadNorm | None = None
+        if args.qk_norm:
+            self.head_norm = HeadNorm(f"{at}.head_norm", self.num_heads, self.num_kv_heads, build.device)
         self.output = Linear(f"{at}.output", build)
 
     def forward(self, hidden: Tensor, norm: RMSNorm, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:

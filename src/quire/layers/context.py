@@ -10,7 +10,6 @@ from torch import Tensor
 from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.select import Kernels
-from quire.contracts.params import Param
 
 Sum = Callable[[Tensor], Tensor]
 

@@ -15,7 +15,6 @@ from quire.layers.latent import LatentAttention
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.contracts.params import Param
 from quire.layers.rope import Rotary, Rotation
 
 
@@ -44,12 +43,14 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """The model that every family is so far; without weights until `take` was called for each `LoadUnit`.
 
-    layout   the parameters of this rank;  dtype, device  of its activations
+    layout      the parameters of this rank;  dtype, device  of its activations
+    elsewhere   tensors of the checkpoint that other ranks read
     """
 
-    def __init__(self, args: ModelArgs, layout: Sequence[Param], build: Build) -> None:
+    def __init__(self, args: ModelArgs, layout: Sequence[Param], build: Build, *,
+                 elsewhere: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self.args, self.layout, self.kernels = args, layout, build.kernels
+        self.args, self.layout, self.kernels, self.elsewhere = args, layout, build.kernels, elsewhere
         self.dtype, self.device = build.dtype, build.device
         tied = args.tie_word_embeddings
         self.head = LMHead("" if tied else "head", build)

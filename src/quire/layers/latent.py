@@ -26,7 +26,8 @@ from quire.layers.rope import Rotation
 def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
     """Rows up to which a sequence is absorbed, and why. `form`: "auto", or "absorbed" or "naive" wherever possible."""
     most = {"absorbed": math.inf, "naive": 0.0}.get(form, args.break_even)
-    what = {math.inf: "absorbed", 0.0: "naive"}.get(most, f"absorbed up to {most:.0f} rows of a sequence, else naive")
+    some = f"absorbed up to {most:.0f} query tokens per sequence, else naive"
+    what = {math.inf: "absorbed", 0.0: "naive"}.get(most, some)
     return most, f"{what} ({'least arithmetic' if form == 'auto' else 'asked for'})"
 
 

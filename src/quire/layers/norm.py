@@ -13,11 +13,11 @@ class RMSNorm(nn.Module):
 
     def __init__(self, at: str, eps: float, build: Build) -> None:
         super().__init__()
-        self.at, self.kernel, self.eps = at, build.kernels.norm, eps
+        self.at, self.kernel, self.eps, self.device = at, build.kernels.norm, eps, build.device
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """See `Loads`."""
-        self.weight = tensors["weight"]
+        self.weight = tensors["weight"].to(self.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, width] -> [T, width]."""
@@ -29,11 +29,11 @@ class HeadNorm(nn.Module):
 
     weight: Tensor  # [query heads + KV heads, head_dim]
 
-    def __init__(self, at: str, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, at: str, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
         super().__init__()
-        self.at, self._heads = at, (num_heads, num_kv_heads)
+        self.at, self.device, self._heads = at, device, (num_heads, num_kv_heads)
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """See `Loads`."""
         q, k = (tensors[name].expand(heads, -1) for name, heads in zip("qk", self._heads, strict=True))
-        self.weight = torch.cat((q, k))
+        self.weight = torch.cat((q, k)).to(self.device)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
+from quire.contracts.params import Param
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
-from quire.contracts.params import Param
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
@@ -25,6 +25,7 @@ class Model(Protocol):
     args: ModelArgs
     kernels: Kernels
     layout: Sequence[Param]  # of this rank
+    elsewhere: frozenset[str]  # tensors of the checkpoint that other ranks read
     dtype: torch.dtype
     device: torch.device
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
@@ -83,7 +84,7 @@ def _kind(value: object) -> object:
     if isinstance(value, partial):
         return _kind([value.func, value.args, value.keywords])
     if isinstance(value, nn.Module):
-        return type(value), _kind(vars(value))
+        return type(value), _kind({name: part for name, part in vars(value).items() if name != "at"})  # not its name
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), [_kind(getattr(value, field.name)) for field in fields(value)]
     return value if isinstance(value, PLAIN) else id(value)

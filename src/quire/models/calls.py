@@ -2,9 +2,12 @@
 linear kernel can do (`linear`, its features). A test holds this equal to what is really called. No torch."""
 
 from collections.abc import Collection, Iterator
+from math import isfinite
 from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
+
+FUSED = frozenset({"norm", "gated", "add"})  # features of a linear kernel that join other operations to a product
 
 
 class Call(NamedTuple):
@@ -18,10 +21,11 @@ class Call(NamedTuple):
 def pack_function(args: ModelArgs, name: str, linear: Collection[str]) -> str:
     """The function that packs a parameter for its kernel; "" where it stays as it is."""
     if name.endswith((".experts.gate_up", ".experts.down")):
-        return "experts.pack"
+        return "experts.put"
     if name.endswith(".router.weight"):
         return f"{_scores(args, linear)}.pack"
-    plain = ("norm.weight", ".kv_up.weight", "bias", *(() if args.tie_word_embeddings else ("embed.weight",)))
+    plain = ("norm.weight", ".head_norm.q", ".head_norm.k", ".kv_up.weight", "bias")
+    plain += () if args.tie_word_embeddings else ("embed.weight",)
     if name.endswith(plain):
         return ""
     return "linear.pack_gated" if name.endswith("gate_up.weight") and "gated" in linear else "linear.pack"
@@ -45,7 +49,7 @@ def layer_calls(args: ModelArgs, layer: int, linear: Collection[str], routing: s
         yield from _latent(args, linear)
     else:
         yield from _normed("attention_norm.weight", _weights("attention.qkv", args.attention_bias), linear)
-        yield Call("heads.prepare", ("attention.q_norm.weight", "attention.k_norm.weight") if args.qk_norm else ())
+        yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
         yield Call("attention.paged_attention")
     yield _add("attention.output", args.output_bias, linear)
     if args.moe and layer in args.moe.layers:
@@ -58,15 +62,17 @@ def layer_calls(args: ModelArgs, layer: int, linear: Collection[str], routing: s
 def _latent(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
     sizes = args.latent
     assert sizes is not None
-    first = "attention.q_down.weight" if sizes.q_rank else "attention.q.weight"
-    yield from _normed("attention_norm.weight", (first, "attention.kv_down.weight"), linear)
+    yield from _normed("attention_norm.weight", ("attention.down.weight",), linear)
     if sizes.q_rank:
         yield from _normed("attention.q_norm.weight", ("attention.q.weight",), linear)
     yield Call("latent.prepare", ("attention.kv_norm.weight",))
-    few, many = (f"{than} {sizes.break_even:.0f} rows of a sequence" for than in ("up to", "more than"))
+    few, many = (f"{than} {sizes.break_even:.0f} query tokens per sequence" for than in ("up to", "more than"))
+    if not isfinite(sizes.break_even):
+        few = many = ""
     up = Call("latent.project", ("attention.kv_up.weight",), few)
     yield from (up, Call("latent.absorbed", when=few), up)  # keys into queries, values out of sums
-    yield Call("latent.expanded", up.parameters, many)
+    if many:
+        yield Call("latent.expanded", up.parameters, many)
 
 
 def _experts(args: ModelArgs, linear: Collection[str], routing: str) -> Iterator[Call]:

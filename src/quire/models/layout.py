@@ -13,7 +13,6 @@ from quire.config.placement import ALONE, Rank, ranks, share
 from quire.contracts.params import Param, Part
 
 
-
 class _Rows(NamedTuple):
     """Rows of a stored tensor: their number, the slice that is read (-1: to the end), the order that kernels want."""
 

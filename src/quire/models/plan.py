@@ -15,18 +15,22 @@ from typing import Any
 from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
+from quire.config.missing import missing_features
 from quire.config.placement import ALONE, Parallel, Rank, collectives, ranks
 from quire.config.pooling import read_pooling
-from quire.config.quantized import is_kept
+from quire.config.quantized import format_words, is_kept, missing_format
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
-from quire.contracts.errors import ConfigError
+from quire.contracts.blocks import KVGeometry
+from quire.contracts.errors import ConfigError, WeightsError
+from quire.contracts.params import Param, fused
 from quire.kernels.select import Choice, Needs, Probe, objection
 from quire.kernels.supports import SUPPORTS
-from quire.contracts.params import Param
-from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
-from quire.models.registry import ITEM_BYTES
-from quire.weights.files import read_checkpoint, stored_in
+from quire.models.calls import FUSED, Call, embedding_calls, head_calls, layer_calls, pack_function
+from quire.models.facts import model_facts
+from quire.models.layout import layout
+from quire.models.registry import ITEM_BYTES, rank_geometry
+from quire.weights.files import StoredTensor, read_checkpoint, stored_in
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
 PHASES = {
@@ -53,7 +57,7 @@ class EnginePlan:
     machine       the device in words
     memory        of the rank that has least room, number `fullest`, or why nothing fits there
     moe           plans of the expert layers by phase, or why there is none
-    quantization  of config.json
+    quantization  of config.json;  load_error  of a loader that would refuse the weights in `folder`
     """
 
     config: EngineConfig
@@ -69,6 +73,7 @@ class EnginePlan:
     moe: Mapping[str, MoEPlan | str] = field(default_factory=dict)
     parallel: Parallel = ALONE
     quantization: Mapping[str, Any] = field(default_factory=dict)
+    load_error: str = ""
 
     def describe(self) -> dict[str, Any]:
         """All of it as plain values; reads the headers of the weights, where there are any."""
@@ -77,15 +82,16 @@ class EnginePlan:
                            plan.dispatcher if isinstance(plan, MoEPlan) else "")  # fmt: skip
         phases = PHASES[self.device] | (DUMMY if self.config.load.load_format == "dummy" else {})
         phases |= EAGER if self.device == "cuda" and self.config.device.enforce_eager else {}
-        words = self.quantization.get("quant_method", "")
-        words = f"{words} in blocks of {self._block[0]} x {self._block[1]}" if self._block else words
+        words, lacking = format_words(self.quantization), self._lacking and f": {MISSING}"
         return {
+            "missing": [one._asdict() for one in missing_features(self.parallel, self.quantization)],
+            "load_error": self.load_error,
             "model": {
                 "name": self.config.model.model or NAME, "type": args.model_type, "architecture": args.architecture,
                 "parameters": sum(prod(param.shape) for param in self.layout),
                 "bytes": _total(map(self.num_bytes, self.layout)), "dtype": self.dtype.dtype,
                 "dtype_reason": self.dtype.reason, "notes": args.notes,
-                "format": f"{words}: {MISSING}" if words else "unquantized",
+                "format": f"{words}{lacking}" or "unquantized", **model_facts(args),
                 "embedding": str(read_pooling(self.folder, self.config.model.pooler_config)),
             },
             "machine": self.machine,
@@ -95,7 +101,7 @@ class EnginePlan:
             "layers": list(self._layers()),
             "not_read": self._not_read(),
             "memory": self._memory(),
-            "ranks": [asdict(rank) | {"bytes": held} for rank, held in self.held],
+            "ranks": [asdict(rank) | {"device": self.device, "bytes": held} for rank, held in self.held],
             "collectives": [asdict(one) for one in sent],
             "phases": phases,
         }  # fmt: skip
@@ -104,51 +110,31 @@ class EnginePlan:
     def held(self) -> list[tuple[Rank, int | None]]:
         """Every rank, and the bytes of the parameters that it holds; None: not known."""
         every = list(ranks(self.args, self.parallel))
-        held = {kind: _total(self.num_bytes(param, rank) for param in self.layout if self._is_on(param, rank))
+        held = {kind: _total(map(self.num_bytes, layout(self.args, rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
         return [(rank, held[rank.kind]) for rank in every]
 
-    def num_bytes(self, param: Param, rank: Rank | None = None) -> int | None:
-        """Bytes of a parameter, of a rank's part or of all of it, with scales. Quantized in another way than blocks of
-        FP8, it has those of the headers, and a rank its share of them; None without headers. So it is of parts of
-        which only some are quantized."""
-        pieces, item = self._pieces(param, rank), ITEM_BYTES[param.dtype or self.dtype.dtype]
-        elements = sum(count * rows * width for count, rows, width in pieces)
+    def page(self, rank: Rank) -> KVGeometry:
+        """The page of a rank's KV cache."""
+        return rank_geometry(self.args, rank, dtype=self.dtype.dtype, device=self.device,
+                             block_size=self.config.cache.block_size)  # fmt: skip
+
+    def num_bytes(self, param: Param) -> int | None:
+        """Bytes of a parameter of the model or of a rank, with scales. Quantized in another way than blocks of FP8, it
+        has those of the headers, and a rank its share of them; None without headers."""
+        item, width = ITEM_BYTES[param.dtype or self.dtype.dtype], prod(param.shape[1:])
         if not self._is_quantized(param):
-            return elements * item
-        if not self._block:
-            return (whole := _total(self._tensors(param).values())) and -(-whole * elements // prod(param.shape))
-        if not any(part.stored in self._plain for part in param.parts):
-            return sum(count * self._fp8_bytes(rows, width) for count, rows, width in pieces)
-        width = prod(param.shape[1:])
-        whole = sum(part.rows * width * item if part.stored in self._plain else self._fp8_bytes(part.rows, width)
-                    for part in param.parts)  # fmt: skip
-        return -(-whole * elements // prod(param.shape))
+            return prod(param.shape) * item
+        if self._block:
+            return sum(part.rows * width * item if part.stored in self._plain else self._fp8_bytes(part.rows, width)
+                       for part in param.parts)  # fmt: skip
+        whole = sum(prod(part.shape) for part in param.parts)
+        stored = _total(self._tensors(param).values())
+        return stored and -(-stored * prod(param.shape) // whole)
 
     def _fp8_bytes(self, rows: int, width: int) -> int:
         high, wide = self._block
         return rows * width + SCALE_BYTES * -(-rows // high) * -(-width // wide)
-
-    def _pieces(self, param: Param, rank: Rank | None) -> Sequence[tuple[int, int, int]]:
-        """(how many, rows, columns) of the checkpoint tensors, or of a rank's parts of them; what does not divide is
-        filled up."""
-        sizes, width, tp = [part.rows for part in param.parts], prod(param.shape[1:]), self.parallel.tp
-        if rank is None or not param.shard:
-            return [(len(list(same)), rows, width) for rows, same in groupby(sizes)]
-        if param.shard == "experts" and self.parallel.experts:
-            assert self.args.moe is not None
-            owned = rank.experts[1] - rank.experts[0]
-            return [(owned * len(sizes) // self.args.moe.routing.num_experts, sizes[0], width)]
-        if param.shard == "columns" or param.name.endswith(".down"):
-            return [(len(sizes), sizes[0], -(-width // tp))]
-        kv = (rank.kv_heads[1] - rank.kv_heads[0]) * self.args.head_dim if ".qkv." in param.name else 0
-        return [(1, kv if index and kv else -(-rows // tp), width) for index, rows in enumerate(sizes)]
-
-    def _is_on(self, param: Param, rank: Rank) -> bool:
-        if (layer := _layer(param.name)) >= 0:
-            return rank.layers[0] <= layer < rank.layers[1]
-        tied = self.args.tie_word_embeddings
-        return rank.first or rank.last and tied if param.name == "embed.weight" else rank.last
 
     # --- layers and their weights ---------------------------------------------------------------------------------
 
@@ -167,14 +153,30 @@ class EnginePlan:
             f"{name}_scale_inv" not in self._stored if name in self._stored else is_kept(name, kept)))
 
     @cached_property
+    def _lacking(self) -> str:
+        """The kernels that there are not, where the weights have a format that cannot be run yet; else ""."""
+        return missing_format(self.quantization) and f"no {self.quantization['quant_method']} kernel yet"
+
+    @cached_property
     def _stored(self) -> Mapping[str, str]:
-        """Tensor -> file, of those that are read."""
-        return {} if self.config.load.load_format == "dummy" else stored_in(self.folder)
+        """Tensor -> file, of those that are read; {} of files that cannot be read (`load_error` says why)."""
+        try:
+            return {} if self.config.load.load_format == "dummy" else stored_in(self.folder)
+        except WeightsError:
+            return {}
+
+    @cached_property
+    def _headers(self) -> Mapping[str, StoredTensor]:
+        """Tensor -> its header; {} without files, or of files that cannot be read."""
+        try:
+            return read_checkpoint(self.folder).tensors if any(self.folder.glob("*.safetensors")) else {}
+        except WeightsError:
+            return {}
 
     @cached_property
     def _beside(self) -> Mapping[str, Mapping[str, int | None]]:
         """What stands before the last point of names -> quantized tensors -> bytes, where there are headers."""
-        known = read_checkpoint(self.folder).tensors if any(self.folder.glob("*.safetensors")) else {}
+        known = self._headers
         whole = {part.stored for param in self.layout if not self._is_quantized(param) for part in param.parts}
         names = sorted(self._stored.keys() - whole, key=lambda name: name.rpartition("."))
         stems = groupby(names, key=lambda name: name.rpartition(".")[0])
@@ -206,10 +208,11 @@ class EnginePlan:
         return f"quire.kernels.{op}.{self._chosen[op].name}.{rest}" if op in self._chosen else function
 
     def _layers(self) -> Iterator[dict[str, Any]]:
-        args, linear = self.args, self._chosen["linear"].features
+        args = self.args
         for layer, group in groupby(self.layout, key=lambda param: _layer(param.name)):
             params = {param.name.removeprefix(f"layers.{layer}."): param for param in group}
-            first = "embed.weight" in params
+            first, quantized = "embed.weight" in params, frozenset(filter(lambda n: self._lacks(params[n]), params))
+            linear = frozenset(self._chosen["linear"].features) - (FUSED if quantized else frozenset())
             calls = list(layer_calls(args, layer, linear, self.config.load.routing) if layer >= 0 else
                          embedding_calls(args, linear) if first else head_calls(args))  # fmt: skip
             run = {parameter: call.function for call in reversed(calls) for parameter in call.parameters}
@@ -217,23 +220,43 @@ class EnginePlan:
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
                 "parameters": sum(w["parameters"] for w in weights), "bytes": _total(w["bytes"] for w in weights),
-                "calls": [call._asdict() | {"function": self._qualified(call.function)} for call in calls],
+                "calls": [self._call(call, quantized) for call in calls],
                 "weights": weights,
             }  # fmt: skip
 
+    def _call(self, call: Call, quantized: Collection[str]) -> dict[str, Any]:
+        """A call as plain values. There is no implementation to name where a parameter is among the `quantized`."""
+        missing = self._lacking if quantized & set(call.parameters) else ""
+        function = call.function if missing else self._qualified(call.function)
+        return call._asdict() | {"function": function, "missing": missing}
+
+    def _lacks(self, param: Param) -> bool:
+        """True for a parameter of a format that no kernel runs yet."""
+        return bool(self._lacking) and self._is_quantized(param)
+
     def _weight(self, param: Param, run: str, linear: Collection[str]) -> dict[str, Any]:
-        loader = "stream.stream_weights" if self.device == "cuda" and "plain" in linear else "load.load_weights"
-        loader = "dummy.load_dummy" if self.config.load.load_format == "dummy" else loader
+        loader = "dummy.load_dummy" if self.config.load.load_format == "dummy" else "load.load_weights"
         pack = pack_function(self.args, param.name, linear)
         steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack), "run": self._qualified(run)}
         quantized = self._is_quantized(param)
         method = "float8_e4m3" if self._block else self.quantization.get("quant_method", "")
+        experts, parts = fused(param)
         return {
-            "name": param.name, "shape": param.shape, "shard": param.shard, "parameters": prod(param.shape),
+            "name": param.name, "shape": param.shape, "shard": self._cut(param),
+            "parameters": prod(param.shape), "experts": experts if param.shard == "experts" else 0,
+            "parts": [{"name": name, "shape": (rows, *param.shape[1:])} for name, rows in parts],
             "dtype": method if quantized else param.dtype or self.dtype.dtype, "bytes": self.num_bytes(param),
-            **(dict.fromkeys(steps, MISSING) if quantized else steps),
+            **(dict.fromkeys(steps, MISSING) if self._lacks(param) else steps),
             "stored": {name: self._stored.get(name) for name in self._tensors(param)},
         }  # fmt: skip
+
+    def _cut(self, param: Param) -> str:
+        """The way in which ranks divide a parameter: "rows", "columns", either of each expert, whole "experts", or ""
+        where every rank has all of it."""
+        if param.shard == "experts" and self.parallel.experts:
+            return "experts" if self.parallel.expert_ranks > 1 else ""
+        sliced = "columns of each expert" if param.name.endswith(".down") else "rows of each expert"
+        return "" if self.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
 
     def _not_read(self) -> dict[str, int]:
         """Tensors of the checkpoint that nothing is made of, layers behind the last one together -> their number."""
@@ -246,17 +269,19 @@ class EnginePlan:
         return found
 
     def _memory(self) -> dict[str, Any]:
-        plan, fullest = self.memory, {"rank": self.fullest, "weights": self.held[self.fullest][1]}
-        if isinstance(plan, str):
-            return fullest | {"refused": plan}
-        page, size = plan.geometry.page_bytes, plan.geometry.block_size
-        return fullest | {
-            "kv_bytes_per_token": page / size, "block_size": size, "page_bytes": page,
-            "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in plan.geometry.groups[0].components],
+        plan, (rank, weights) = self.memory, self.held[self.fullest]
+        cache = self.page(rank) if isinstance(plan, str) else plan.geometry
+        page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
+        known = {
+            "rank": self.fullest, "weights": weights, "kv_bytes_per_token": page / size, "block_size": size,
+            "block_bytes": page // len(group.layers), "page_bytes": page, "page_layers": len(group.layers),
+            "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
+        }  # fmt: skip
+        return known | ({"refused": plan} if isinstance(plan, str) else {
             "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,
             "max_model_len": plan.max_model_len, "sequences": self.config.scheduler.sequences(), "notes": plan.notes,
             "full_sequences": round(plan.num_tokens / plan.max_model_len, 2), "budget": str(plan.budget or ""),
-        }  # fmt: skip
+        })  # fmt: skip
 
 
 def moe_plans(args: ModelArgs, kernels: Iterable[Choice], needs: Needs, probe: Probe, *, parallel: Parallel = ALONE,

@@ -1,15 +1,21 @@
 """How a model is built, and what it keeps in the KV cache. No torch until one is built."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoint import ModelArgs
-from quire.contracts.blocks import KVComponent
+from quire.config.placement import Rank
+from quire.config.resolve import CPU_BLOCK_SIZE, resolve_geometry
+from quire.config.resolve_cuda import CUDA_BLOCK_SIZE
+from quire.contracts.blocks import KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
+from quire.contracts.params import Param
 from quire.models.layout import layout, stored_names
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.cuda import CudaFacts
+from quire.quantization.formats import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,9 +30,9 @@ def build_model(
     args: ModelArgs, *, dtype: str, device: str, platform: CpuFacts | CudaFacts, kernels: dict[str, str] | None = None,
     experts: tuple[int, ...] | None = None, routing: str = "model",
 ) -> "Decoder":
-    """An unloaded model: parameters are allocated, not filled. Next: load weights, then `model.pack()`.
+    """A model without weights: `quire.weights` loads them into its layers, which pack them.
 
-    device     the platform's, or "meta": nothing is allocated, and the parameters can be counted
+    device     the platform's
     dtype      what to compute in: "float32" or "bfloat16"
     kernels    operation -> implementation to force; ConfigError with the reasons when it cannot be
     experts    numbers of those that this rank owns; None: all of them
@@ -42,17 +48,23 @@ def build_model(
 
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
-    if device not in (platform.device, "meta"):
+    if device != platform.device:
         raise ConfigError(f"device {device!r} does not match the platform {platform.device!r}.")
     chosen = select_kernels(platform.device, dtype, ops=operations(args), head_dim=args.head_dim, forced=kernels)
-    build = Build(getattr(torch, dtype), torch.device(device), chosen, experts)
-    own = layout(args, experts)
-    elsewhere = frozenset(stored_names(layout(args))) - frozenset(stored_names(own)) if experts is not None else ()
-    model = Decoder(args, own, build, elsewhere=frozenset(elsewhere))
+    own = layout(args, experts=experts)
+    params = {param.name: param for param in own}
+    build = Build(getattr(torch, dtype), torch.device(device), chosen, params, experts)
+    elsewhere = frozenset(stored_names(layout(args))) if experts is not None else frozenset()
+    model = Decoder(args, own, build, elsewhere=elsewhere)
     if routing == "uniform" and args.moe is not None:
         for layer in args.moe.layers:
             model.layers[layer].mlp.choose = partial(uniform, chosen.routing, args.moe.routing)
     return model
+
+
+def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:
+    """Bytes of parameters as they are loaded, in `dtype` where they have no type of their own."""
+    return sum(FORMATS[one.format].num_bytes(one.shape, ITEM_BYTES[one.dtype or dtype]) for one in params)
 
 
 def check_routing(args: ModelArgs, routing: str) -> None:
@@ -84,3 +96,10 @@ def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
         widths = {"latent": args.latent.kv_rank, "rope": args.latent.rope_dim}
         return tuple(KVComponent(name, 1, width, dtype, size) for name, width in widths.items())
     return tuple(KVComponent(name, args.num_kv_heads, args.head_dim, dtype, size) for name in ("k", "v"))
+
+
+def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block_size: int | None) -> KVGeometry:
+    """The page of a rank's KV cache: its layers and its KV heads; `block_size` as asked for."""
+    own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
+    default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
+    return resolve_geometry(kv_components(own, dtype), rank.layers[1] - rank.layers[0], block_size, default)

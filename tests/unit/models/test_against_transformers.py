@@ -105,7 +105,6 @@ def load(folder: Path, dtype: str = "float32", kernels: dict[str, str] | None = 
         read_checkpoint_config(folder), dtype=dtype, device="cpu", platform=read_cpu_facts(), kernels=kernels
     )
     load_weights(model, folder)
-    model.pack()
     return model
 
 

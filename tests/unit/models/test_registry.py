@@ -10,8 +10,10 @@ import torch
 from quire.config.checkpoint import FAMILIES, parse_checkpoint_config
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
-from quire.models.registry import build_model, kv_components
+from quire.models.registry import build_model, kv_components, unpacked_bytes
 from quire.platforms.cpu import read_cpu_facts
+
+from ...filled_models import fill
 
 ARGS = parse_checkpoint_config(
     {
@@ -37,11 +39,10 @@ def test_wrong_dtype_or_device_is_refused() -> None:
         build_model(ARGS, dtype="float32", device="cuda", platform=read_cpu_facts())
 
 
-def test_a_model_can_be_counted_without_being_there() -> None:
-    meta, real = (build_model(ARGS, dtype="float32", device=device, platform=read_cpu_facts())
-                  for device in ("meta", "cpu"))  # fmt: skip
-    sizes = [[(name, p.nbytes) for name, p in model.named_parameters()] for model in (meta, real)]
-    assert sizes[0] == sizes[1] and {p.device.type for _, p in meta.named_parameters()} == {"meta"}
+def test_a_model_holds_nothing_before_it_is_loaded() -> None:
+    model = build_model(ARGS, dtype="float32", device="cpu", platform=read_cpu_facts())
+    assert not list(model.named_parameters())
+    assert unpacked_bytes(model.layout, "float32") == 2 * unpacked_bytes(model.layout, "bfloat16") > 0
 
 
 MOE = parse_checkpoint_config(
@@ -57,13 +58,11 @@ def test_uniform_routing_takes_the_routers_place() -> None:
     """Zero weights would send every token to experts 0 and 1."""
     def hits(routing: str) -> set[int]:
         model = build_model(MOE, dtype="float32", device="cpu", platform=read_cpu_facts(), routing=routing)
-        for _, parameter in model.named_parameters():
-            parameter.data.zero_()
-        model.pack()
+        fill(model, lambda raw: torch.zeros(raw.shape))
         seen: list[torch.Tensor] = []
         layer = model.layers[1].mlp
         layer.on_routing = lambda weights, ids: seen.append(ids)
-        layer(torch.zeros(64, 16), model.norm)
+        layer(torch.zeros(64, 16), model.norm, None)
         return set(seen[0].flatten().tolist())
 
     assert hits("model") == {0, 1} and hits("uniform") == set(range(8))

@@ -33,7 +33,6 @@ def make_model(dtype: str = "bfloat16", kind: str = "qwen3") -> Model:
     }  # fmt: skip
     model = build_model(parse_checkpoint_config(config), dtype=dtype, device="cpu", platform=read_cpu_facts())
     load_dummy(model, 0)
-    model.pack()
     return model
 
 

@@ -1,0 +1,39 @@
+"""Features that `quire explain` plans and the engine cannot run yet, in the words of `quire serve`'s refusals.
+
+The table of flags and the reader of quantized checkpoints decide; a feature leaves this list when they accept it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from quire.config.peer_flags import OFF, ON, refusal
+from quire.config.placement import Parallel
+from quire.config.quantized import missing_format
+
+
+class Missing(NamedTuple):
+    """A feature with the flag or the format that asks for it, and the refusal of `quire serve`."""
+
+    feature: str
+    reason: str
+
+
+def missing_features(parallel: Parallel, quantization: Mapping[str, Any]) -> tuple[Missing, ...]:
+    """Return everything that an engine of these sizes and this quantization_config needs and does not have."""
+    asked = (
+        ("tensor parallelism", "-tp", str(parallel.tp)),
+        ("pipeline parallelism", "-pp", str(parallel.pp)),
+        ("data parallelism", "-dp", str(parallel.dp)),
+        ("expert parallelism", "--enable-expert-parallel", ON if parallel.experts else OFF),
+    )
+    found = [(f"{feature} ({flag if text in (ON, OFF) else f'{flag} {text}'})", refusal(flag, text))
+             for feature, flag, text in asked]  # fmt: skip
+    found.append((f"{quantization.get('quant_method')} weights", missing_format(quantization)))
+    return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
+
+
+def not_runnable(missing: Iterable[str]) -> str:
+    """Return the sentence about a plan that needs these features; "" where nothing is missing."""
+    *most, last = missing or [""]
+    words = f"{', '.join(most)} and {last} are" if most else f"{last} {'are' if last.endswith('weights') else 'is'}"
+    return last and f"Not runnable yet: {words} not implemented; the plan below is what it would be."

@@ -1,0 +1,50 @@
+"""Facts of a model that `quire explain` shows beside its parameters: attention, rotary positions, router. No torch."""
+
+from dataclasses import asdict
+from typing import Any
+
+from quire.config.checkpoint import ModelArgs
+
+
+def model_facts(args: ModelArgs) -> dict[str, Any]:
+    """Plain values of "attention", "rope" and "router"; a model without experts has None there."""
+    latent, moe = args.latent, args.moe
+    width = latent.v_dim if latent else args.head_dim
+    return {
+        "attention": {"kind": "latent" if latent else "grouped-query", "heads": args.num_heads,
+                      "kv_heads": None if latent else args.num_kv_heads, "head_dim": args.head_dim, "value_dim": width,
+                      "qk_norm": args.qk_norm, "bias": args.attention_bias},
+        "rope": asdict(args.rope) | {"rotary_dim": args.rotary_dim, "head_dim": args.head_dim},
+        "router": moe and asdict(moe.routing) | {"layers": len(moe.layers), "shared_gate": moe.shared_gate},
+    }  # fmt: skip
+
+
+def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str, Any] | None) -> list[str]:
+    """The same as lines of text."""
+    latent = attention["kind"] == "latent"
+    kept = f"; values of {attention['value_dim']}" if latent else f" and {attention['kv_heads']} KV heads"
+    heads = f"{attention['heads']} query heads of {attention['head_dim']} dimensions{kept}" if latent else (
+        f"{attention['heads']} query heads{kept} of {attention['head_dim']} dimensions")
+    more = ", normalized queries and keys" * attention["qk_norm"] + ", biased q, k and v" * attention["bias"]
+    lines = [f"attention: {attention['kind']}, {heads}{more}", f"rope: {_rope(rope, ' (partial)' * (not latent))}"]
+    return lines + ([f"router: {_router(router)}"] if router else [])
+
+
+def _rope(rope: dict[str, Any], partial: str) -> str:
+    part, whole, words = rope["rotary_dim"], rope["head_dim"], [rope["kind"], f"theta {rope['theta']:,.10g}"]
+    if rope["kind"] != "default":
+        trained = rope["original_max_position"]
+        words.append(f"factor {rope['factor']:g}" + (f" over {trained:,} trained positions" if trained else ""))
+    rotated = f"{part} of {whole} dimensions of a head rotated{partial}"
+    return ", ".join([*words, f"all {whole} dimensions of a head rotated" if part == whole else rotated])
+
+
+def _router(router: dict[str, Any]) -> str:
+    words = ["top {top_k} of {num_experts} experts".format(**router)]
+    if router["num_groups"] > 1:
+        score = {"max": "best expert", "top2": "two best experts"}[router["group_score"]]
+        groups = "from the best {top_groups} of {num_groups} groups".format(**router)
+        words.append(f"{groups} (by their {score})")
+    words.append(f"{router['scoring']} scores{' with a bias that only chooses' * router['bias']}")
+    words.append(f"weights {'' if router['normalize'] else 'not '}renormalized")
+    return ", ".join([*words, *[f"scaled by {router['scaling']:g}"] * (router["scaling"] != 1)])
