@@ -186,7 +186,7 @@ def _ranks(tree: Tree, plan: Plan) -> None:
     if len(plan["ranks"]) == 1:
         return
     branch = _add(tree, f"{len(plan['ranks']):,} ranks, and their messages (bytes of the message per rank)")
-    shown = {"layers": "layers", "heads": "heads", "kv_heads": "KV heads", "experts": "experts"}
+    shown = {"layers": "layers", "heads": "query heads", "kv_heads": "KV heads", "experts": "experts"}
     alike: dict[tuple[Any, ...], list[Plan]] = {}
     for rank in plan["ranks"]:
         each = (rank[key][1] - rank[key][0] for key in shown)

@@ -224,7 +224,7 @@ class EnginePlan:
                 "weights": weights,
             }  # fmt: skip
 
-    def _call(self, call: Call, quantized: Collection[str]) -> dict[str, Any]:
+    def _call(self, call: Call, quantized: frozenset[str]) -> dict[str, Any]:
         """A call as plain values. There is no implementation to name where a parameter is among the `quantized`."""
         missing = self._lacking if quantized & set(call.parameters) else ""
         function = call.function if missing else self._qualified(call.function)

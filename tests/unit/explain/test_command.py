@@ -154,8 +154,8 @@ def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_ranks_that_hold_as_much_are_one_line(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(shared / "hf" / "Qwen3-0.6B")
     out = printed(capsys, model, "--device", "h200", "-pp", "2", "-dp", "2048")
-    assert "2,048 of ranks 0-4094 (stage 0): layers 0-13, heads 0-15, KV heads 0-7, embedding," in out
-    assert "ranks 0-3 (stage 0): layers 0-27, heads 0-15 (4 each), KV heads 0-7 (2 each), embedding, head, " in (
+    assert "2,048 of ranks 0-4094 (stage 0): layers 0-13, query heads 0-15, KV heads 0-7, embedding," in out
+    assert "ranks 0-3 (stage 0): layers 0-27, query heads 0-15 (4 each), KV heads 0-7 (2 each), embedding, head, " in (
         printed(capsys, model, "--device", "h200", "-tp", "4"))
 
 

@@ -27,7 +27,7 @@ def configure(parser: flags.FlagParser) -> None:
                         (("--pipeline-parallel-size", "-pp"), "stages that have some layers each"),
                         (("--data-parallel-size", "-dp"), "replicas of attention")):  # fmt: skip
         parser.add_argument(*names, dest=names[1][1:], metavar="N", type=int, default=1,
-                            help=f"plan for so many {what}; serving them is not implemented yet")  # fmt: skip
+                            help=f"plan for so many {what}")  # fmt: skip
     parser.add_argument("--enable-expert-parallel", "-ep", dest="ep", action="store_true",
                         help="whole experts on the ranks of tp x dp, instead of a slice of each")  # fmt: skip
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
