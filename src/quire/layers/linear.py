@@ -2,9 +2,15 @@
 
 from torch import Tensor, nn
 
-from quire.layers.context import Build
+from quire.layers.context import Build, Sum
 from quire.layers.norm import RMSNorm
 from quire.quantization.pack import unquantized
+
+
+def add_sum(partial: Tensor, residual: Tensor, sum_tp: Sum) -> Tensor:
+    """residual + the sum of the ranks' partial results. Every product that ranks cut by columns ends here, so that the
+    residual enters once."""
+    return residual + sum_tp(partial)
 
 
 class Linear(nn.Module):
@@ -38,12 +44,9 @@ class Linear(nn.Module):
         return unquantized.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, in_features] -> residual [T, out_features] + the projection; perhaps in the residual's memory.
-
-        Every product that ranks cut by columns ends here: partial products are summed, the residual enters once.
-        """
+        """[T, in_features] -> residual [T, out_features] + the projection; perhaps in the residual's memory."""
         if self.sum_tp is not None:
-            return residual + self.sum_tp(self(x))
+            return add_sum(self(x), residual, self.sum_tp)
         if "add" in self.features:
             return unquantized.run_add(self.kernel, x, self.packed, residual)
         return residual + self(x)

@@ -14,7 +14,7 @@ from quire.config.experts import Routing
 from quire.kernels.linear import ref
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.context import Build, StepContext
-from quire.layers.linear import Linear
+from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.quantization.pack import unquantized
@@ -107,12 +107,17 @@ class MoE(nn.Module):
             weights, ids = (self.choose or self.router)(x)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
+            if self.sum_tp is not None:  # one sum of both kinds of experts
+                partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
+                return add_sum(self.experts(x, weights, ids, partial), hidden, self.sum_tp)
             if self.shared is not None:
                 with fork.beside:
-                    inner = self.shared.gate_up(x)
-                    if self.shared_gate is not None:
-                        inner = inner * self.shared_gate(x).sigmoid()  # the same as of the output, and narrower
-                    hidden = self.shared.down.add(inner, hidden)
-            if self.sum_tp is not None:  # the residual enters once, behind the sum
-                return hidden + self.sum_tp(self.experts(x, weights, ids, None))
+                    hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
             return self.experts(x, weights, ids, hidden, *(fork.join,) if forks else ())
+
+    def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
+        """The input of the shared experts' last projection."""
+        inner: Tensor = shared.gate_up(x)
+        if self.shared_gate is not None:
+            inner = inner * self.shared_gate(x).sigmoid()  # the same as of the output, and narrower
+        return inner

@@ -24,9 +24,9 @@ def pack_function(args: ModelArgs, name: str, linear: Collection[str]) -> str:
         return "experts.put"
     if name.endswith(".router.weight"):
         return f"{_scores(args, linear)}.pack"
-    plain = ("norm.weight", ".head_norm.q", ".head_norm.k", ".kv_up.weight", "bias")
-    plain += () if args.tie_word_embeddings else ("embed.weight",)
-    if name.endswith(plain):
+    if name.endswith(("norm.weight", ".head_norm.q", ".head_norm.k", ".kv_up.weight", "bias")):
+        return ""
+    if name == "embed.weight" and not args.tie_word_embeddings:
         return ""
     return "linear.pack_gated" if name.endswith("gate_up.weight") and "gated" in linear else "linear.pack"
 

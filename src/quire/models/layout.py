@@ -18,7 +18,7 @@ class _Rows(NamedTuple):
 
     stored: int
     start: int = 0
-    count: int = -1
+    taken: int = -1
     order: tuple[int, ...] = ()
 
 
@@ -86,7 +86,7 @@ class _Layout:
             expert, dot, rest = key.rpartition(".")
             stored = self.names[name, "{e}." + rest if dot else key].replace("{i}", str(layer)).replace("{e}", expert)
             shape = (rows.stored, width) if width else (rows.stored,)
-            count = rows.stored if rows.count < 0 else rows.count
+            count = rows.stored if rows.taken < 0 else rows.taken
             made.append(Part(stored, shape, *columns, axis=1, name=key) if columns else
                         Part(stored, shape, rows.start, count, order=rows.order, name=key))  # fmt: skip
         total = sum(part.rows for part in made)
@@ -126,7 +126,7 @@ class _Layout:
     def _output(self, width: int, heads: _Rows, bias: bool, layer: int) -> Iterator[Param]:
         """The projection of what heads attended to; only the first of the ranks that are summed has the bias."""
         at, rows = "layers.{i}.attention.output.", {"": _Rows(self.args.hidden_size)}
-        yield self._param(at + "weight", rows, width, columns=(heads.start, heads.count), shard="columns", layer=layer)
+        yield self._param(at + "weight", rows, width, columns=(heads.start, heads.taken), shard="columns", layer=layer)
         if bias and self.rank.place == 0:
             yield self._param(at + "bias", rows, layer=layer)
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from quire.bench import kernels as bench
-from quire.bench.kernel_cases import OPERATIONS, Setup
+from quire.bench.kernel_cases import OPERATIONS
+from quire.bench.kernel_setup import Setup
 from quire.bench.kernels import Rates, measure_kernels, measure_rates, relative_error
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import ConfigError
