@@ -122,11 +122,11 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
 
 def _load(model: Model, config: EngineConfig, folder: Path, on_loading: Loading) -> str:
     """Fill and pack a model; what was read, in words."""
-    loaded = "dummy"
+    loaded, device = "dummy", torch.device("cpu") if config.load.load_device == "cpu" else None
     if config.load.load_format == "dummy":
-        load_dummy(model, config.model.seed)
+        load_dummy(model, config.model.seed, device)
     else:
-        loaded = str(load_weights(model, folder, on_loading))
+        loaded = str(load_weights(model, folder, on_loading, device=device))
     return loaded
 
 
