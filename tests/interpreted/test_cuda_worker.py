@@ -22,7 +22,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.models.layout import layout
-from quire.models.registry import kv_components, kv_views, operations
+from quire.models.registry import kv_components, kv_views, linear_plans, operations
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.slots import SlotTables
@@ -82,7 +82,9 @@ def make_model(device: str) -> Model:
     args = parse_checkpoint_config(CONFIG)
     kernels = select_kernels(device, "float32", ops=operations(args), head_dim=args.head_dim)
     params = layout(args)
-    model = Decoder(args, params, Build(torch.float32, CPU, kernels, {param.name: param for param in params}))
+    build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
+                  linear_plans(args, params, kernels.choices))  # fmt: skip
+    model = Decoder(args, params, build)
     fill(model, normal(0.3))
     return model
 

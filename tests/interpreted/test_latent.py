@@ -28,6 +28,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.latent import split
 from quire.models.layout import layout
+from quire.models.registry import linear_plans
 
 from ..filled_models import fill, normal
 from ..latent_steps import make, steps, weights
@@ -363,7 +364,8 @@ def test_a_worker_of_a_gpu_gives_the_tokens_of_a_cpu(
         kernels = select_kernels(device, "float32", ops=("norm", "activation", "linear", "latent"))
         params = layout(args)
         named = {param.name: param for param in params}
-        model = Decoder(args, params, Build(torch.float32, torch.device("cpu"), kernels, named))
+        build = Build(torch.float32, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
+        model = Decoder(args, params, build)
         fill(model, normal(0.3))
         for block in model.layers:
             block.attention.most_absorbed = most  # type: ignore[union-attr]

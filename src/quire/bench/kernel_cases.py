@@ -155,7 +155,8 @@ def layer_cases(setup: Setup) -> Iterator[Case]:
 def embedding_cases(setup: Setup) -> Iterator[Case]:
     """Rows of the embedding."""
     vocab, dim = setup.args.vocab_size, setup.args.hidden_size
-    layer, weight = VocabEmbedding("embed", None, setup.build()), setup.randn(vocab, dim)
+    build, weight = setup.build(Param("embed.weight", (vocab, dim), ())), setup.randn(vocab, dim)
+    layer = VocabEmbedding("embed", None, build)
     layer.take({"weight": weight}, 0)
 
     def pair(rows: int) -> Pair:

@@ -13,7 +13,7 @@ from quire.kernels.attention import KVView
 from quire.kernels.select import Kernels
 from quire.kvstore.arena import KVArena
 from quire.layers.context import Build
-from quire.models.registry import kv_components
+from quire.models.registry import kv_components, linear_plans
 
 ROWS = (1, 64, 256, 8192)
 FEW_ROWS, LOGIT_ROWS = 64, 512  # that a layer's fused kernels are measured with at most, and that are sampled
@@ -73,7 +73,8 @@ class Setup:
 
     def build(self, *params: Param) -> Build:
         """The surroundings of a layer with these parameters."""
-        return Build(self.dtype, self.device, self.kernels, {param.name: param for param in params})
+        linears = linear_plans(self.args, params, self.kernels.choices)
+        return Build(self.dtype, self.device, self.kernels, {param.name: param for param in params}, linears)
 
     def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
         """The caches of that many layers in one arena, as a model has them, filled."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Kernels
 
 Sum = Callable[[Tensor], Tensor]
@@ -19,6 +20,7 @@ class Build:
     """Where a rank's layers live, what they compute in, with which kernels, and the parameters they will be given.
 
     params    by name, with local shapes: layers take their sizes from them
+    linears   plans of linear layers, by the names of the layers
     experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
     sum_tp    adds up the partial results of the ranks that cut a layer; None: this rank has all of it
     """
@@ -27,6 +29,7 @@ class Build:
     device: torch.device
     kernels: Kernels
     params: Mapping[str, Param]
+    linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
     sum_tp: Sum | None = None
 

@@ -17,7 +17,8 @@ class VocabEmbedding(nn.Module):
     def __init__(self, at: str, tied: "LMHead | None", build: Build) -> None:
         super().__init__()
         self.at, self.device = at, build.device
-        self.kernel, self.features = build.kernels.linear, build.kernels.features("linear")
+        plan = build.linears[at]
+        self.kernel, self.features = plan.load(), plan.features
         self.tied = (tied,)  # in a tuple, so that the head stays a child of the model alone
         self.weight: Tensor | None = None
         self.packed: unquantized.PackedLinear | None = None
@@ -45,13 +46,13 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Scores of every token id."""
+    """Scores of every token id. A tied head has no name of its own: the embedding hands on what it is given."""
 
     packed: unquantized.PackedLinear
 
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
-        self.at, self.kernel, self.device = at, build.kernels.linear, build.device
+        self.at, self.kernel, self.device = at, build.linears[at or "embed"].load(), build.device
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """See `Loads`."""

@@ -25,7 +25,8 @@ class Linear(nn.Module):
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
         self.at, self.device = at, build.device
-        self.kernel, self.features = build.kernels.linear, build.kernels.features("linear")
+        plan = build.linears[at]
+        self.kernel, self.features = plan.load(), plan.features
         self.out_features, self.in_features = build.shape(f"{at}.weight")
         self.sum_tp = build.sum_tp if build.params[f"{at}.weight"].shard == "columns" else None
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
-from quire.kernels.linear import ref
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear, add_sum
@@ -33,9 +32,7 @@ class Router(nn.Module):
     def __init__(self, at: str, routing: Routing, exact: bool, build: Build) -> None:
         super().__init__()
         self.at, self.routing, self.exact, self.device = at, routing, exact, build.device
-        self.linear, self.kernel = build.kernels.linear, build.kernels.routing
-        if exact and "exact" not in build.kernels.features("linear"):
-            self.linear = ref  # few outputs, and one rounding more sends tokens to other experts
+        self.linear, self.kernel = build.linears[at].load(), build.kernels.routing
         self.bias: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:

@@ -23,7 +23,7 @@ def pack_function(args: ModelArgs, name: str, linear: Collection[str]) -> str:
     if name.endswith((".experts.gate_up", ".experts.down")):
         return "experts.put"
     if name.endswith(".router.weight"):
-        return f"{_scores(args, linear)}.pack"
+        return "linear.pack"
     if name.endswith(("norm.weight", ".head_norm.q", ".head_norm.k", ".kv_up.weight", "bias")):
         return ""
     if name == "embed.weight" and not args.tie_word_embeddings:
@@ -82,7 +82,7 @@ def _experts(args: ModelArgs, linear: Collection[str], routing: str) -> Iterator
     if routing == "uniform":
         yield Call("quire.kernels.routing.uniform")
     else:
-        yield Call(_scores(args, linear) + (".run_float" if moe.router_float else ".run"), ("mlp.router.weight",))
+        yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
         yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
     if moe.shared_size:
         yield from _gated("mlp.shared.", False, linear)
@@ -90,11 +90,6 @@ def _experts(args: ModelArgs, linear: Collection[str], routing: str) -> Iterator
             yield Call("linear.run", ("mlp.shared_gate.weight",))
         yield _add("mlp.shared.down", False, linear)
     yield Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
-
-
-def _scores(args: ModelArgs, linear: Collection[str]) -> str:
-    """The kernel of a router: another than the chosen one, where that rounds what is to be exact."""
-    return "quire.kernels.linear.ref" if args.moe and args.moe.router_float and "exact" not in linear else "linear"
 
 
 def _weights(name: str, bias: bool) -> tuple[str, ...]:

@@ -24,12 +24,13 @@ from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError, WeightsError
 from quire.contracts.params import Param, fused
+from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice, Needs, Probe, objection
 from quire.kernels.supports import SUPPORTS
 from quire.models.calls import FUSED, Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.facts import model_facts
 from quire.models.layout import layout
-from quire.models.registry import ITEM_BYTES, rank_geometry
+from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.weights.files import StoredTensor, read_checkpoint, stored_in
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
@@ -202,9 +203,16 @@ class EnginePlan:
     def _chosen(self) -> dict[str, Choice]:
         return {choice.op: choice for choice in self.kernels}
 
-    def _qualified(self, function: str) -> str:
-        """"linear.run" -> the function of the chosen implementation."""
+    @cached_property
+    def _linears(self) -> Mapping[str, LinearPlan]:
+        return linear_plans(self.args, self.layout, self.kernels)
+
+    def _qualified(self, function: str, parameters: Iterable[str]) -> str:
+        """"linear.run" -> the function of the implementation that is planned for what reads these parameters."""
         op, _, rest = function.partition(".")
+        if op == "linear":
+            modules = (name.rpartition(".")[0] for name in parameters)
+            return f"quire.kernels.linear.{next(m for m in map(self._linears.get, modules) if m).layout}.{rest}"
         return f"quire.kernels.{op}.{self._chosen[op].name}.{rest}" if op in self._chosen else function
 
     def _layers(self) -> Iterator[dict[str, Any]]:
@@ -215,19 +223,21 @@ class EnginePlan:
             linear = frozenset(self._chosen["linear"].features) - (FUSED if quantized else frozenset())
             calls = list(layer_calls(args, layer, linear, self.config.load.routing) if layer >= 0 else
                          embedding_calls(args, linear) if first else head_calls(args))  # fmt: skip
-            run = {parameter: call.function for call in reversed(calls) for parameter in call.parameters}
+            at = f"layers.{layer}." if layer >= 0 else ""
+            named = [self._call(call, quantized, at) for call in calls]
+            run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
             weights = [self._weight(param, run.get(name, ""), linear) for name, param in params.items()]
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
                 "parameters": sum(w["parameters"] for w in weights), "bytes": _total(w["bytes"] for w in weights),
-                "calls": [self._call(call, quantized) for call in calls],
+                "calls": named,
                 "weights": weights,
             }  # fmt: skip
 
-    def _call(self, call: Call, quantized: frozenset[str]) -> dict[str, Any]:
+    def _call(self, call: Call, quantized: frozenset[str], at: str) -> dict[str, Any]:
         """A call as plain values. There is no implementation to name where a parameter is among the `quantized`."""
         missing = self._lacking if quantized & set(call.parameters) else ""
-        function = call.function if missing else self._qualified(call.function)
+        function = call.function if missing else self._qualified(call.function, (at + p for p in call.parameters))
         return call._asdict() | {"function": function, "missing": missing}
 
     def _lacks(self, param: Param) -> bool:
@@ -237,7 +247,7 @@ class EnginePlan:
     def _weight(self, param: Param, run: str, linear: Collection[str]) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.config.load.load_format == "dummy" else "load.load_weights"
         pack = pack_function(self.args, param.name, linear)
-        steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack), "run": self._qualified(run)}
+        steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack, [param.name]), "run": run}
         quantized = self._is_quantized(param)
         method = "float8_e4m3" if self._block else self.quantization.get("quant_method", "")
         experts, parts = fused(param)

@@ -12,6 +12,8 @@ from quire.config.resolve_cuda import CUDA_BLOCK_SIZE
 from quire.contracts.blocks import KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
+from quire.kernels.linear.plan import LinearPlan, plan_linears
+from quire.kernels.select import Choice
 from quire.models.layout import layout, stored_names
 from quire.platforms.cpu import CpuFacts
 from quire.platforms.cuda import CudaFacts
@@ -53,13 +55,20 @@ def build_model(
     chosen = select_kernels(platform.device, dtype, ops=operations(args), head_dim=args.head_dim, forced=kernels)
     own = layout(args, experts=experts)
     params = {param.name: param for param in own}
-    build = Build(getattr(torch, dtype), torch.device(device), chosen, params, experts)
+    build = Build(getattr(torch, dtype), torch.device(device), chosen, params, linear_plans(args, own, chosen.choices),
+                  experts)  # fmt: skip
     elsewhere = frozenset(stored_names(layout(args))) if experts is not None else frozenset()
     model = Decoder(args, own, build, elsewhere=elsewhere)
     if routing == "uniform" and args.moe is not None:
         for layer in args.moe.layers:
             model.layers[layer].mlp.choose = partial(uniform, chosen.routing, args.moe.routing)
     return model
+
+
+def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:
+    """The plans of a model's linear layers, by name."""
+    choice = next(choice for choice in choices if choice.op == "linear")
+    return plan_linears(params, choice, exact=args.moe is not None and args.moe.router_float)
 
 
 def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:

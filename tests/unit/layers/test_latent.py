@@ -20,6 +20,7 @@ from quire.layers.latent import LatentAttention, choose_form, split
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotary
 from quire.models.layout import layout
+from quire.models.registry import linear_plans
 from quire.weights.units import load_units
 
 from ...filled_models import sliced
@@ -57,7 +58,8 @@ class Case:
         small = select_kernels("cpu", "float32")
         kernels = Kernels(choices=small.choices, norm=small.norm, linear=small.linear, latent=kernel)
         params = [param for param in layout(args) if param.name.startswith(AT)]
-        build = Build(torch.float32, torch.device("cpu"), kernels, {param.name: param for param in params})
+        build = Build(torch.float32, torch.device("cpu"), kernels, {param.name: param for param in params},
+                      linear_plans(args, params, small.choices))  # fmt: skip
         self.layer = LatentAttention(args, AT[:-1], build, form)
         self.norm = RMSNorm("norm", 1e-5, build)
         self.norm.take({"weight": torch.empty(HIDDEN).uniform_(0.5, 1.5)}, 0)

@@ -25,7 +25,7 @@ from quire.layers.context import Build, Loads
 from quire.layers.moe import BESIDE, MoE
 from quire.layers.norm import RMSNorm
 from quire.models.layout import layout
-from quire.models.registry import operations
+from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
 from ...expert_inputs import Case, make, packed_by
@@ -68,7 +68,8 @@ def build_for(args: ModelArgs, dtype: torch.dtype = torch.float32, experts: tupl
     kernels = select_kernels("cpu", str(dtype).removeprefix("torch."), ops=operations(args), head_dim=args.head_dim,
                              forced={"linear": linear} if linear else None)  # fmt: skip
     params = {param.name: param for param in layout(args, experts=experts)}
-    return Build(dtype, torch.device("cpu"), kernels, params, experts)
+    linears = linear_plans(args, params.values(), kernels.choices)
+    return Build(dtype, torch.device("cpu"), kernels, params, linears, experts)
 
 
 def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
@@ -216,7 +217,9 @@ def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool) -
                              forced={"experts": kernel}, probe=lambda need: "")  # fmt: skip
     kernels = replace(select_kernels("cpu", "bfloat16", ops=operations(args), head_dim=args.head_dim), choices=choices)
     params = {param.name: param for param in layout(args)}
-    assert MoE(args, prefix(args)[:-1], Build(torch.bfloat16, torch.device(device), kernels, params)).forks == forks
+    linears = linear_plans(args, params.values(), choices)
+    build = Build(torch.bfloat16, torch.device(device), kernels, params, linears)
+    assert MoE(args, prefix(args)[:-1], build).forks == forks
 
 
 @pytest.mark.parametrize("exact", [True, False])

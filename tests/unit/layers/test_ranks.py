@@ -13,7 +13,7 @@ from quire.layers.context import Build, Loads, StepContext, Sum
 from quire.layers.decoder import DecoderBlock
 from quire.layers.rope import Rotary
 from quire.models.layout import layout
-from quire.models.registry import operations
+from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
 from ...filled_models import sliced, stored_tensors
@@ -36,8 +36,9 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], sum_tp: Sum | 
     params = [param for param in layout(args, rank) if param.name.startswith(f"layers.{layer}.")]
     kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.head_dim)
     whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
+    own = None if whole else tuple(range(*rank.experts))
     build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
-                  None if whole else tuple(range(*rank.experts)), sum_tp)  # fmt: skip
+                  linear_plans(args, params, kernels.choices), own, sum_tp)  # fmt: skip
     made = DecoderBlock(args, layer, build)
     owners = {one.at: one for one in made.modules() if isinstance(one, Loads)}
     for unit in load_units(params):

@@ -3,14 +3,21 @@
 import importlib
 import subprocess
 import sys
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from quire.config.checkpoint import FAMILIES, parse_checkpoint_config
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
-from quire.models.registry import build_model, kv_components, unpacked_bytes
+from quire.kernels.linear.plan import LinearPlan, RowRange
+from quire.kernels.select import Choice
+from quire.layers.linear import Linear
+from quire.models import registry
+from quire.models.layout import layout
+from quire.models.registry import build_model, kv_components, linear_plans, unpacked_bytes
 from quire.platforms.cpu import read_cpu_facts
 
 from ...filled_models import fill
@@ -80,3 +87,33 @@ def test_facts_do_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+def test_a_linear_layer_runs_the_kernel_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another layout in the plan of one layer, and that layer alone is packed and run by another kernel."""
+    changed, real = "layers.1.mlp.down", registry.linear_plans
+
+    def plans(*given: Any) -> dict[str, LinearPlan]:
+        made = real(*given)
+        other = msgspec.structs.replace(made[changed], layout="ref", ranges=(RowRange(None, "ref"),), features=())
+        return made | {changed: other}
+
+    monkeypatch.setattr(registry, "linear_plans", plans)
+    model = build_model(ARGS, dtype="float32", device="cpu", platform=read_cpu_facts())
+    kernels = {one.at: one.kernel.__name__.rpartition(".")[2] for one in model.modules() if isinstance(one, Linear)}
+    assert kernels.pop(changed) == "ref" and set(kernels.values()) == {model.kernels.linear.__name__.split(".")[-1]}
+    assert model.kernels.linear.__name__ != "quire.kernels.linear.ref"
+
+
+def test_scores_that_must_be_exact_are_planned_for_the_reference() -> None:
+    """Where the chosen kernel rounds them; other layers keep it."""
+    args = parse_checkpoint_config({
+        "model_type": "deepseek_v3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "q_lora_rank": None,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1, "first_k_dense_replace": 0,
+        "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "kv_lora_rank": 8})  # fmt: skip
+    for features, kernel in (((), "ref"), (("exact",), "fast")):
+        plans = linear_plans(args, layout(args), [Choice("linear", "fast", "because", features=features)])
+        assert plans["layers.0.mlp.router"].layout == kernel
+        assert {one.layout for name, one in plans.items() if not name.endswith(".router")} == {"fast"}
