@@ -1,14 +1,37 @@
-"""Models whose layers get made-up weights, and a stand-in that keeps what a loader hands to layers."""
+"""Plans and models without a command: layers get made-up weights, a stand-in keeps what a loader hands to layers."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.config.checkpoint import ModelArgs
+from quire.config.engine import EngineConfig
+from quire.config.placement import ALONE, Parallel
+from quire.config.resolve import DTypePlan
 from quire.contracts.params import Param, Part, RawTensor
+from quire.kernels.select import here
+from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
+from quire.models.build import build_model
+from quire.models.plan import EnginePlan, Machine, resolve_engine
 from quire.weights.units import load_units
+
+
+def planned(args: ModelArgs, dtype: str = "float32", *, forced: dict[str, str] | None = None,
+            parallel: Parallel = ALONE, number: int = 0, **options: object) -> EnginePlan:
+    """The plan of a rank of an engine on this CPU, of a model that lies nowhere."""
+    config = EngineConfig.from_flat(**options)
+    machine = Machine(device="cpu", words="a CPU", total_memory=1 << 34)
+    return resolve_engine(config, Path("nowhere"), args, machine, DTypePlan(dtype=dtype, reason="as asked"), here,
+                          parallel=parallel, number=number, forced=forced)  # fmt: skip
+
+
+def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:
+    """A model without weights on this CPU; `asked` as of `planned`."""
+    return build_model(planned(args, dtype, **asked))
 
 
 def fill(model: Model, make: Callable[[RawTensor], Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoint import ModelArgs
@@ -14,55 +13,14 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
 from quire.kernels.linear.plan import LinearPlan, plan_linears
 from quire.kernels.select import Choice
-from quire.models.layout import layout, stored_names
-from quire.platforms.cpu import CpuFacts
-from quire.platforms.cuda import CudaFacts
 from quire.quantization.formats import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.attention import KVView
-    from quire.layers.decoder import Decoder
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def build_model(
-    args: ModelArgs, *, dtype: str, device: str, platform: CpuFacts | CudaFacts, kernels: dict[str, str] | None = None,
-    experts: tuple[int, ...] | None = None, routing: str = "model",
-) -> "Decoder":
-    """A model without weights: `quire.weights` loads them into its layers, which pack them.
-
-    device     the platform's
-    dtype      what to compute in: "float32" or "bfloat16"
-    kernels    operation -> implementation to force; ConfigError with the reasons when it cannot be
-    experts    numbers of those that this rank owns; None: all of them
-    routing    "model", or "uniform": experts are drawn at random in the routers' place
-    """
-    check_routing(args, routing)
-    import torch
-
-    from quire.kernels.routing import uniform
-    from quire.kernels.select import select_kernels
-    from quire.layers.context import Build
-    from quire.layers.decoder import Decoder
-
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
-    if device != platform.device:
-        raise ConfigError(f"device {device!r} does not match the platform {platform.device!r}.")
-    chosen = select_kernels(platform.device, dtype, ops=operations(args), head_dim=args.head_dim, forced=kernels)
-    own = layout(args, experts=experts)
-    params = {param.name: param for param in own}
-    build = Build(getattr(torch, dtype), torch.device(device), chosen, params, linear_plans(args, own, chosen.choices),
-                  experts)  # fmt: skip
-    elsewhere = frozenset(stored_names(layout(args))) if experts is not None else frozenset()
-    model = Decoder(args, own, build, elsewhere=elsewhere)
-    if routing == "uniform" and args.moe is not None:
-        for layer in args.moe.layers:
-            model.layers[layer].mlp.choose = partial(uniform, chosen.routing, args.moe.routing)
-    return model
 
 
 def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:

@@ -10,11 +10,9 @@ from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, first_of_each_kind, run_layers
-from quire.models.registry import build_model
-from quire.platforms.cpu import read_cpu_facts
 from quire.weights.dummy import load_dummy
 
-from ...filled_models import fill, normal
+from ...filled_models import built, fill, normal
 
 LAYERS = 3
 
@@ -31,7 +29,7 @@ def make() -> tuple[Model, StepContext, torch.Tensor]:
         "model_type": "llama", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
         "num_hidden_layers": LAYERS, "max_position_embeddings": 64,
     }  # fmt: skip
-    model = build_model(parse_checkpoint_config(config), dtype="float32", device="cpu", platform=read_cpu_facts())
+    model = built(parse_checkpoint_config(config))
     fill(model, normal(0.3))
     kv = [KVView(*torch.zeros(2, 2, 2, 8, 8)) for _ in range(LAYERS)]
     meta = AttentionMeta([0, 5], [5], torch.tensor([[1]], dtype=torch.int32), torch.arange(8, 13))
@@ -66,8 +64,8 @@ def test_layers_that_launch_the_same_are_one_kind() -> None:
         "moe_intermediate_size": 8, "mlp_only_layers": [2], "max_position_embeddings": 64,
     }  # fmt: skip
     for routing in ("model", "uniform"):
-        model = build_model(parse_checkpoint_config(config), dtype="float32", device="cpu", platform=read_cpu_facts(),
-                            kernels={"linear": "ref"}, routing=routing)  # fmt: skip
+        model = built(parse_checkpoint_config(config), forced={"linear": "ref"}, routing=routing,
+                      load_format="dummy")  # fmt: skip
         load_dummy(model)
         layers: list[Any] = list(model.layers)
         assert first_of_each_kind(layers) == [0, 2]

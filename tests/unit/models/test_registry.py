@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,15 +11,14 @@ import torch
 from quire.config.checkpoint import FAMILIES, parse_checkpoint_config
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
-from quire.kernels.linear.plan import LinearPlan, RowRange
+from quire.kernels.linear.plan import RowRange
 from quire.kernels.select import Choice
 from quire.layers.linear import Linear
-from quire.models import registry
+from quire.models.build import build_model
 from quire.models.layout import layout
-from quire.models.registry import build_model, kv_components, linear_plans, unpacked_bytes
-from quire.platforms.cpu import read_cpu_facts
+from quire.models.registry import kv_components, linear_plans, operations, unpacked_bytes
 
-from ...filled_models import fill
+from ...filled_models import built, fill, planned
 
 ARGS = parse_checkpoint_config(
     {
@@ -39,15 +37,13 @@ def test_kv_components() -> None:
     assert kv_components(ARGS, "bfloat16") == tuple(KVComponent(name, 2, 8, "bfloat16", 2) for name in ("k", "v"))
 
 
-def test_wrong_dtype_or_device_is_refused() -> None:
+def test_a_wrong_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="int3"):
-        build_model(ARGS, dtype="int3", device="cpu", platform=read_cpu_facts())
-    with pytest.raises(ConfigError, match="cuda"):
-        build_model(ARGS, dtype="float32", device="cuda", platform=read_cpu_facts())
+        built(ARGS, "int3", forced={op: "ref" for op in operations(ARGS)})
 
 
 def test_a_model_holds_nothing_before_it_is_loaded() -> None:
-    model = build_model(ARGS, dtype="float32", device="cpu", platform=read_cpu_facts())
+    model = built(ARGS)
     assert not list(model.named_parameters())
     assert unpacked_bytes(model.layout, "float32") == 2 * unpacked_bytes(model.layout, "bfloat16") > 0
 
@@ -64,7 +60,7 @@ MOE = parse_checkpoint_config(
 def test_uniform_routing_takes_the_routers_place() -> None:
     """Zero weights would send every token to experts 0 and 1."""
     def hits(routing: str) -> set[int]:
-        model = build_model(MOE, dtype="float32", device="cpu", platform=read_cpu_facts(), routing=routing)
+        model = built(MOE, routing=routing, load_format="dummy")
         fill(model, lambda raw: torch.zeros(raw.shape))
         seen: list[torch.Tensor] = []
         layer = model.layers[1].mlp
@@ -77,7 +73,7 @@ def test_uniform_routing_takes_the_routers_place() -> None:
 
 def test_uniform_routing_needs_experts() -> None:
     with pytest.raises(ConfigError, match="routing=uniform"):
-        build_model(ARGS, dtype="float32", device="cpu", platform=read_cpu_facts(), routing="uniform")
+        built(ARGS, routing="uniform", load_format="dummy")
 
 
 def test_facts_do_not_import_torch() -> None:
@@ -89,17 +85,11 @@ def test_facts_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
 
 
-def test_a_linear_layer_runs_the_kernel_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_layer_runs_the_kernel_of_its_plan() -> None:
     """Another layout in the plan of one layer, and that layer alone is packed and run by another kernel."""
-    changed, real = "layers.1.mlp.down", registry.linear_plans
-
-    def plans(*given: Any) -> dict[str, LinearPlan]:
-        made = real(*given)
-        other = msgspec.structs.replace(made[changed], layout="ref", ranges=(RowRange(None, "ref"),), features=())
-        return made | {changed: other}
-
-    monkeypatch.setattr(registry, "linear_plans", plans)
-    model = build_model(ARGS, dtype="float32", device="cpu", platform=read_cpu_facts())
+    changed, plan = "layers.1.mlp.down", planned(ARGS)
+    other = msgspec.structs.replace(plan.linears[changed], layout="ref", ranges=(RowRange(None, "ref"),), features=())
+    model = build_model(msgspec.structs.replace(plan, linears=plan.linears | {changed: other}))
     kernels = {one.at: one.kernel.__name__.rpartition(".")[2] for one in model.modules() if isinstance(one, Linear)}
     assert kernels.pop(changed) == "ref" and set(kernels.values()) == {model.kernels.linear.__name__.split(".")[-1]}
     assert model.kernels.linear.__name__ != "quire.kernels.linear.ref"
