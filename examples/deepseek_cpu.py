@@ -18,16 +18,21 @@ import torch
 from torch import Tensor
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
-from quire.config.resolve import resolve_geometry
+from quire.config.engine import EngineConfig
+from quire.config.resolve import DTypePlan, resolve_geometry
 from quire.contracts.errors import UserError
 from quire.kernels.attention import AttentionMeta
+from quire.kernels.select import here
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
 from quire.layers.decoder import Decoder
 from quire.layers.latent import choose_form
 from quire.layers.stack import run_layers
-from quire.models.registry import build_model, kv_components, kv_views
+from quire.models.build import build_model
+from quire.models.plan import Machine, resolve_engine
+from quire.models.registry import kv_components, kv_views
 from quire.platforms.cpu import read_cpu_facts
+from quire.weights.units import load_units
 
 CONFIG = {
     "model_type": "deepseek_v3", "vocab_size": 102400, "hidden_size": 256, "intermediate_size": 512,
@@ -70,11 +75,14 @@ def read(folder: Path) -> ModelArgs:
 
 def build(args: ModelArgs) -> Decoder:
     """The model with random weights, ready to run."""
-    model = build_model(args, dtype="float32", device="cpu", platform=read_cpu_facts())
+    machine = Machine(device="cpu", words="this CPU", total_memory=read_cpu_facts().total_memory)
+    dtype = DTypePlan(dtype="float32", reason="of this example")
+    model = build_model(resolve_engine(EngineConfig(), Path(), args, machine, dtype, here))
     torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0, 0.05)
-    model.pack()
+    for unit in load_units(model.layout):  # what a loader does, without files
+        model.take(unit.module, unit.place, {
+            raw.name: torch.ones(raw.shape) if "norm" in unit.module else torch.randn(raw.shape) * 0.05
+            for raw in unit.tensors})  # fmt: skip
     return model
 
 

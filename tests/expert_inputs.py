@@ -1,6 +1,8 @@
 """Inputs for tests of the expert kernels."""
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,3 +41,11 @@ def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, T
     weights, ids = scores.topk(case.top_k)
     gate_up, down = (draw(e, 2 * i, h) * h**-0.5).to(dtype), (draw(e, h, i) * i**-0.5).to(dtype)
     return draw(t, h).to(dtype), weights.softmax(1) * 1.7, ids.int(), gate_up, down
+
+
+def packed_by(kernel: ModuleType, gate_up: Tensor, down: Tensor) -> Any:
+    """Weights [E, 2I, H] and [E, H, I] in a kernel's layout, put into their places one by one as a loader does."""
+    packed = kernel.empty(len(gate_up), gate_up[0], down[0], gate_up.device)
+    for place in reversed(range(len(gate_up))):
+        kernel.put(packed, place, gate_up[place].clone(), down[place].clone())
+    return packed

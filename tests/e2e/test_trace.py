@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM
-from quire.assemble import plain
+from quire import LLM, assemble
 from quire.contracts.errors import PromptTooLong
 from quire.entry.cli.main import main
 from quire.explain.trace import Span, _stops, recording, trace
@@ -82,7 +81,8 @@ def test_another_kernel_is_another_trace(llm: LLM, monkeypatch: pytest.MonkeyPat
     called = set(names(trace(llm, PROMPT)))
     others = ("norm", "heads", "attention")  # heads are normed, too
     assert f"norm.{chosen['norm']}.rms_norm" in called and not any(name.startswith("norm.ref.") for name in called)
-    monkeypatch.setattr(plain, "build_model", partial(plain.build_model, kernels=dict.fromkeys(others, "ref")))
+    by_reference = partial(assemble.resolve_engine, forced=dict.fromkeys(others, "ref"))
+    monkeypatch.setattr(assemble, "resolve_engine", by_reference)
     with LLM(async_depth=1, **OPTIONS) as other:
         spans = list(flat(trace(other, PROMPT)))
     called = {span.name for span in spans}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from quire.contracts.errors import ConfigError
 from quire.explain.parity import NUM_TOKENS, verify
 from quire.explain.verdict import Report, Stage, Step
 from quire.kernels.heads import cpu, native, ref
+from quire.models import obtain
 from quire.models.layout import layout
 from quire.weights.load import load_weights
+from quire.weights.units import load_units
 
 from ..tiny_models import EXPERTS, random_model
 
@@ -70,26 +73,30 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
 
     def run(folder: Path, change: Change | None = None,
             config: Callable[[ModelArgs], ModelArgs] = lambda args: args) -> Report:
-        def loaded(model: Any, folder: Path, progress: Any = None) -> None:
-            load_weights(model, folder, progress)
-            parameters = dict(model.named_parameters())
+        def loaded(model: Any, folder: Path, progress: Any = None, **options: Any) -> None:
+            kept: list[tuple[str, int, dict[str, Tensor]]] = []
+            given = {name: getattr(model, name) for name in ("args", "layout", "elsewhere", "dtype", "device")}
+            load_weights(SimpleNamespace(**given, take=lambda *unit: kept.append(unit)), folder, progress, **options)  # type: ignore[arg-type]
 
             def rows(stored: str) -> Tensor:
-                for param in model.layout:
-                    first = 0
-                    for part in param.parts:
-                        if part.stored == stored:
-                            return parameters[param.name].data[first : first + part.rows]
-                        first += part.rows
+                for unit, (*_, tensors) in zip(load_units(model.layout), kept, strict=True):
+                    for raw in unit.tensors:
+                        first = 0
+                        for part in raw.parts:
+                            if part.stored == stored:
+                                return tensors[raw.name][first : first + part.rows]
+                            first += part.rows
                 raise KeyError(stored)
 
             if change is not None:
                 change(rows)
+            for unit in kept:
+                model.take(*unit)
 
         with monkeypatch.context() as patch:
             patch.setattr(quire.assemble.plain, "load_weights", loaded)
-            read = quire.assemble.read_checkpoint_config
-            patch.setattr(quire.assemble, "read_checkpoint_config", lambda folder: config(read(folder)))
+            read = obtain.read_checkpoint_config
+            patch.setattr(obtain, "read_checkpoint_config", lambda folder: config(read(folder)))
             return verify(str(folder), CONFIG)
 
     return run

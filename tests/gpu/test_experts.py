@@ -13,7 +13,7 @@ from quire.kernels.experts import grouped, ref
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import uniform
 
-from ..expert_inputs import Case, make
+from ..expert_inputs import Case, make, packed_by
 
 if triton_runtime.missing() or triton_runtime.INTERPRETED:
     pytest.skip(triton_runtime.missing() or "kernels are interpreted", allow_module_level=True)
@@ -67,7 +67,7 @@ def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens:
     x, weights, ids, gate_up, down = make(Case(tokens, experts, k, hidden, inner), torch.bfloat16, "cuda")
     residual = torch.randn_like(x)
     expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
-    packed = triton.pack(gate_up, down)
+    packed = packed_by(triton, gate_up, down)
     given = residual.clone()
     found = triton.run(x, weights, ids, packed, None, given)
     close(found, expected)
@@ -77,10 +77,10 @@ def test_experts(device: torch.device, shape: tuple[int, int, int, int], tokens:
     places[own] = torch.arange(len(own), dtype=torch.int32, device=device)
     part = (gate_up[own], down[own])
     expected = ref.run(x, weights, ids, part, places)
-    close(triton.run(x, weights, ids, triton.pack(*part), places), expected)
-    close(triton.run(x, weights, places[ids], triton.pack(*part)), expected)
+    close(triton.run(x, weights, ids, packed_by(triton, *part), places), expected)
+    close(triton.run(x, weights, places[ids], packed_by(triton, *part)), expected)
     if inner % 8 == 0 and hidden % 8 == 0:
-        close(grouped.run(x, weights, ids, grouped.pack(*part), places), expected)
+        close(grouped.run(x, weights, ids, packed_by(grouped, *part), places), expected)
 
 
 @pytest.mark.parametrize("spread", ["even", "one", "few", "none"])
@@ -133,8 +133,8 @@ def test_uneven_routing(device: torch.device, tokens: int, spread: str) -> None:
     case = Case(tokens, 32, 1 if spread == "one" else 2, 512, 256, spread)
     x, weights, ids, gate_up, down = make(case, torch.bfloat16, "cuda")
     expected = ref.run(x, weights, ids, (gate_up, down))
-    close(triton.run(x, weights, ids, triton.pack(gate_up, down)), expected)
-    close(grouped.run(x, weights, ids, grouped.pack(gate_up, down)), expected)
+    close(triton.run(x, weights, ids, packed_by(triton, gate_up, down)), expected)
+    close(grouped.run(x, weights, ids, packed_by(grouped, gate_up, down)), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -142,7 +142,8 @@ def test_uneven_routing(device: torch.device, tokens: int, spread: str) -> None:
 def test_other_types(device: torch.device, dtype: torch.dtype, tokens: int) -> None:
     x, weights, ids, gate_up, down = make(Case(tokens, 16, 4, 264, 136), dtype, "cuda")
     bound = 1e-5 if dtype == torch.float32 else 2e-3
-    close(triton.run(x, weights, ids, triton.pack(gate_up, down)), ref.run(x, weights, ids, (gate_up, down)), bound)
+    packed, expected = packed_by(triton, gate_up, down), ref.run(x, weights, ids, (gate_up, down))
+    close(triton.run(x, weights, ids, packed), expected, bound)
 
 
 @pytest.mark.parametrize("tokens", [3, 64])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,14 @@ from safetensors.torch import save_file
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.cache import compiling_ahead
 from quire.kernels.triton_runtime import jit, tl
-from quire.layers.stack import Model
-from quire.models.registry import build_model
-from quire.platforms.cpu import read_cpu_facts
+from quire.models.layout import layout
 from quire.platforms.cuda import CudaFacts
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
-from quire.weights.stream import stream_weights
 from quire.worker.graphs import Graphs
+
+from ..filled_models import Taken, stored_tensors
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
@@ -34,12 +34,9 @@ def scale_kernel(x, y, n, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     tl.store(y + at, tl.load(x + at, mask=at < n) * factor, mask=at < n)
 
 
-def build(device: str, dtype: str, facts: CudaFacts) -> Model:
-    args = parse_checkpoint_config(CONFIG)
-    model = build_model(args, dtype=dtype, device=device, platform=facts if device == "cuda" else read_cpu_facts())
-    for _, parameter in model.named_parameters():
-        parameter.data.fill_(float("nan"))
-    return model
+def build(device: str, dtype: str, changes: dict[str, object] | None = None) -> Any:
+    args = parse_checkpoint_config(CONFIG | (changes or {}))
+    return Taken(args, layout(args), getattr(torch, dtype), device)
 
 
 def test_the_driver_and_torch_see_the_same_gpu(facts: CudaFacts) -> None:
@@ -73,35 +70,35 @@ def test_what_another_process_holds_is_counted(facts: CudaFacts) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("chunk", "threads"), [(1 << 20, 8), (100_000, 3), (8 << 20, 1)])
-def test_streamed_weights_are_the_cpu_s(tmp_path: Path, facts: CudaFacts, dtype: str, chunk: int, threads: int) -> None:
-    expected, model = build("cpu", dtype, facts), build("cuda", dtype, facts)
-    tensors = {part.stored: torch.randn(part.rows, *param.shape[1:]).bfloat16()
-               for param in expected.layout for part in param.parts}
-    save_file(tensors, tmp_path / "model.safetensors")
+@pytest.mark.parametrize("load_device", ["cpu", "cuda"])
+def test_loaded_weights_are_the_cpu_s(tmp_path: Path, dtype: str, chunk: int, threads: int, load_device: str) -> None:
+    expected, model = build("cpu", dtype), build("cuda", dtype)
+    stored = {name: tensor.bfloat16() for name, tensor in stored_tensors(expected.layout).items()}
+    save_file(stored, tmp_path / "model.safetensors")
     load_weights(expected, tmp_path)
-    print(stream_weights(model, tmp_path, chunk_bytes=chunk, num_threads=threads))
-    for (name, a), (_, b) in zip(expected.named_parameters(), model.named_parameters(), strict=True):
-        assert torch.equal(a, b.cpu()), name
+    print(load_weights(model, tmp_path, device=torch.device(load_device), chunk_bytes=chunk, num_threads=threads))
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(tensor, model.tensors[name].cpu()), name
 
 
-def test_the_rate_from_the_page_cache(tmp_path: Path, facts: CudaFacts) -> None:
-    big = CONFIG | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128}
-    model = build_model(parse_checkpoint_config(big), dtype="bfloat16", device="cuda", platform=facts)
-    save_file({part.stored: torch.zeros(part.rows, *param.shape[1:], dtype=torch.bfloat16)
-               for param in model.layout for part in param.parts}, tmp_path / "model.safetensors")
+def test_the_rate_from_the_page_cache(tmp_path: Path) -> None:
+    big = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "head_dim": 128}
+    stored = {part.stored: torch.zeros(part.shape, dtype=torch.bfloat16)
+              for param in build("cuda", "bfloat16", big).layout for part in param.parts}  # fmt: skip
+    save_file(stored, tmp_path / "model.safetensors")
     for threads in (1, 2, 4, 8, 16):
-        print(threads, "threads:", min((stream_weights(model, tmp_path, num_threads=threads) for _ in range(2)),
-                                       key=lambda report: report.seconds))
-    torch.cuda.synchronize()
-    assert all(not p.data.any() for _, p in model.named_parameters())
+        models = [build("cuda", "bfloat16", big) for _ in range(2)]
+        print(threads, "threads:", min((load_weights(model, tmp_path, num_threads=threads) for model in models),
+                                       key=lambda report: report.seconds))  # fmt: skip
+        assert not any(tensor.any() for model in models for tensor in model.tensors.values())
 
 
-def test_dummy_weights_are_the_same_on_both(facts: CudaFacts) -> None:
-    one, other = build("cpu", "bfloat16", facts), build("cuda", "bfloat16", facts)
+def test_dummy_weights_are_the_same_on_both() -> None:
+    one, other = build("cpu", "bfloat16"), build("cuda", "bfloat16")
     load_dummy(one, 3)
     load_dummy(other, 3)
-    for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(a, b.cpu()), name
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor, other.tensors[name].cpu()), name
 
 
 def test_a_kernel_compiled_ahead_is_not_compiled_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def compile_production() -> None:
 
     from quire.kernels.step import StepBuffers, Tables
     from quire.kernels.step import triton as step
-    from quire.worker.cuda_worker import graph_sizes
+    from quire.models.graphs import decode_sizes
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -37,7 +37,7 @@ def compile_production() -> None:
         buffers = StepBuffers(token_ids=zeros(8192), positions=zeros(8192), kv_slots=zeros(8192),
                               seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(slots),
                               sample_slots=zeros(slots), sample_positions=zeros(slots))  # fmt: skip
-        for size in graph_sizes(slots):
+        for size in decode_sizes(slots):
             step.build_inputs(packed, tables, buffers, tokens=size, seqs=size, max_seqs=slots)
         for tokens in (256, 1000, 8192):
             step.build_inputs(packed, tables, buffers, tokens=tokens, seqs=slots, max_seqs=slots)

@@ -22,11 +22,13 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.models.layout import layout
-from quire.models.registry import kv_components, kv_views, operations
+from quire.models.registry import kv_components, kv_views, linear_plans, operations
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.slots import SlotTables
 from quire.worker.worker import Worker
+
+from ..filled_models import fill, normal
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -79,11 +81,11 @@ class Recording:
 def make_model(device: str) -> Model:
     args = parse_checkpoint_config(CONFIG)
     kernels = select_kernels(device, "float32", ops=operations(args), head_dim=args.head_dim)
-    model = Decoder(args, layout(args), Build(torch.float32, CPU, kernels))
-    random = torch.Generator().manual_seed(0)
-    for _, parameter in model.named_parameters():
-        parameter.data.normal_(0.0, 0.3, generator=random)
-    model.pack()
+    params = layout(args)
+    build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
+                  linear_plans(args, params, kernels.choices))  # fmt: skip
+    model = Decoder(args, params, build)
+    fill(model, normal(0.3))
     return model
 
 

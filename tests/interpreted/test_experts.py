@@ -22,7 +22,7 @@ from quire.kernels.experts.triton import Tiles
 from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import triton as routing
 
-from ..expert_inputs import CASES, Case, make
+from ..expert_inputs import CASES, Case, make, packed_by
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -96,7 +96,7 @@ def check(case: Case, dtype: torch.dtype, **cut: Any) -> None:
     places = torch.arange(case.experts, dtype=torch.int32) - 1
     places = torch.where(places < local, places, -1)
     for own, mapped, added in ((slice(None), None, residual), (slice(local), places, None)):
-        packed = triton.pack(gate_up[own].clone(), down[own].clone())
+        packed = packed_by(triton, gate_up[own].clone(), down[own].clone())
         expected = ref.run(x, weights, ids, (gate_up[own], down[own]), mapped, added)
         given = None if added is None else added.clone()
         if cut:
@@ -167,7 +167,7 @@ def test_sorted_pairs(tokens: int, k: int, experts: int, spread: str, mapped: bo
 def test_the_residual_may_come_late(tokens: int, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for before the last kernel, which is no dependent launch if it waits for two streams."""
     x, weights, ids, gate_up, down = make(Case(tokens, 8, 2, 48, 24), torch.float32)
-    packed, residual, late = triton.pack(gate_up, down), torch.randn_like(x), torch.full_like(x, torch.nan)
+    packed, residual, late = packed_by(triton, gate_up, down), torch.randn_like(x), torch.full_like(x, torch.nan)
     expected = ref.run(x, weights, ids, packed, None, residual)
     launched: list[tuple[str, bool]] = []
 

@@ -28,7 +28,9 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.layers.latent import split
 from quire.models.layout import layout
+from quire.models.registry import linear_plans
 
+from ..filled_models import fill, normal
 from ..latent_steps import make, steps, weights
 from . import test_cuda_worker as workers
 from .test_cuda_worker import PLANS, CudaWorker, cuda_worker
@@ -360,11 +362,11 @@ def test_a_worker_of_a_gpu_gives_the_tokens_of_a_cpu(
     def make_model(device: str) -> Decoder:
         args = parse_checkpoint_config(CONFIG)
         kernels = select_kernels(device, "float32", ops=("norm", "activation", "linear", "latent"))
-        model = Decoder(args, layout(args), Build(torch.float32, torch.device("cpu"), kernels))
-        random = torch.Generator().manual_seed(0)
-        for _, parameter in model.named_parameters():
-            parameter.data.normal_(0.0, 0.3, generator=random)
-        model.pack()
+        params = layout(args)
+        named = {param.name: param for param in params}
+        build = Build(torch.float32, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
+        model = Decoder(args, params, build)
+        fill(model, normal(0.3))
         for block in model.layers:
             block.attention.most_absorbed = most  # type: ignore[union-attr]
         return model

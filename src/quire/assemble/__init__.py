@@ -20,14 +20,16 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
 from quire.engine.core import EngineCore
-from quire.kernels.select import Kernels, Needs, here
+from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
 from quire.models.obtain import obtain_weights, read_model
-from quire.models.plan import EnginePlan, moe_plans
+from quire.models.plan import Machine, resolve_engine
+from quire.models.report import PlanReport
 from quire.observe.progress import Progress
 from quire.platforms.cpu import read_cpu_facts
+from quire.platforms.cuda import read_cuda_facts
 from quire.platforms.detect import DevicePlan, resolve_device
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
@@ -114,21 +116,26 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         if device.device == "cuda":
             from quire.assemble.cuda import assemble_cuda
 
-            parts = assemble_cuda(config, folder, args, dtype, on_loading=loading, end_phase=phases.end, served=served)
+            facts = read_cuda_facts()
+            machine = Machine(device="cuda", words=f"{device}, {facts}", total_memory=facts.total_memory)
+            plan = resolve_engine(config, folder, args, machine, dtype, here, served=served)
+            parts = assemble_cuda(plan, facts, on_loading=loading, end_phase=phases.end)
         else:
-            parts = assemble_plain(config, folder, args, dtype, cpu, on_loading=loading, end_phase=phases.end,
+            machine = Machine(device="cpu", words=str(device), total_memory=cpu.total_memory)
+            plan = resolve_engine(config, folder, args, machine, dtype, here, served=served)
+            parts = assemble_plain(plan, on_loading=loading, end_phase=phases.end,
                                    free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
     tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
     compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size, GrammarTrial(),
                                cpu.cores)  # fmt: skip
-    core = _build_core(parts, folder, dtype, device, compiler)
+    core = _build_core(parts, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()
     notes = (*_notes(args, dtype, parts.memory, config), *unread, *parts.notes, *unused)
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
-        config=parts.config,
+        config=plan.config,
         folder=folder,
         args=args,
         device=device,
@@ -143,23 +150,16 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         eos_ids=text.eos_ids,
         default_params=text.default_params,
         pooling=text.pooling,
-        weight_bytes=parts.weight_bytes,
+        weight_bytes=plan.weight_bytes,
         phases=phases.seconds,
         notes=notes,
     )
 
 
-def _build_core(
-    parts: Parts, folder: Path, dtype: DTypePlan, device: DevicePlan, compiler: GrammarCompiler
-) -> EngineCore:
-    config, memory, scheduler, model = parts.config, parts.memory, parts.config.scheduler, parts.model
-    machine = ", ".join(filter(None, (str(device), parts.hardware)))
-    kernels = model.kernels.choices
-    plan = EnginePlan(
-        config=config, folder=folder, args=model.args, layout=model.layout, device=device.device, machine=machine,
-        dtype=dtype, kernels=kernels, memory=memory,
-        moe=moe_plans(model.args, kernels, Needs(device=device.device, dtype=dtype.dtype), here),
-    )  # fmt: skip
+def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:
+    plan, memory, config = parts.plan, parts.memory, parts.plan.config
+    scheduler = config.scheduler
+    report = PlanReport(plan=plan, memory=memory)
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth,
@@ -167,15 +167,15 @@ def _build_core(
         num_blocks=memory.num_blocks,
         block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len,
-        vocab_size=model.args.vocab_size,
+        vocab_size=plan.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
-        plans={"device": machine, "dtype": dtype, "memory": memory, "kernels": kernels,
-               "engine": msgspec.json.encode(plan.describe()).decode()} | parts.plans,
+        plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
+               "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans,
     )
     root = namespace_digest(
         model=config.model.model or "quire-tiny",
         revision=config.model.revision or "",
-        dtype=dtype.dtype,
+        dtype=plan.dtype.dtype,
         block_size=memory.geometry.block_size,
         geometry=memory.geometry,
     )

@@ -3,26 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from quire.assemble.parts import Loading, Parts
-from quire.assemble.plain import assemble_plain
-from quire.config.checkpoint import ModelArgs
+from quire.assemble.plain import assemble_plain, fill
 from quire.config.engine import EngineConfig
-from quire.config.resolve import DTypePlan, resolve_geometry
-from quire.config.resolve_cuda import (
-    CUDA_BLOCK_SIZE,
-    DeviceMemory,
-    check_sequences,
-    check_weights,
-    no_room_for_steps,
-    resolve_batch,
-    resolve_cuda_memory,
-)
+from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_steps
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.sampling import SamplerSpec
@@ -31,58 +19,48 @@ from quire.kernels.cache import compiling_ahead, use_cache_folder
 from quire.kernels.triton_runtime import missing
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
-from quire.models.layout import layout, parameters_per_token
-from quire.models.registry import ITEM_BYTES, build_model, kv_components, kv_views
-from quire.platforms.cuda import read_cuda_facts
+from quire.models.build import build_model
+from quire.models.plan import EnginePlan, resolve_sizing
+from quire.models.registry import kv_views
+from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
-from quire.weights.dummy import load_dummy
-from quire.weights.stream import stream_weights
-from quire.worker.cuda_worker import CudaWorker, Limits, graph_sizes, graph_tokens
+from quire.worker.cuda_worker import CudaWorker, Limits
 from quire.worker.packed import WORDS
 
 DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
-LAUNCH_SECONDS = 0.025  # of the host, for a step whose kernels are launched one by one
-FLOPS = 600e12  # of a GPU, in a large product
-LATENT_TOKENS = 1024  # of a captured step: in one, prompts attend to latents, which costs more the longer they are
 LATENT_CONTEXT = 32768  # tokens before the largest step: what is made of them fills the workspace
 GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 DEVICE = torch.device("cuda", 0)
 
 
-def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, *,
-                  on_loading: Loading, end_phase: Callable[[str], None], served: bool) -> Parts:
-    """Build what runs on the GPU; raises a `UserError` that names what would make it fit.
+def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
+                  end_phase: Callable[[str], None]) -> Parts:
+    """Build the engine of a plan on a GPU; raises a `UserError` that names what would make it fit.
 
     end_phase   told the name of each part of the start when it is over
     """
-    facts = read_cuda_facts()
-    weights = sum(prod(param.shape) * ITEM_BYTES[param.dtype or dtype.dtype] for param in layout(args))
-    wide = args.moe is not None and not served and weights <= facts.total_memory // 2  # else they would cost context
-    batch = resolve_batch(config.scheduler, facts.total_memory, wide)
-    config = replace(config, scheduler=batch)
-    check_sequences(config)
-    check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=dtype.dtype)
+    plan.check_runnable()
+    config, weights = plan.config, plan.weight_bytes
+    check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.dtype.dtype)
     end_phase("device")
     if why := missing():
-        parts = assemble_plain(config, folder, args, dtype, facts, on_loading=on_loading, end_phase=end_phase,
+        parts = assemble_plain(plan, on_loading=on_loading, end_phase=end_phase,
                                free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0])  # fmt: skip
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
         return replace(parts, hardware=str(facts), notes=(note,))
     cache, note = use_cache_folder()
-    model = build_model(args, dtype=dtype.dtype, device="cuda", platform=facts, routing=config.load.routing)
-    loaded = _load(model, config, folder, on_loading)
+    model = build_model(plan)
+    loaded = fill(model, plan, on_loading)
     end_phase("weights")
-    geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size,
-                                CUDA_BLOCK_SIZE)  # fmt: skip
     limits = Limits(
-        num_slots=batch.sequences(), max_tokens=batch.token_budget(), block_size=geometry.block_size,
-        max_model_len=config.model.max_model_len or args.max_position_embeddings, graph_sizes=_graph_sizes(config),
-        graph_tokens=_graph_tokens(config, args),
-        depth=config.device.async_depth or DEPTH,
+        num_slots=config.scheduler.sequences(), max_tokens=config.scheduler.token_budget(),
+        block_size=plan.geometry.block_size,
+        max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
+        graph_sizes=plan.graphs.sequences, graph_tokens=plan.graphs.tokens, depth=config.device.async_depth or DEPTH,
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
-        compiled, working, per_seq, per_token = _rehearse(model, geometry, limits)
+        compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits)
     end_phase("kernels")
     torch.cuda.empty_cache()
     measured = DeviceMemory(
@@ -90,20 +68,19 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
         later=working + (len(limits.graph_sizes) + len(limits.graph_tokens)) * GRAPH_BYTES,
         others=facts.others_memory, per_seq=per_seq, per_token=per_token,
     )  # fmt: skip
-    memory = resolve_cuda_memory(geometry, config, measured, context=args.max_position_embeddings, dtype=dtype.dtype)
+    memory = resolve_sizing(plan, measured)
     limits = replace(limits, max_model_len=memory.max_model_len)
     with _room_for_steps(weights, facts.free_memory, config):
-        worker = _worker(model, geometry, memory.num_blocks + 1, limits)
+        worker = _worker(model, memory.geometry, memory.num_blocks + 1, limits)
         worker.warm_up()
     end_phase("graphs")
     return Parts(
-        config=config,
+        plan=plan,
         model=model,
         worker=worker,
         executor=lambda facts: LaunchingExecutor(worker, facts),
         depth=limits.depth,
         memory=memory,
-        weight_bytes=weights,
         prompt_chunk=PROMPT_CHUNK,
         hardware=str(facts),
         plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
@@ -119,37 +96,6 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(no_room_for_steps(weights, free, config)) from error
-
-
-def _load(model: Model, config: EngineConfig, folder: Path, on_loading: Loading) -> str:
-    """Fill and pack a model; what was read, in words."""
-    loaded = "dummy"
-    if config.load.load_format == "dummy":
-        load_dummy(model, config.model.seed)
-    else:
-        loaded = str(stream_weights(model, folder, on_loading))
-    model.pack()
-    return loaded
-
-
-def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """How many sequences the decode steps have that are captured."""
-    device, most = config.device, config.scheduler.sequences()
-    if device.enforce_eager:
-        return ()
-    most = min(most, device.max_cudagraph_capture_size or most)
-    asked = tuple(sorted({size for size in device.cudagraph_capture_sizes if size <= most}))
-    return asked or graph_sizes(most)
-
-
-def _graph_tokens(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
-    """Token counts of the captured steps with prompts: those that the GPU would finish before they were launched."""
-    if config.device.enforce_eager or config.device.cudagraph_capture_sizes:
-        return ()
-    most = int(LAUNCH_SECONDS * FLOPS / (2 * parameters_per_token(args)))
-    if args.latent is not None:
-        most = min(most, LATENT_TOKENS)
-    return graph_tokens(min(most, config.device.max_cudagraph_capture_size or most, config.scheduler.token_budget()))
 
 
 def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> CudaWorker:

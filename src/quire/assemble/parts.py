@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.config.engine import EngineConfig
 from quire.config.resolve import MemoryPlan
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.layers.stack import Model
+from quire.models.plan import EnginePlan
 
 Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -15,21 +15,19 @@ Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
 class Parts:
     """A model on its device and who runs it.
 
-    config         with what the device decides filled in
+    plan           that it was built from
     executor       makes the executor, once the facts are known;  depth  of its queue
     prompt_chunk   see `ExecutorFacts`
-    weight_bytes   of the parameters, before they are packed
     hardware       the device, if there is more to say than its name
     plans          printable values;  notes  lines the user should see
     """
 
-    config: EngineConfig
+    plan: EnginePlan
     model: Model
     worker: object
     executor: Callable[[ExecutorFacts], Executor]
     depth: int
     memory: MemoryPlan
-    weight_bytes: int
     prompt_chunk: int = 0
     hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)

@@ -6,13 +6,11 @@ from pathlib import Path
 import torch
 
 from quire.assemble.parts import Loading, Parts
-from quire.config.checkpoint import ModelArgs
-from quire.config.engine import EngineConfig
-from quire.config.resolve import DTypePlan, resolve_geometry, resolve_memory
 from quire.kvstore.arena import KVArena
-from quire.models.registry import build_model, kv_components, kv_views
-from quire.platforms.cpu import CpuFacts
-from quire.platforms.cuda import CudaFacts
+from quire.layers.stack import Model
+from quire.models.build import build_model
+from quire.models.plan import EnginePlan, resolve_sizing
+from quire.models.registry import kv_views
 from quire.procs.in_process import InProcessExecutor
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
@@ -22,42 +20,38 @@ from quire.worker.slots import SlotTables
 from quire.worker.worker import Worker
 
 
-def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, facts: CpuFacts | CudaFacts,
-                   *, free_bytes: Callable[[], int], on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
-    """Build what runs on the device of `facts`; raises a `UserError` that names the fix.
+def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loading: Loading,
+                   end_phase: Callable[[str], None]) -> Parts:
+    """Build the engine of a plan; raises a `UserError` that names the fix.
 
     free_bytes   says how much of the device's memory is free
     """
-    device = torch.device(facts.device)
-    model = build_model(args, dtype=dtype.dtype, device=facts.device, platform=facts, routing=config.load.routing)
-    weight_bytes = sum(p.numel() * p.element_size() for _, p in model.named_parameters())
-    if config.load.load_format == "dummy":
-        load_dummy(model, config.model.seed)
-    else:
-        load_weights(model, folder, on_loading)
-    model.pack()
+    plan.check_runnable()
+    device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
+    model = build_model(plan)
+    fill(model, plan, on_loading)
     end_phase("weights")
-    num_slots = config.scheduler.sequences()
-    geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)
-    memory = resolve_memory(
-        geometry,
-        config.model,
-        config.cache,
-        context=args.max_position_embeddings,
-        max_num_seqs=num_slots,
-        free_bytes=free_bytes(),
-    )
-    arena = KVArena(geometry, memory.num_blocks + 1, device)
-    views = kv_views(args, map(arena.views, range(args.num_layers)))
-    sampling = SamplingTable(num_slots, args.vocab_size, memory.max_model_len, facts.device)
-    tables = SlotTables(sampling, num_slots, geometry.num_blocks(memory.max_model_len), device)
-    worker = Worker(model, views, tables, Sampler(sampling), block_size=geometry.block_size)
+    memory = resolve_sizing(plan, free_bytes())
+    arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
+    views = kv_views(plan.args, map(arena.views, range(plan.args.num_layers)))
+    sampling = SamplingTable(num_slots, plan.args.vocab_size, memory.max_model_len, plan.machine.device)
+    tables = SlotTables(sampling, num_slots, memory.geometry.num_blocks(memory.max_model_len), device)
+    worker = Worker(model, views, tables, Sampler(sampling), block_size=memory.geometry.block_size)
     return Parts(
-        config=config,
+        plan=plan,
         model=model,
         worker=worker,
         executor=lambda facts: InProcessExecutor(worker.run, facts),
-        depth=config.device.async_depth or 1,
+        depth=plan.config.device.async_depth or 1,
         memory=memory,
-        weight_bytes=weight_bytes,
     )
+
+
+def fill(model: Model, plan: EnginePlan, on_loading: Loading) -> str:
+    """Give the layers of a model their weights, which they pack; what was read, in words."""
+    load = plan.config.load
+    device = torch.device("cpu") if load.load_device == "cpu" else None
+    if load.load_format == "dummy":
+        load_dummy(model, plan.config.model.seed, device)
+        return "dummy"
+    return str(load_weights(model, Path(plan.folder), on_loading, device=device))

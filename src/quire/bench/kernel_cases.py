@@ -5,7 +5,7 @@ once), flops those that must be done; a time below the floor that they give woul
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,99 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from quire.bench.kernel_setup import FEW_ROWS, LOGIT_ROWS, Case, Pair, Result, Setup
 from quire.config.checkpoint import ModelArgs
-from quire.config.resolve import resolve_geometry
+from quire.contracts.params import Param
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, SharedPrefix, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks
 from quire.kernels.attention.triton_plan import pack_shared
-from quire.kernels.select import Kernels
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import triton as step
-from quire.kvstore.arena import KVArena
-from quire.layers.context import Build
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GatedLinear, Linear
 from quire.layers.norm import RMSNorm
-from quire.models.registry import kv_components
 from quire.worker.gpu_sampler import GpuSampler
 from quire.worker.packed import PackedSteps
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 
-ROWS = (1, 64, 256, 8192)
-FEW_ROWS, LOGIT_ROWS = 64, 512  # that a layer's fused kernels are measured with at most, and that are sampled
-# (sequences, new tokens of each, context of each with them)
-STEPS = ((1, 1, 768), (64, 1, 768), (256, 1, 512), (16, 1, 16384), (1, 4096, 4096), (4, 2048, 2048), (1, 2048, 32768))
-SHARED = ((64, 4288, 4096), (256, 4288, 4096))  # (sequences, context of each, how much of it all share)
 # a request's parameters, and what the library does for them
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
     "greedy": ({"temperature": 0.0}, "argmax"), "plain": ({}, "softmax, noise, argmax"),
     "top-p": ({"top_p": 0.9}, "sort, cumsum, noise"),
     "top-k, top-p": ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, "topk, cumsum, noise")}
 EPS = 1e-6
-Result = Tensor | tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Our operation and the library's on the same inputs; both return what is compared.
-
-    baseline   None: no library has it;  expected   what is compared instead of the library's result, and not timed
-    """
-
-    run: Callable[[], Result]
-    baseline: Callable[[], Result] | None
-    expected: Callable[[], Result] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """An operation at one shape. `make(n)` gives n pairs on inputs of their own; `num_bytes` and `flops` of one."""
-
-    shape: str
-    num_bytes: int
-    flops: int = 0
-    baseline: str = ""
-    make: Callable[[int], list[Pair]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """A model's arguments, where and in what it is computed, and the kernels that were chosen for it.
-
-    rows, steps, shared   the shapes that are measured (`ROWS`, `STEPS`, `SHARED`)
-    """
-
-    args: ModelArgs
-    device: torch.device
-    dtype: torch.dtype
-    kernels: Kernels
-    block_size: int
-    rows: tuple[int, ...] = ROWS
-    steps: tuple[tuple[int, int, int], ...] = STEPS
-    shared: tuple[tuple[int, int, int], ...] = SHARED
-
-    @property
-    def item(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Random values; never zeros, which run faster than real data."""
-        return torch.randn(shape, dtype=torch.float32, device=self.device).mul_(scale).to(self.dtype)
-
-    def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
-        """The caches of that many layers in one arena, as a model has them, filled."""
-        geometry = resolve_geometry(kv_components(self.args, str(self.dtype).removeprefix("torch.")), num_layers, None,
-                                    self.block_size)
-        arena = KVArena(geometry, num_blocks, self.device)
-        views = [KVView(*arena.views(layer)) for layer in range(num_layers)]
-        for view in views:
-            for part in (view.k, view.v):
-                part.copy_(self.randn(1, *part.shape[1:]).expand(part.shape))
-                part.mul_(self.randn(part.shape[0], 1, 1, 1))
-        return views
 
 
 def norm_cases(setup: Setup) -> Iterator[Case]:
@@ -197,15 +127,15 @@ def linear_cases(setup: Setup) -> Iterator[Case]:
 
 def layer_cases(setup: Setup) -> Iterator[Case]:
     """Projections with the norm, the gate or the sum around them, as a decoder's layer runs them for few rows."""
-    build, shapes = Build(setup.dtype, setup.device, setup.kernels), _weights(setup.args)
+    shapes = _weights(setup.args)
+    build = setup.build(*(Param(f"{name}.weight", shape, ()) for name, shape in shapes.items()))
 
     def pair(name: str, rows: int) -> Pair:
         (n, k), gated, added = shapes[name], name == "gate_up", name in ("o", "down")
-        layer = GatedLinear(k, n // 2, False, build) if gated else Linear(k, {"": n}, False, build)
-        norm, x, residual = RMSNorm(k, EPS, build), setup.randn(rows, k), setup.randn(rows, n)
-        norm.weight.copy_(setup.randn(k))
-        weight = layer.get_parameter("weight").copy_(setup.randn(n, k, scale=k**-0.5)).clone()
-        layer.pack()
+        layer, weight = (GatedLinear if gated else Linear)(name, build), setup.randn(n, k, scale=k**-0.5)
+        norm, x, residual = RMSNorm("norm", EPS, build), setup.randn(rows, k), setup.randn(rows, n)
+        norm.take({"weight": setup.randn(k)}, 0)
+        layer.take({"weight": weight.clone()}, 0)
         ours = residual.clone()  # grows with every call
 
         def library() -> Tensor:
@@ -225,8 +155,9 @@ def layer_cases(setup: Setup) -> Iterator[Case]:
 def embedding_cases(setup: Setup) -> Iterator[Case]:
     """Rows of the embedding."""
     vocab, dim = setup.args.vocab_size, setup.args.hidden_size
-    layer = VocabEmbedding(vocab, dim, Build(setup.dtype, setup.device, setup.kernels))
-    weight = layer.get_parameter("weight").copy_(setup.randn(vocab, dim))
+    build, weight = setup.build(Param("embed.weight", (vocab, dim), ())), setup.randn(vocab, dim)
+    layer = VocabEmbedding("embed", None, build)
+    layer.take({"weight": weight}, 0)
 
     def pair(rows: int) -> Pair:
         ids = torch.randint(vocab, (rows,), device=setup.device)

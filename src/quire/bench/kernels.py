@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.kernel_cases import OPERATIONS, Case, Pair, Result, Setup
+from quire.bench.kernel_cases import OPERATIONS
+from quire.bench.kernel_setup import Case, Pair, Result, Setup
 from quire.bench.workload import model_folder
 from quire.config.checkpoint import read_checkpoint_config
 from quire.config.resolve import CPU_BLOCK_SIZE

@@ -56,6 +56,9 @@ class LoadConfig:
         choices=("auto", "safetensors", "dummy"))
     routing: str = option("model", "how tokens choose experts: model = by the routers; uniform = at random, so that "
                           "dummy weights are measured like trained ones", choices=("model", "uniform"))
+    load_device: str = option(
+        "auto", "where weights are loaded and packed: auto = on the engine's device; cpu = on the CPU, and packed "
+        "weights move to the device then", choices=("auto", "cpu"), flags=("--weights-load-device",))
     download_dir: str | None = option(None, "folder for downloaded models (default: the hub's cache)")
     offline: bool = option(False, "make no network call; the model must be in the cache")
     hf_token: str | None = option(None, "token for gated repositories")

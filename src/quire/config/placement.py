@@ -59,6 +59,8 @@ class Rank:
     experts: tuple[int, int]
     first: bool
     last: bool
+    tp: int = 1
+    whole_experts: bool = False
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -140,6 +142,7 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
             heads=share(args.num_heads, parallel.tp, place),
             kv_heads=(0, 1) if args.latent else share(args.num_kv_heads, kv, place * kv // parallel.tp),
             experts=share(num_experts, parallel.expert_ranks, among), first=stage == 0, last=stage == parallel.pp - 1,
+            tp=parallel.tp, whole_experts=parallel.experts,
         )  # fmt: skip
 
 

@@ -8,27 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel
 from quire.config.quantized import read_quantization
-from quire.config.resolve import (
-    GIB,
-    MemoryPlan,
-    check_context,
-    check_cpu_weights,
-    resolve_dtype,
-    resolve_memory,
-)
-from quire.config.resolve_cuda import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
+from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
+from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
-from quire.kernels.select import Needs, Probe, choose_kernels
-from quire.models.layout import layout
-from quire.models.plan import EnginePlan, moe_plans
-from quire.models.registry import check_routing, operations
+from quire.kernels.select import Probe
+from quire.models.plan import Machine, resolve_engine, resolve_sizing
+from quire.models.registry import check_routing
+from quire.models.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.files import Checkpoint
@@ -56,37 +51,31 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str = "") -> EnginePlan:
+def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str = "") -> PlanReport:
     """What `config` would become, on the device named `described` (a key of GPUS) or on this machine.
 
-    Also for models whose weights are quantized in a way that cannot be run yet. Raises what `assemble` would.
+    Also for engines that cannot be built yet. Raises what `assemble` would.
     """
-    gpu, machine = _device(config, described)
-    device, facts, folder = "cuda" if gpu else "cpu", read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
+    gpu, words = _device(config, described)
+    facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
+    device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
+    machine = Machine(device=device, words=words, total_memory=memory)
     raw = read_raw_config(folder)
     args = parse_checkpoint_config(raw, str(folder / "config.json"), allow_quantized=True)
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
-    probe, quantization = _probe(gpu), read_quantization(raw, str(folder / "config.json"))
-    kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, probe=probe)
-    moe = moe_plans(args, kernels, Needs(device=device, dtype=dtype.dtype), probe, parallel=parallel,
-                    quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
-    if gpu is not None:
-        config = replace(config, scheduler=resolve_batch(config.scheduler, gpu.memory))
-        check_sequences(config)
-    plan = EnginePlan(
-        config=config, folder=folder, args=args, layout=layout(args), device=device, machine=machine, dtype=dtype,
-        kernels=kernels, memory="", moe=moe, parallel=parallel, quantization=quantization,
-        headers=_headers(config, folder),
-    )  # fmt: skip
+    plan = resolve_engine(config, folder, args, machine, dtype, _probe(gpu), parallel=parallel,
+                          quantization=read_quantization(raw, str(folder / "config.json")))  # fmt: skip
+    report = PlanReport(plan=plan, memory="", headers=_headers(config, folder))
     if config.load.load_format != "dummy" and _is_here(config.model.model):
-        plan = replace(plan, load_error=load_error(folder, plan.layout, args, quantized=bool(quantization)))
-    memory, fullest = _tightest(plan, gpu, facts.free_memory)
-    if isinstance(memory, str) and gpu is not None and None not in (held for _, held in plan.held):
-        memory += _larger(plan, gpu)
-    return replace(plan, memory=memory, fullest=fullest)
+        refused = load_error(folder, report.layout, args, quantized=bool(plan.quantization))
+        report = replace(report, load_error=refused)
+    memory, fullest = _tightest(report, gpu, facts.free_memory)
+    if isinstance(memory, str) and gpu is not None and None not in (held for _, held in report.held):
+        memory += _larger(report, gpu)
+    return replace(report, memory=memory, fullest=fullest)
 
 
 def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
@@ -137,23 +126,24 @@ def _probe(gpu: Gpu | None) -> Probe:
     return probe
 
 
-def _tightest(plan: EnginePlan, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:
+def _tightest(report: PlanReport, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:
     """The memory of the rank that has least room, or the reason why nothing fits there, and the rank's number."""
-    kinds, memory = {rank.kind: rank for rank, _ in reversed(plan.held)}, list[tuple[MemoryPlan, int]]()
-    for rank in sorted(kinds.values(), key=lambda rank: (-(plan.held[rank.number][1] or 0), rank.number)):
+    kinds, memory = {rank.kind: rank for rank, _ in reversed(report.held)}, list[tuple[MemoryPlan, int]]()
+    for rank in sorted(kinds.values(), key=lambda rank: (-(report.held[rank.number][1] or 0), rank.number)):
         try:
-            memory.append((_memory(plan, gpu, free, rank), rank.number))
+            memory.append((_memory(report, gpu, free, rank), rank.number))
         except ConfigError as error:
             return str(error), rank.number
     return min(memory, key=lambda one: one[0].num_blocks)
 
 
-def _larger(plan: EnginePlan, gpu: Gpu) -> str:
+def _larger(report: PlanReport, gpu: Gpu) -> str:
     """The smallest number of GPUs like this one that holds the model, with the sizes that make it so, in words.
 
     Tensor parallelism is doubled inside a machine, then stages are; replicas stay as they are asked for.
     """
-    asked, layers = plan.parallel, plan.args.num_layers
+    plan = report.plan
+    asked, layers = plan.mesh.parallel, plan.args.num_layers
     doubled = [replace(asked, tp=asked.tp << i, pp=asked.pp << j) for j in range(layers.bit_length())
                for i in range(4) if i == 0 or asked.tp << i <= HOST_GPUS]  # fmt: skip
     for sizes in sorted(doubled, key=lambda sizes: sizes.size):
@@ -161,25 +151,26 @@ def _larger(plan: EnginePlan, gpu: Gpu) -> str:
             check_parallel(plan.args, sizes)
         except ConfigError:
             continue
-        if not isinstance(_tightest(replace(plan, parallel=sizes), gpu, 0)[0], str):
+        other = msgspec.structs.replace(plan, mesh=msgspec.structs.replace(plan.mesh, parallel=sizes))
+        if not isinstance(_tightest(PlanReport(plan=other, memory=""), gpu, 0)[0], str):
             return f" It fits with {sizes} ({sizes.size} GPUs like this one)."
     return ""
 
 
-def _memory(plan: EnginePlan, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
-    """The plan of a rank; `free`: bytes of a CPU's memory before its weights are there."""
-    if (weights := plan.held[rank.number][1]) is None:
+def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
+    """The sizing of a rank; `free`: bytes of a CPU's memory before its weights are there."""
+    if (weights := report.held[rank.number][1]) is None:
         raise ConfigError("the number of pages is not planned: the sizes of weights in this format are known from the "
                           "headers of their files alone, and there are none in this folder.")
-    args, config, context, page = plan.args, plan.config, plan.args.max_position_embeddings, plan.page(rank)
+    plan = msgspec.structs.replace(report.plan, geometry=report.page(rank))
     if gpu is None:
         check_cpu_weights(weights, free, "" if plan.quantization else plan.dtype.dtype)
-        return resolve_memory(page, config.model, config.cache, context=context,
-                              max_num_seqs=config.scheduler.sequences(), free_bytes=free - weights)  # fmt: skip
-    ours = EMPTY + GRAPHS * (not config.device.enforce_eager) + _activations(args, config, plan.parallel.tp)
+        return resolve_sizing(plan, free - weights)
+    graphs = GRAPHS * (not plan.config.device.enforce_eager)
+    ours = EMPTY + graphs + _activations(plan.args, plan.config, plan.mesh.parallel.tp)
     left = gpu.memory - weights - ours
-    memory = DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights, others=0)
-    return resolve_cuda_memory(page, config, memory, context=context, dtype=plan.dtype.dtype)
+    return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
+                                             others=0))  # fmt: skip
 
 
 def _activations(args: ModelArgs, config: EngineConfig, tp: int) -> int:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.attention import head_order
 from quire.layers.decoder import Decoder
+from quire.layers.latent import Expansion
+from quire.layers.moe import Experts
+from quire.layers.norm import HeadNorm
 
 
 @dataclass(frozen=True)
@@ -55,66 +57,37 @@ def _compare(name: str, ours: Tensor, holders: dict[str, Any]) -> Changed | None
 
 
 def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, float32 tensor) of every part of every parameter, from the packed model."""
+    """(checkpoint name, float32 tensor) of every part of every parameter, from the packed model.
+
+    Norms of heads are [H, D], one row for each head.
+    """
     for param in model.layout:
-        rows = _plain(model, param.name)
-        first = 0
+        rows, first = _packed(model.get_submodule(param.module), param.name.rpartition(".")[2]), 0
         for part in param.parts:
-            single = len(param.parts) == 1
-            yield part.stored, rows if single else rows[first : first + part.rows]
+            own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
             first += part.rows
+            yield part.stored, _unordered(own, part.order, param.module.endswith("head_norm"))
 
 
-def _plain(model: Decoder, name: str) -> Tensor:
-    """A parameter of the layout in the order of the checkpoint. Norms of heads are [H, D], one row for each head."""
-    path, _, kind = name.rpartition(".")
-    inside, _, what = path.rpartition(".")
-    if inside.endswith("attention"):
-        layer = model.get_submodule(inside)
-        return _latent(layer, what, kind) if model.args.latent else _attention(layer, what, kind)
-    owner: Any = model.get_submodule(path)
-    if what == "experts":
-        return torch.cat([one[kind == "down"] for one in owner.packed])
-    return _of(owner, kind)
+def _unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
+    """Rows, or the numbers of each row of a norm of heads, in the order of the checkpoint."""
+    if not order:
+        return rows
+    back = torch.tensor(order).argsort()
+    return rows[:, back] if by_head else rows.unflatten(0, (-1, len(order)))[:, back].flatten(0, 1)
 
 
-def _of(owner: Any, kind: str) -> Tensor:
-    """The weight or bias of a module, packed or not."""
+def _packed(owner: Any, name: str) -> Tensor:
+    """A parameter of a layer, in the rows of the layout."""
+    if isinstance(owner, Experts):
+        packed: Any = owner.packed
+        stacked = [one[name == "down"] for one in packed] if isinstance(packed, list) else packed[name == "down"]
+        return torch.cat(tuple(stacked))
+    if isinstance(owner, HeadNorm):
+        return owner.rows(name)
+    if isinstance(owner, Expansion):
+        return owner.weight.flatten(0, 1)
     packed = getattr(owner, "packed", None)
-    value = getattr(owner, kind) if packed is None or getattr(owner, kind) is not None else getattr(packed, kind)
+    value = getattr(owner, name, None)
+    value = getattr(packed, name) if value is None else value
     return value.to_dense() if value.is_mkldnn else value.detach()
-
-
-def _attention(layer: Any, what: str, kind: str) -> Tensor:
-    plain = head_order(layer.rotary_dim, layer.head_dim).argsort()
-    turned = layer.num_heads + layer.num_kv_heads
-    if what in ("q_norm", "k_norm"):
-        rows: Tensor = layer.head_norm[..., plain]
-        return rows[: layer.num_heads] if what == "q_norm" else rows[layer.num_heads :]
-    found = _of(getattr(layer, what), kind)
-    if what != "qkv":
-        return found
-    heads = found.unflatten(0, (-1, layer.head_dim))
-    return torch.cat((heads[:turned][:, plain], heads[turned:])).flatten(0, 1)
-
-
-def _latent(layer: Any, what: str, kind: str) -> Tensor:
-    sizes = layer.sizes
-    first = "q" if layer.q_down is None else "q_down"
-    split = -(sizes.kv_rank + sizes.rope_dim)
-    if what == "kv_up":
-        up: Tensor = layer.up.flatten(0, 1)
-        return up
-    if what not in ("q", "q_down", "kv_down"):
-        return _of(getattr(layer, what), kind)
-    found = _of(getattr(layer, first if what == "kv_down" else what), kind)
-    if what == "kv_down":
-        found = found[split:]
-    elif what == first:
-        found = found[:split]
-    if not sizes.interleaved or what == "q_down":
-        return found
-    heads = found[None].clone() if what == "kv_down" else found.unflatten(0, (layer.num_heads, -1)).clone()
-    one, other = heads[:, -sizes.rope_dim :].chunk(2, 1)
-    heads[:, -sizes.rope_dim :] = torch.stack((one, other), 2).flatten(1, 2)
-    return heads.flatten(0, 1)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import KVView
-from quire.layers.attention import head_order
 from quire.layers.decoder import Decoder
 from quire.layers.latent import LatentAttention
 from quire.layers.moe import MoE
+from quire.models.layout import head_order
 
 ATTENTION, FEED_FORWARD = "attention", "feed-forward"  # the two halves of a layer
 
@@ -48,7 +48,7 @@ def watch(model: Decoder, recording: Recording) -> None:
         if isinstance(block.attention, LatentAttention):
             _watch_latent(block.attention, keep)
         else:
-            _watch_heads(block.attention, keep)
+            _watch_heads(block.attention, keep, model.args.rotary_dim)
         _on_sum(block.attention.output, keep, "attention", "o_proj")
         _on_result(block.attention, keep, "sum")
         keep = partial(recording.keep, stage_name(index, FEED_FORWARD))
@@ -82,10 +82,10 @@ def _on_sum(linear: Any, keep: Any, given: str, step: str) -> None:
     linear.add = tapped
 
 
-def _watch_heads(layer: Any, keep: Any) -> None:
+def _watch_heads(layer: Any, keep: Any, rotary_dim: int) -> None:
     """Projections, norms of heads, and queries, keys and values as attention reads them."""
     heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
-    plain = head_order(layer.rotary_dim, width).argsort()
+    plain = torch.tensor(head_order(rotary_dim, width) or range(width)).argsort()
     kernel = layer.kernels.heads
 
     def projected(module: Any, given: Any, result: Tensor) -> None:
@@ -128,7 +128,7 @@ def _watch_latent(layer: LatentAttention, keep: Any) -> None:
 
     def projected(module: Any, given: Any, result: Tensor) -> None:
         q, latent = result[:, : -(sizes.kv_rank + sizes.rope_dim)], result[:, -(sizes.kv_rank + sizes.rope_dim) :]
-        if layer.q_down is None:
+        if layer.q is None:
             queries("q_proj", q)
         else:
             keep("q_a_proj", q)
@@ -143,12 +143,10 @@ def _watch_latent(layer: LatentAttention, keep: Any) -> None:
         keep("keys", cache.rope[block, 0, offset])
         return q
 
-    if layer.q_down is not None:
-        layer.q_down.register_forward_hook(projected)
+    layer.down.register_forward_hook(projected)
+    if layer.q is not None:
         _on_result(layer.q_norm, keep, "q_a_layernorm")
         layer.q.register_forward_hook(lambda module, given, result: queries("q_b_proj", result))
-    else:
-        layer.q.register_forward_hook(projected)
     others = {name: getattr(kernel, name) for name in ("project", "absorbed", "expanded")}
     layer.kernel = SimpleNamespace(prepare=prepare, **others)
 

@@ -125,7 +125,11 @@ def choose_kernels(
 
 def select_kernels(device: str, dtype: str, **asked: Any) -> Kernels:
     """`choose_kernels`, and import what was chosen."""
-    choices = choose_kernels(device, dtype, **asked)
+    return load_kernels(choose_kernels(device, dtype, **asked))
+
+
+def load_kernels(choices: tuple[Choice, ...]) -> Kernels:
+    """Import what was chosen."""
     modules = {choice.op: importlib.import_module(f"quire.kernels.{choice.op}.{choice.name}") for choice in choices}
     return Kernels(choices=choices, **modules)
 

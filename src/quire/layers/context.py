@@ -1,28 +1,58 @@
 """What layers are given: `Build` once, at construction; `StepContext` at every step."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta, KVView
-from quire.kernels.native import memory
+from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Kernels
+
+Sum = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Build:
-    """Where parameters live, what they are computed in, with which kernels; `experts` this rank owns (None: all)."""
+    """Where a rank's layers live, what they compute in, with which kernels, and the parameters they will be given.
+
+    params    by name, with local shapes: layers take their sizes from them
+    linears   plans of linear layers, by the names of the layers
+    experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
+    sum_tp    adds up the partial results of the ranks that cut a layer; None: this rank has all of it
+    """
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+    params: Mapping[str, Param]
+    linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
+    sum_tp: Sum | None = None
 
-    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """An uninitialized parameter for inference, by default in the type that the model computes in."""
-        empty = memory.empty(shape, dtype or self.dtype, self.device)
-        return nn.Parameter(empty, requires_grad=False)
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Local shape of a parameter."""
+        return self.params[name].shape
+
+    def rows(self, name: str) -> list[int]:
+        """Local rows of each part of a fused parameter."""
+        return [part.rows for part in self.params[name].parts]
+
+
+@runtime_checkable
+class Loads(Protocol):
+    """A layer with parameters. `at` is its name: that of its parameters without the last word."""
+
+    at: str
+
+    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+        """Pack the loaded tensors of a `LoadUnit`, by their names below the layer; the layer owns them from now on.
+
+        Called once for each unit, with all tensors of it. `place`: of an expert on this rank, else 0.
+        """
 
 
 @dataclass

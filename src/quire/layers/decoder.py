@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
+from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.layers.attention import Attention
-from quire.layers.context import Build, StepContext
+from quire.layers.context import Build, Loads, StepContext
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
-from quire.layers.linear import pack_layers
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.layers.params import Param
 from quire.layers.rope import Rotary, Rotation
 
 
@@ -23,39 +23,47 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(args.hidden_size, args.norm_eps, build)
-        self.attention = LatentAttention(args, build) if args.latent else Attention(args, build)
-        self.mlp_norm = RMSNorm(args.hidden_size, args.norm_eps, build)
+        at = f"layers.{layer}"
+        attention = LatentAttention if args.latent else Attention
+        self.attention_norm = RMSNorm(f"{at}.attention_norm", args.norm_eps, build)
+        self.attention = attention(args, f"{at}.attention", build)
+        self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
         self.mlp: MoE | GatedMLP
         if args.moe is not None and layer in args.moe.layers:
-            self.mlp = MoE(args, build)
+            self.mlp = MoE(args, f"{at}.mlp", build)
         else:
-            self.mlp = GatedMLP(args.hidden_size, args.intermediate_size, args.mlp_bias, build)
+            self.mlp = GatedMLP(f"{at}.mlp", build)
 
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
         """hidden [T, hidden] -> [T, hidden], perhaps in its memory."""
         hidden = self.attention(hidden, self.attention_norm, rotation, ctx, kv)
-        return self.mlp(hidden, self.mlp_norm)
+        return self.mlp(hidden, self.mlp_norm, ctx)
 
 
 class Decoder(nn.Module):
-    """The model that every family is so far.
+    """The model that every family is so far; without weights until `take` was called for each `LoadUnit`.
 
-    layout      where its parameters lie in a checkpoint;  elsewhere  tensors of the checkpoint that other ranks own
+    layout      the parameters of this rank;  dtype, device  of its activations
+    elsewhere   tensors of the checkpoint that other ranks read
     """
 
     def __init__(self, args: ModelArgs, layout: Sequence[Param], build: Build, *,
                  elsewhere: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self.args, self.layout, self.elsewhere, self.kernels = args, layout, elsewhere, build.kernels
-        self.embed = VocabEmbedding(args.vocab_size, args.hidden_size, build)
+        self.args, self.layout, self.kernels, self.elsewhere = args, layout, build.kernels, elsewhere
+        self.dtype, self.device = build.dtype, build.device
+        tied = args.tie_word_embeddings
+        self.head = LMHead("" if tied else "head", build)
+        self.embed = VocabEmbedding("embed", self.head if tied else None, build)
         self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in range(args.num_layers))
-        self.norm = RMSNorm(args.hidden_size, args.norm_eps, build)
-        tied = self.embed if args.tie_word_embeddings else None
-        self.head = LMHead(args.vocab_size, args.hidden_size, tied, build)
+        self.norm = RMSNorm("norm", args.norm_eps, build)
         width = args.latent.rope_dim if args.latent else args.head_dim
         self.rotary = Rotary(args.rope, args.rotary_dim, build.device, width=width)
+        self._owners = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}
+        lost = self._owners.keys() ^ {param.module for param in layout}
+        assert not lost, f"layers and parameters differ: {sorted(lost)}"
 
-    def pack(self) -> None:
-        """Turn loaded weights into the kernels' layout; once, before the first step."""
-        pack_layers(self)
+    def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
+        """Give a layer the loaded tensors of a `LoadUnit`, which it packs."""
+        with torch.no_grad():
+            self._owners[module].take(tensors, place)

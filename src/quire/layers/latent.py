@@ -47,46 +47,40 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
     return few, naive
 
 
-class LatentAttention(nn.Module):
-    """Compressed queries (or plain ones), latents and rotated keys, cache write, attention in a `form`, output."""
+class Expansion(nn.Module):
+    """The projection from a latent to keys and values of every head, kept as [H, P + V, L]."""
 
-    def __init__(self, args: ModelArgs, build: Build, form: str = "auto") -> None:
+    weight: Tensor
+
+    def __init__(self, at: str, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.at, self._width, self._device = at, width, device
+
+    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+        """See `Loads`."""
+        self.weight = tensors["weight"].to(self._device).unflatten(0, (-1, self._width))
+
+
+class LatentAttention(nn.Module):
+    """Compressed queries (or uncompressed ones), latents and rotated keys, cache write, attention in a `form`, output.
+
+    `down` projects the hidden state to the queries' input (or the queries) and to the latent at once.
+    """
+
+    def __init__(self, args: ModelArgs, at: str, build: Build, form: str = "auto") -> None:
         super().__init__()
         sizes = args.latent
         assert sizes is not None
-        self.sizes, self.num_heads, self.kernel = sizes, args.num_heads, build.kernels.latent
+        self.sizes, self.kernel = sizes, build.kernels.latent
         self.most_absorbed, self.reason = choose_form(sizes, form)
-        hidden, rank = args.hidden_size, sizes.kv_rank
-
-        def linear(inner: int, outer: int) -> Linear:
-            return Linear(inner, {"": outer}, False, build)
-
-        self.q_down = linear(hidden, sizes.q_rank) if sizes.q_rank else None
-        self.q_norm = RMSNorm(sizes.q_rank, sizes.norm_eps, build) if sizes.q_rank else None
-        self.q = linear(sizes.q_rank or hidden, args.num_heads * (sizes.nope_dim + sizes.rope_dim))
-        self.kv_down: Linear | None = linear(hidden, rank + sizes.rope_dim)
-        self.kv_norm = RMSNorm(rank, sizes.norm_eps, build)
-        self.kv_up: Linear | None = linear(rank, args.num_heads * (sizes.nope_dim + sizes.v_dim))
-        self.output = linear(args.num_heads * sizes.v_dim, hidden)
-        self.up: Tensor | None = None
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Stack the two projections of the hidden state; keep the one of the latent as [H, P + V, L].
-
-        Where neighbours form the pairs that are rotated, the rows that make them are reordered: first all first ones.
-        """
-        assert self.kv_down is not None and self.kv_up is not None, "packed twice"
-        first, kv = self.q_down or self.q, self.kv_down.weight
-        assert first.weight is not None and kv is not None and self.q.weight is not None
-        assert self.kv_up.weight is not None
-        if self.sizes.interleaved:
-            heads = self.q.weight.unflatten(0, (self.num_heads, -1))
-            for turned in (heads[:, self.sizes.nope_dim :], kv[None, self.sizes.kv_rank :]):
-                turned.copy_(torch.cat((turned[:, ::2], turned[:, 1::2]), 1))
-        first.weight = nn.Parameter(torch.cat((first.weight, kv)), requires_grad=False)
-        self.up = self.kv_up.weight.detach().unflatten(0, (self.num_heads, -1))
-        self.kv_down = self.kv_up = None
+        expanded = sizes.nope_dim + sizes.v_dim
+        self.num_heads = build.shape(f"{at}.kv_up.weight")[0] // expanded
+        self.down = Linear(f"{at}.down", build)
+        self.q_norm = RMSNorm(f"{at}.q_norm", sizes.norm_eps, build) if sizes.q_rank else None
+        self.q = Linear(f"{at}.q", build) if sizes.q_rank else None
+        self.kv_norm = RMSNorm(f"{at}.kv_norm", sizes.norm_eps, build)
+        self.kv_up = Expansion(f"{at}.kv_up", expanded, build.device)
+        self.output = Linear(f"{at}.output", build)
 
     def forward(self, hidden: Tensor, norm: RMSNorm, rotation: Rotation, ctx: StepContext, kv: LatentView) -> Tensor:
         """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory.
@@ -94,11 +88,11 @@ class LatentAttention(nn.Module):
         Writes this step's latents and rotated keys to `kv` before anything attends.
         """
         sizes, meta, tokens = self.sizes, ctx.attention, len(hidden)
-        assert self.up is not None, "run before pack()"
-        down = (self.q_down or self.q).normed(hidden, norm)
+        up = self.kv_up.weight
+        down = self.down.normed(hidden, norm)
         width = sizes.kv_rank + sizes.rope_dim
         q, latent = down[:, :-width], down[:, -width:]
-        if self.q_norm is not None:
+        if self.q is not None and self.q_norm is not None:
             q = self.q.normed(q, self.q_norm)
         q = self.kernel.prepare(q.unflatten(1, (self.num_heads, -1)), latent, self.kv_norm.weight, sizes.norm_eps,
                                 *rotation, kv, meta.kv_slots)  # fmt: skip
@@ -106,9 +100,9 @@ class LatentAttention(nn.Module):
         few, naive = split(meta, self.most_absorbed)
         rows = naive[0][0] if naive else tokens
         if rows:
-            self._absorb(q[:rows], self.up, kv, few, out[:rows])
+            self._absorb(q[:rows], up, kv, few, out[:rows])
         if naive:
-            self.kernel.expanded(q, self.up, kv, replace(meta, prompts=naive), sizes.scale, out)
+            self.kernel.expanded(q, up, kv, replace(meta, prompts=naive), sizes.scale, out)
         return self.output.add(out.flatten(1), hidden)
 
     def _absorb(self, q: Tensor, up: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:

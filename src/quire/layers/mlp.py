@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from quire.layers.context import Build
+from quire.layers.context import Build, StepContext
 from quire.layers.linear import GatedLinear, Linear
 from quire.layers.norm import RMSNorm
 
@@ -10,11 +10,11 @@ from quire.layers.norm import RMSNorm
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one projection."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, build: Build) -> None:
+    def __init__(self, at: str, build: Build) -> None:
         super().__init__()
-        self.gate_up = GatedLinear(hidden_size, intermediate_size, bias, build)
-        self.down = Linear(intermediate_size, {"": hidden_size}, bias, build)
+        self.gate_up = GatedLinear(f"{at}.gate_up", build)
+        self.down = Linear(f"{at}.down", build)
 
-    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
         """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory."""
         return self.down.add(self.gate_up.normed(hidden, norm), hidden)

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
-from quire.kernels.linear import ref
 from quire.kernels.streams import Fork, side_stream
-from quire.layers.context import Build
-from quire.layers.linear import Linear
+from quire.layers.context import Build, StepContext
+from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.quantization import unquantized
+from quire.quantization.pack import unquantized
 
 # Tokens of a step whose shared experts run beside the routed ones on a GPU. Fewer are a chain of kernels that start
 # while those before them end, which a fork would break; with more, each product fills the device.
@@ -26,53 +25,51 @@ Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 
 
 class Router(nn.Module):
-    """Which experts compute a token: scores of all of them, and `kernels/routing`."""
+    """The choice of experts for each token: scores of all experts, and `kernels/routing`."""
 
-    def __init__(self, hidden_size: int, routing: Routing, exact: bool, build: Build) -> None:
+    packed: unquantized.PackedLinear
+
+    def __init__(self, at: str, routing: Routing, exact: bool, build: Build) -> None:
         super().__init__()
-        self.routing, self.exact = routing, exact
-        self.linear, self.kernel = build.kernels.linear, build.kernels.routing
-        if exact and "exact" not in build.kernels.features("linear"):
-            self.linear = ref  # few outputs, and one rounding more sends tokens to other experts
-        self.weight: nn.Parameter | None = build.parameter(routing.num_experts, hidden_size)
-        self.bias = build.parameter(routing.num_experts, dtype=torch.float32) if routing.bias else None
-        self.packed: unquantized.PackedLinear | None = None
+        self.at, self.routing, self.exact, self.device = at, routing, exact, build.device
+        self.linear, self.kernel = build.linears[at].load(), build.kernels.routing
+        self.bias: Tensor | None = None
 
-    def pack(self) -> None:
-        """See `Linear`; the bias is no part of the product."""
-        assert self.weight is not None, "packed twice"
-        self.packed, self.weight = unquantized.pack(self.linear, self.weight, None), None
+    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+        """See `Loads`; the bias is no part of the product."""
+        bias = tensors.pop("bias", None)
+        self.bias = None if bias is None else bias.to(self.device)
+        self.packed = unquantized.pack(self.linear, tensors, self.device)
 
     def forward(self, x: Tensor) -> Routed:
         """x [T, hidden] -> weights and ids. Scores of a model with `router_float` are never rounded to its type."""
-        assert self.packed is not None, "run before pack()"
         logits = (unquantized.run_float if self.exact else unquantized.run)(self.linear, x, self.packed)
         weights, ids = self.kernel.route(logits, self.bias, self.routing)
         return weights, ids
 
 
 class Experts(nn.Module):
-    """The experts this rank owns, stacked in the order of `Build.experts`."""
+    """The experts this rank owns, stacked in the order of `Build.experts`; packed one by one as they are loaded."""
 
-    def __init__(self, hidden_size: int, expert_size: int, num_experts: int, build: Build) -> None:
+    def __init__(self, at: str, num_experts: int, build: Build) -> None:
         super().__init__()
+        self.at, self.device = at, build.device
         self.kernel, self.expert_map = build.kernels.experts, None
         self.num_experts = num_experts if build.experts is None else len(build.experts)
         if build.experts is not None:
             own = {expert: place for place, expert in enumerate(build.experts)}
             places = [own.get(expert, -1) for expert in range(num_experts)]
             self.expert_map = torch.tensor(places, dtype=torch.int32, device=build.device)
-        self.gate_up: nn.Parameter | None = build.parameter(self.num_experts * 2 * expert_size, hidden_size)
-        self.down: nn.Parameter | None = build.parameter(self.num_experts * hidden_size, expert_size)
         self.packed: object = None
 
-    def pack(self) -> None:
-        """Reorder the weights for the kernel and free the plain ones; once, after loading."""
-        assert self.gate_up is not None and self.down is not None, "packed twice"
-        parts = (part.detach().unflatten(0, (self.num_experts, -1)) for part in (self.gate_up, self.down))
-        self.packed, self.gate_up, self.down = self.kernel.pack(*parts), None, None
+    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+        """See `Loads`."""
+        if self.packed is None:
+            self.packed = self.kernel.empty(self.num_experts, tensors["gate_up"], tensors["down"], self.device)
+        self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"])
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor, *join: Callable[[], bool]) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None,
+                *join: Callable[[], bool]) -> Tensor:
         """x [T, hidden] -> residual, perhaps in its memory, + the weighted sum over the experts of this rank."""
         y: Tensor = self.kernel.run(x, weights, ids, self.packed, self.expert_map, residual, *join)
         return y
@@ -85,20 +82,21 @@ class MoE(nn.Module):
     on_routing   sees weights and ids of each step, where it is set (tests, verification)
     """
 
-    def __init__(self, args: ModelArgs, build: Build) -> None:
+    def __init__(self, args: ModelArgs, at: str, build: Build) -> None:
         super().__init__()
-        moe, hidden = args.moe, args.hidden_size
+        moe = args.moe
         assert moe is not None
-        self.router = Router(hidden, moe.routing, moe.router_float, build)
-        self.experts = Experts(hidden, moe.expert_size, moe.routing.num_experts, build)
-        self.shared = GatedMLP(hidden, moe.shared_size, False, build) if moe.shared_size else None
-        self.shared_gate = Linear(hidden, {"": 1}, False, build) if moe.shared_gate else None
+        self.router = Router(f"{at}.router", moe.routing, moe.router_float, build)
+        self.experts = Experts(f"{at}.experts", moe.routing.num_experts, build)
+        self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
+        self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.kernels.features("experts")
-        self.forks = can and self.shared is not None
+        self.sum_tp = build.sum_tp
+        self.forks = can and self.shared is not None and self.sum_tp is None
         self.choose: Callable[[Tensor], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
-    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
         """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory."""
         x = norm(hidden)
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
@@ -106,11 +104,17 @@ class MoE(nn.Module):
             weights, ids = (self.choose or self.router)(x)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
+            if self.sum_tp is not None:  # one sum of both kinds of experts
+                partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
+                return add_sum(self.experts(x, weights, ids, partial), hidden, self.sum_tp)
             if self.shared is not None:
                 with fork.beside:
-                    inner = self.shared.gate_up(x)
-                    if self.shared_gate is not None:
-                        inner = inner * self.shared_gate(x).sigmoid()  # the same as of the output, and narrower
-                    hidden = self.shared.down.add(inner, hidden)
-            y: Tensor = self.experts(x, weights, ids, hidden, *(fork.join,) if forks else ())
-        return y
+                    hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)
+            return self.experts(x, weights, ids, hidden, *(fork.join,) if forks else ())
+
+    def _shared_inner(self, shared: GatedMLP, x: Tensor) -> Tensor:
+        """The input of the shared experts' last projection."""
+        inner: Tensor = shared.gate_up(x)
+        if self.shared_gate is not None:
+            inner = inner * self.shared_gate(x).sigmoid()  # the same as of the output, and narrower
+        return inner

@@ -1,6 +1,6 @@
 """The only loop over layers, and what a model must show to be run by it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Protocol
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
+from quire.contracts.params import Param
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
-from quire.layers.params import Param
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
@@ -24,20 +24,18 @@ class Model(Protocol):
 
     args: ModelArgs
     kernels: Kernels
-    layout: Sequence[Param]
-    elsewhere: frozenset[str]  # checkpoint tensors that other ranks own
+    layout: Sequence[Param]  # of this rank
+    elsewhere: frozenset[str]  # tensors of the checkpoint that other ranks read
+    dtype: torch.dtype
+    device: torch.device
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
     layers: Sequence[Callable[..., Tensor]]  # (hidden, rotation, ctx, kv view) -> hidden
     norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
     head: Callable[..., Tensor]  # ([R, hidden], out=None) -> [R, V] float32, in `out` where that is given
     rotary: Rotary
 
-    def pack(self) -> None:
-        """Turn loaded weights into the kernels' layout; once, before the first step."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, tensor) of every parameter not packed yet."""
-
+    def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
+        """Give a layer the loaded tensors of a `LoadUnit`, which it packs; once for each, before the first step."""
 
 
 def run_layers(
@@ -86,7 +84,7 @@ def _kind(value: object) -> object:
     if isinstance(value, partial):
         return _kind([value.func, value.args, value.keywords])
     if isinstance(value, nn.Module):
-        return type(value), _kind(vars(value))
+        return type(value), _kind({name: part for name, part in vars(value).items() if name != "at"})  # not its name
     if is_dataclass(value) and not isinstance(value, type):
         return type(value), [_kind(getattr(value, field.name)) for field in fields(value)]
     return value if isinstance(value, PLAIN) else id(value)

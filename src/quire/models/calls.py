@@ -21,11 +21,12 @@ class Call(NamedTuple):
 def pack_function(args: ModelArgs, name: str, linear: Collection[str]) -> str:
     """The function that packs a parameter for its kernel; "" where it stays as it is."""
     if name.endswith((".experts.gate_up", ".experts.down")):
-        return "experts.pack"
+        return "experts.put"
     if name.endswith(".router.weight"):
-        return f"{_scores(args, linear)}.pack"
-    plain = ("norm.weight", ".kv_up.weight", "bias", *(() if args.tie_word_embeddings else ("embed.weight",)))
-    if name.endswith(plain):
+        return "linear.pack"
+    if name.endswith(("norm.weight", ".head_norm.q", ".head_norm.k", ".kv_up.weight", "bias")):
+        return ""
+    if name == "embed.weight" and not args.tie_word_embeddings:
         return ""
     return "linear.pack_gated" if name.endswith("gate_up.weight") and "gated" in linear else "linear.pack"
 
@@ -48,7 +49,7 @@ def layer_calls(args: ModelArgs, layer: int, linear: Collection[str], routing: s
         yield from _latent(args, linear)
     else:
         yield from _normed("attention_norm.weight", _weights("attention.qkv", args.attention_bias), linear)
-        yield Call("heads.prepare", ("attention.q_norm.weight", "attention.k_norm.weight") if args.qk_norm else ())
+        yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
         yield Call("attention.paged_attention")
     yield _add("attention.output", args.output_bias, linear)
     if args.moe and layer in args.moe.layers:
@@ -61,8 +62,7 @@ def layer_calls(args: ModelArgs, layer: int, linear: Collection[str], routing: s
 def _latent(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
     sizes = args.latent
     assert sizes is not None
-    first = "attention.q_down.weight" if sizes.q_rank else "attention.q.weight"
-    yield from _normed("attention_norm.weight", (first, "attention.kv_down.weight"), linear)
+    yield from _normed("attention_norm.weight", ("attention.down.weight",), linear)
     if sizes.q_rank:
         yield from _normed("attention.q_norm.weight", ("attention.q.weight",), linear)
     yield Call("latent.prepare", ("attention.kv_norm.weight",))
@@ -82,7 +82,7 @@ def _experts(args: ModelArgs, linear: Collection[str], routing: str) -> Iterator
     if routing == "uniform":
         yield Call("quire.kernels.routing.uniform")
     else:
-        yield Call(_scores(args, linear) + (".run_float" if moe.router_float else ".run"), ("mlp.router.weight",))
+        yield Call("linear.run_float" if moe.router_float else "linear.run", ("mlp.router.weight",))
         yield Call("routing.route", ("mlp.router.bias",) if moe.routing.bias else ())
     if moe.shared_size:
         yield from _gated("mlp.shared.", False, linear)
@@ -90,11 +90,6 @@ def _experts(args: ModelArgs, linear: Collection[str], routing: str) -> Iterator
             yield Call("linear.run", ("mlp.shared_gate.weight",))
         yield _add("mlp.shared.down", False, linear)
     yield Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
-
-
-def _scores(args: ModelArgs, linear: Collection[str]) -> str:
-    """The kernel of a router: another than the chosen one, where that rounds what is to be exact."""
-    return "quire.kernels.linear.ref" if args.moe and args.moe.router_float and "exact" not in linear else "linear"
 
 
 def _weights(name: str, bias: bool) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V2-Lite: latent attention, softmax routing, shared experts, the first layers dense."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: as V2, routed by sigmoid scores with a bias that balances the experts."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

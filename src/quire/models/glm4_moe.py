@@ -1,7 +1,7 @@
 """GLM-4.5 (Zhipu): grouped-query attention with half of each head rotated, routed as DeepSeek-V3."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

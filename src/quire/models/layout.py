@@ -1,36 +1,40 @@
-"""The parameters of a model, with their places in its checkpoint, computed from the config alone. No torch.
+"""The parameters of one rank, with the slices of the checkpoint they are read from, computed from the config alone.
 
-The loader fills parameters by it, `quire explain` prints it, and a test holds it equal to the layers that are built.
+The loader fills parameters by it, layers take their sizes from it, `quire explain` prints it. No torch.
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
-from quire.layers.params import Param, Part
+from quire.config.placement import ALONE, Rank, ranks, share
+from quire.contracts.params import Param, Part
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A parameter without checkpoint names: `parts` are the rows of each part, `width` is 0 for a vector."""
+class _Rows(NamedTuple):
+    """Rows of a stored tensor: their number, the slice that is read (-1: to the end), the order that kernels want."""
 
-    name: str
-    parts: dict[str, int]
-    width: int
-    shard: str = ""
-    dtype: str = ""
+    stored: int
+    start: int = 0
+    taken: int = -1
+    order: tuple[int, ...] = ()
 
 
-def layout(args: ModelArgs, experts: Sequence[int] | None = None) -> tuple[Param, ...]:
-    """Every parameter in the order of the layers; of the experts only those numbered `experts` (None: all)."""
-    rows = importlib.import_module(f"quire.models.{args.model_type}").NAME_MAP
-    names = {(parameter, part): stored for stored, parameter, part in rows}
-    owned = range(args.moe.routing.num_experts) if args.moe and experts is None else experts or ()
-    found = [_param(shape, "", names) for shape in _ends(args)]
-    body = [_param(shape, str(i), names) for i in range(args.num_layers) for shape in _block(args, i, owned)]
-    return (found[0], *body, *found[1:])
+def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | None = None) -> tuple[Param, ...]:
+    """Every parameter that `rank` holds (None: a rank that is alone), in the order of the layers.
+
+    experts   numbers of the experts in the order of their places; None: the rank's range
+    """
+    rank = rank or alone(args)
+    made = _Layout(args, rank, range(*rank.experts) if experts is None else experts)
+    return tuple(made.params())
+
+
+def alone(args: ModelArgs) -> Rank:
+    """The only rank of an engine on one device."""
+    return next(ranks(args, ALONE))
 
 
 def stored_names(params: Iterable[Param]) -> Iterator[str]:
@@ -44,81 +48,151 @@ def parameters_per_token(args: ModelArgs) -> float:
     return sum(prod(param.shape) * (chosen if param.shard == "experts" else 1.0) for param in layout(args))
 
 
-def _param(shape: _Shape, layer: str, names: dict[tuple[str, str], str]) -> Param:
-    parts = []
-    for part, rows in shape.parts.items():
-        expert, dot, rest = part.rpartition(".")
-        stored = names[shape.name, "{e}." + rest if dot else part]
-        parts.append(Part(stored.replace("{i}", layer).replace("{e}", expert), rows, part))
-    size = sum(shape.parts.values())
-    return Param(shape.name.replace("{i}", layer), (size, shape.width) if shape.width else (size,), tuple(parts),
-                 shape.dtype, shape.shard)
+class _Layout:
+    """Writes the parameters of a rank, layer by layer."""
+
+    def __init__(self, args: ModelArgs, rank: Rank, experts: Sequence[int]) -> None:
+        rows = importlib.import_module(f"quire.models.{args.model_type}").NAME_MAP
+        self.names = {(parameter, part): stored for stored, parameter, part in rows}
+        self.args, self.rank, self.owned = args, rank, experts
+
+    def params(self) -> Iterator[Param]:
+        """Embedding, layers, norm and head, as far as the rank has them."""
+        args, rank, hidden = self.args, self.rank, self.args.hidden_size
+        vocab = _Rows(args.vocab_size, *self._share(args.vocab_size))
+        if rank.first:
+            yield self._param("embed.weight", {"": vocab}, hidden, shard="rows")
+        for layer in range(*rank.layers):
+            yield from self._block(layer)
+        if not rank.last:
+            return
+        yield self._param("norm.weight", {"": _Rows(hidden)})
+        if not args.tie_word_embeddings:
+            yield self._param("head.weight", {"": vocab}, hidden, shard="rows")
+        elif not rank.first:  # the embedding lies on another stage: its rows are read here once more
+            (part,) = self._param("embed.weight", {"": vocab}, hidden).parts
+            yield Param("head.weight", part.local_shape, (part,), shard="rows")
+
+    def _share(self, size: int) -> tuple[int, int]:
+        """Start and count of this rank's part of `size` rows or columns."""
+        first, end = share(size, self.rank.tp, self.rank.place)
+        return first, end - first
+
+    def _param(self, name: str, parts: Mapping[str, _Rows], width: int = 0, *, columns: tuple[int, int] | None = None,
+               shard: str = "", dtype: str = "", layer: int = -1) -> Param:
+        """`width`: of the stored matrix, 0 for a vector; `columns`: start and count of those that are read."""
+        made = []
+        for key, rows in parts.items():
+            expert, dot, rest = key.rpartition(".")
+            stored = self.names[name, "{e}." + rest if dot else key].replace("{i}", str(layer)).replace("{e}", expert)
+            shape = (rows.stored, width) if width else (rows.stored,)
+            count = rows.stored if rows.taken < 0 else rows.taken
+            made.append(Part(stored, shape, *columns, axis=1, name=key) if columns else
+                        Part(stored, shape, rows.start, count, order=rows.order, name=key))  # fmt: skip
+        total = sum(part.rows for part in made)
+        inner = columns[1] if columns else width
+        shape = (total, inner) if width else (total,)
+        return Param(name.replace("{i}", str(layer)), shape, tuple(made), dtype, shard)
+
+    def _block(self, layer: int) -> Iterator[Param]:
+        args, hidden = self.args, self.args.hidden_size
+        yield self._param("layers.{i}.attention_norm.weight", {"": _Rows(hidden)}, layer=layer)
+        yield from self._latent(layer) if args.latent else self._attention(layer)
+        yield self._param("layers.{i}.mlp_norm.weight", {"": _Rows(hidden)}, layer=layer)
+        if args.moe is not None and layer in args.moe.layers:
+            yield from self._experts(layer)
+        else:
+            yield from self._mlp("layers.{i}.mlp.", args.intermediate_size, layer, args.mlp_bias)
+
+    def _attention(self, layer: int) -> Iterator[Param]:
+        args, rank, at, dim = self.args, self.rank, "layers.{i}.attention.", self.args.head_dim
+        order = head_order(args.rotary_dim, dim)
+
+        def rows(heads: int, own: tuple[int, int], order: tuple[int, ...]) -> _Rows:
+            return _Rows(heads * dim, own[0] * dim, (own[1] - own[0]) * dim, order)
+
+        parts = {
+            "q": rows(args.num_heads, rank.heads, order), "k": rows(args.num_kv_heads, rank.kv_heads, order),
+            "v": rows(args.num_kv_heads, rank.kv_heads, ()),
+        }  # fmt: skip
+        yield self._param(at + "qkv.weight", parts, args.hidden_size, shard="rows", layer=layer)
+        if args.attention_bias:
+            yield self._param(at + "qkv.bias", parts, shard="rows", layer=layer)
+        if args.qk_norm:
+            yield self._param(at + "head_norm.q", {"": _Rows(dim, order=order)}, layer=layer)
+            yield self._param(at + "head_norm.k", {"": _Rows(dim, order=order)}, layer=layer)
+        yield from self._output(args.num_heads * dim, parts["q"], args.output_bias, layer)
+
+    def _output(self, width: int, heads: _Rows, bias: bool, layer: int) -> Iterator[Param]:
+        """The projection of what heads attended to; only the first of the ranks that are summed has the bias."""
+        at, rows = "layers.{i}.attention.output.", {"": _Rows(self.args.hidden_size)}
+        yield self._param(at + "weight", rows, width, columns=(heads.start, heads.taken), shard="columns", layer=layer)
+        if bias and self.rank.place == 0:
+            yield self._param(at + "bias", rows, layer=layer)
+
+    def _latent(self, layer: int) -> Iterator[Param]:
+        args, sizes, rank, at = self.args, self.args.latent, self.rank, "layers.{i}.attention."
+        assert sizes is not None
+        heads, first = rank.heads[1] - rank.heads[0], rank.heads[0]
+        turned, plain = _halves(sizes.rope_dim) if sizes.interleaved else (), args.head_dim - sizes.rope_dim
+        order = _behind(plain, turned)
+        q = _Rows(args.num_heads * args.head_dim, first * args.head_dim, heads * args.head_dim, order)
+        down = {"q_down": _Rows(sizes.q_rank)} if sizes.q_rank else {"q": q}
+        down["kv"] = _Rows(sizes.kv_rank + sizes.rope_dim, order=_behind(sizes.kv_rank, turned))
+        yield self._param(at + "down.weight", down, args.hidden_size, shard="" if sizes.q_rank else "rows", layer=layer)
+        if sizes.q_rank:
+            yield self._param(at + "q_norm.weight", {"": _Rows(sizes.q_rank)}, layer=layer)
+            yield self._param(at + "q.weight", {"": q}, sizes.q_rank, shard="rows", layer=layer)
+        yield self._param(at + "kv_norm.weight", {"": _Rows(sizes.kv_rank)}, layer=layer)
+        up, v_dim = sizes.nope_dim + sizes.v_dim, sizes.v_dim
+        yield self._param(at + "kv_up.weight", {"": _Rows(args.num_heads * up, first * up, heads * up)}, sizes.kv_rank,
+                          shard="rows", layer=layer)  # fmt: skip
+        yield from self._output(args.num_heads * v_dim, _Rows(0, first * v_dim, heads * v_dim), False, layer)
+
+    def _mlp(self, at: str, width: int, layer: int, bias: bool = False) -> Iterator[Param]:
+        hidden, own = self.args.hidden_size, self._share(width)
+        halves = dict.fromkeys(("gate", "up"), _Rows(width, *own))
+        yield self._param(at + "gate_up.weight", halves, hidden, shard="rows", layer=layer)
+        if bias:
+            yield self._param(at + "gate_up.bias", halves, shard="rows", layer=layer)
+        rows = {"": _Rows(hidden)}
+        yield self._param(at + "down.weight", rows, width, columns=own, shard="columns", layer=layer)
+        if bias and self.rank.place == 0:  # once in the sum of the ranks
+            yield self._param(at + "down.bias", rows, layer=layer)
+
+    def _experts(self, layer: int) -> Iterator[Param]:
+        moe, hidden, at = self.args.moe, self.args.hidden_size, "layers.{i}.mlp."
+        assert moe is not None
+        num, width = moe.routing.num_experts, moe.expert_size
+        yield self._param(at + "router.weight", {"": _Rows(num)}, hidden, layer=layer)
+        if moe.routing.bias:
+            yield self._param(at + "router.bias", {"": _Rows(num)}, dtype="float32", layer=layer)
+        own = (0, width) if self.rank.whole_experts else self._share(width)
+        gates = {f"{expert}.{half}": _Rows(width, *own) for expert in self.owned for half in ("gate", "up")}
+        downs = {f"{expert}.": _Rows(hidden) for expert in self.owned}
+        yield self._param(at + "experts.gate_up", gates, hidden, shard="experts", layer=layer)
+        yield self._param(at + "experts.down", downs, width, columns=own, shard="experts", layer=layer)
+        if moe.shared_size:
+            yield from self._mlp(at + "shared.", moe.shared_size, layer)
+        if moe.shared_gate:
+            yield self._param(at + "shared_gate.weight", {"": _Rows(1)}, hidden, layer=layer)
 
 
-def _ends(args: ModelArgs) -> Iterator[_Shape]:
-    yield _Shape("embed.weight", {"": args.vocab_size}, args.hidden_size, "rows")
-    yield _Shape("norm.weight", {"": args.hidden_size}, 0)
-    if not args.tie_word_embeddings:
-        yield _Shape("head.weight", {"": args.vocab_size}, args.hidden_size, "rows")
+def head_order(rotated: int, dim: int) -> tuple[int, ...]:
+    """The order of a head's rows where only the first `rotated` of `dim` are rotated: kernels rotate whole heads, so
+    the halves of the rotated part begin the halves of the head, and the rest turns by nothing. () where all are."""
+    if rotated == dim:
+        return ()
+    half, rest = rotated // 2, list(range(rotated, dim))
+    middle = len(rest) // 2
+    return (*range(half), *rest[:middle], *range(half, rotated), *rest[middle:])
 
 
-def _block(args: ModelArgs, layer: int, experts: Sequence[int]) -> Iterator[_Shape]:
-    at, hidden = "layers.{i}.", args.hidden_size
-    yield _Shape(at + "attention_norm.weight", {"": hidden}, 0)
-    yield from _latent(args, at + "attention.") if args.latent else _attention(args, at + "attention.")
-    yield _Shape(at + "mlp_norm.weight", {"": hidden}, 0)
-    if args.moe is not None and layer in args.moe.layers:
-        yield from _experts(args, at + "mlp.", experts)
-    else:
-        yield from _mlp(at + "mlp.", hidden, args.intermediate_size, args.mlp_bias)
+def _halves(size: int) -> tuple[int, ...]:
+    """Rows of which neighbours form the pairs that are rotated: first all first ones, then all second ones."""
+    return (*range(0, size, 2), *range(1, size, 2))
 
 
-def _attention(args: ModelArgs, at: str) -> Iterator[_Shape]:
-    q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    parts = {"q": q, "k": kv, "v": kv}
-    yield _Shape(at + "qkv.weight", parts, args.hidden_size, "rows")
-    if args.attention_bias:
-        yield _Shape(at + "qkv.bias", parts, 0, "rows")
-    yield _Shape(at + "output.weight", {"": args.hidden_size}, q, "columns")
-    if args.output_bias:
-        yield _Shape(at + "output.bias", {"": args.hidden_size}, 0)
-    if args.qk_norm:
-        yield _Shape(at + "q_norm.weight", {"": args.head_dim}, 0)
-        yield _Shape(at + "k_norm.weight", {"": args.head_dim}, 0)
-
-
-def _latent(args: ModelArgs, at: str) -> Iterator[_Shape]:
-    sizes, heads, hidden = args.latent, args.num_heads, args.hidden_size
-    assert sizes is not None
-    if sizes.q_rank:
-        yield _Shape(at + "q_down.weight", {"": sizes.q_rank}, hidden)
-        yield _Shape(at + "q_norm.weight", {"": sizes.q_rank}, 0)
-    yield _Shape(at + "q.weight", {"up" if sizes.q_rank else "": heads * args.head_dim}, sizes.q_rank or hidden, "rows")
-    yield _Shape(at + "kv_down.weight", {"": sizes.kv_rank + sizes.rope_dim}, hidden)
-    yield _Shape(at + "kv_norm.weight", {"": sizes.kv_rank}, 0)
-    yield _Shape(at + "kv_up.weight", {"": heads * (sizes.nope_dim + sizes.v_dim)}, sizes.kv_rank, "rows")
-    yield _Shape(at + "output.weight", {"": hidden}, heads * sizes.v_dim, "columns")
-
-
-def _mlp(at: str, hidden: int, width: int, bias: bool = False) -> Iterator[_Shape]:
-    yield _Shape(at + "gate_up.weight", {"gate": width, "up": width}, hidden, "rows")
-    if bias:
-        yield _Shape(at + "gate_up.bias", {"gate": width, "up": width}, 0, "rows")
-    yield _Shape(at + "down.weight", {"": hidden}, width, "columns")
-    if bias:
-        yield _Shape(at + "down.bias", {"": hidden}, 0)
-
-
-def _experts(args: ModelArgs, at: str, experts: Sequence[int]) -> Iterator[_Shape]:
-    moe, hidden = args.moe, args.hidden_size
-    assert moe is not None
-    yield _Shape(at + "router.weight", {"": moe.routing.num_experts}, hidden)
-    if moe.routing.bias:
-        yield _Shape(at + "router.bias", {"": moe.routing.num_experts}, 0, dtype="float32")
-    halves = {f"{expert}.{half}": moe.expert_size for expert in experts for half in ("gate", "up")}
-    yield _Shape(at + "experts.gate_up", halves, hidden, "experts")
-    yield _Shape(at + "experts.down", {f"{expert}.": hidden for expert in experts}, moe.expert_size, "experts")
-    if moe.shared_size:
-        yield from _mlp(at + "shared.", hidden, moe.shared_size)
-    if moe.shared_gate:
-        yield _Shape(at + "shared_gate.weight", {"": 1}, hidden)
+def _behind(before: int, order: tuple[int, ...]) -> tuple[int, ...]:
+    """`before` rows as they are, then those of `order`; () where that is the stored order."""
+    return order and (*range(before), *(before + i for i in order))

@@ -1,7 +1,7 @@
 """Llama 2 and 3 (Meta): biases only where the config asks, rope scaling "llama3" from 3.1 on."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

@@ -1,7 +1,7 @@
 """Mistral 7B v0.2 and later (Mistral AI): no biases, full attention."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

@@ -1,7 +1,7 @@
 """Mixtral (Mistral AI): experts in every feed-forward layer, under names of their own."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

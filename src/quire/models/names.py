@@ -1,6 +1,6 @@
 """Rows of the name maps that the decoders of Hugging Face share: (checkpoint name, parameter, part)."""
 
-from quire.layers.params import NameMap
+NameMap = tuple[tuple[str, str, str], ...]  # (checkpoint name, parameter, part); {i}: a layer's index, {e}: an expert's
 
 EMBEDDING_AND_HEAD: NameMap = (
     ("model.embed_tokens.weight", "embed.weight", ""),
@@ -24,20 +24,20 @@ QKV_BIAS: NameMap = (
 )
 OUTPUT_BIAS: NameMap = (("model.layers.{i}.self_attn.o_proj.bias", "layers.{i}.attention.output.bias", ""),)
 QK_NORM: NameMap = (
-    ("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.q_norm.weight", ""),
-    ("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.k_norm.weight", ""),
+    ("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.attention.head_norm.q", ""),
+    ("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.attention.head_norm.k", ""),
 )
 LATENT_ATTENTION: NameMap = (
-    ("model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight", "layers.{i}.attention.kv_down.weight", ""),
+    ("model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight", "layers.{i}.attention.down.weight", "kv"),
     ("model.layers.{i}.self_attn.kv_a_layernorm.weight", "layers.{i}.attention.kv_norm.weight", ""),
     ("model.layers.{i}.self_attn.kv_b_proj.weight", "layers.{i}.attention.kv_up.weight", ""),
     ("model.layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.output.weight", ""),
 )
-DIRECT_QUERY: NameMap = (("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.q.weight", ""),)
+DIRECT_QUERY: NameMap = (("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.down.weight", "q"),)
 COMPRESSED_QUERY: NameMap = (
-    ("model.layers.{i}.self_attn.q_a_proj.weight", "layers.{i}.attention.q_down.weight", ""),
+    ("model.layers.{i}.self_attn.q_a_proj.weight", "layers.{i}.attention.down.weight", "q_down"),
     ("model.layers.{i}.self_attn.q_a_layernorm.weight", "layers.{i}.attention.q_norm.weight", ""),
-    ("model.layers.{i}.self_attn.q_b_proj.weight", "layers.{i}.attention.q.weight", "up"),
+    ("model.layers.{i}.self_attn.q_b_proj.weight", "layers.{i}.attention.q.weight", ""),
 )
 GATED_MLP: NameMap = (
     ("model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.gate_up.weight", "gate"),

@@ -1,14 +1,13 @@
 """The steps before a model is built, in the order of their price: what its config.json rules out, what the headers of
 its weights rule out, and the download of its weights. No torch."""
 
-from math import prod
 from pathlib import Path
 
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, check_context, check_cpu_weights, resolve_dtype
 from quire.models.layout import layout
-from quire.models.registry import ITEM_BYTES, check_routing
+from quire.models.registry import check_routing, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.weights.files import Checkpoint
 from quire.weights.folder import fetch_weights
@@ -37,7 +36,6 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: s
         params = layout(args)
         match_tensors(checkpoint, params, args)
         if free_bytes is not None:
-            size = sum(prod(param.shape) * ITEM_BYTES[param.dtype or dtype] for param in params)
-            check_cpu_weights(size, free_bytes, dtype)
+            check_cpu_weights(unpacked_bytes(params, dtype), free_bytes, dtype)
 
     fetch_weights(config, folder, check)

@@ -1,315 +1,139 @@
-"""Everything that was decided for an engine, as one value: what it is made of, what runs when, and why. No torch.
+"""The plan of one rank's engine: made first, by pure functions, and the engine is built from it. No torch.
 
-`assemble` makes it of the objects that the engine runs, `quire explain` of those that it would run; both print what
-`describe` returns.
+`assemble` builds what the plan says, `quire explain` prints it (see `report.py`). A plan can be serialized, sent and
+read back: no value in it belongs to a process.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from itertools import groupby
-from math import prod
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.config.bundled import NAME
+import msgspec
+
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
-from quire.config.missing import missing_features
-from quire.config.placement import ALONE, Parallel, Rank, collectives, ranks
-from quire.config.pooling import read_pooling
-from quire.config.quantized import format_words, is_kept, missing_format
-from quire.config.resolve import DTypePlan, MemoryPlan
+from quire.config.missing import Missing, missing_features
+from quire.config.placement import ALONE, Parallel, Rank, check_parallel, ranks
+from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_memory
+from quire.config.resolve_cuda import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
-from quire.contracts.errors import ConfigError, WeightsError
-from quire.kernels.select import Choice, Needs, Probe, objection
+from quire.contracts.errors import ConfigError, UnsupportedModel
+from quire.contracts.params import Param
+from quire.kernels.linear.plan import LinearPlan
+from quire.kernels.select import Choice, Needs, Probe, choose_kernels, objection
 from quire.kernels.supports import SUPPORTS
-from quire.layers.params import Param, cut, fused
-from quire.models.calls import FUSED, Call, embedding_calls, head_calls, layer_calls, pack_function
-from quire.models.facts import model_facts
-from quire.models.registry import ITEM_BYTES, rank_geometry
-from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
-
-_READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
-PHASES = {
-    "cpu": _READ | {"weights": "every file once, tensors to their rows, packed for the kernels",
-                    "engine": "KV cache, worker, scheduler"},
-    "cuda": _READ | {"device": "CUDA context, size of weights and batch",
-                     "weights": "files streamed to the device, packed for the kernels",
-                     "kernels": "every kernel compiled or found in the cache, the largest step run once and measured",
-                     "graphs": "KV cache in what is left, CUDA graphs of steps", "engine": "scheduler"},
-}  # fmt: skip
-DUMMY, EAGER = {"weights": "random numbers, packed for the kernels"}, {"graphs": "KV cache in what is left"}
-WHOLE = ("embed.weight", "head.weight", "norm.weight", ".router.weight", ".shared_gate.weight")  # never quantized
-SCALE_BYTES = 4  # of a block of FP8
-NEVER = 1 << 30  # query rows: a number for JSON
-MISSING = "not implemented yet"
+from quire.models.graphs import GraphPlan, resolve_graphs
+from quire.models.layout import layout
+from quire.models.registry import check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class EnginePlan:
-    """The choices of one engine.
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A device as far as plans depend on it: "cpu" or "cuda", in words, and its memory in bytes."""
 
-    config        with what the device decides filled in
-    folder        of config.json and weights;  layout  of the whole model, whatever a rank holds of it
-    machine       the device in words
-    memory        of the rank that has least room, number `fullest`, or why nothing fits there
-    moe           plans of the expert layers by phase, or why there is none
-    quantization  of config.json;  load_error  of a loader that would refuse the weights in `folder`
-    headers       of the weights, where they are not in the folder
+    device: str
+    words: str
+    total_memory: int
+
+
+class Mesh(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of the parallel engine, and the place of this rank in it."""
+
+    parallel: Parallel
+    rank: Rank
+
+
+class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The choices of one rank's engine, but those that depend on measured memory (`resolve_sizing`).
+
+    config        with what the device decides filled in;  folder  of config.json and weights
+    params        of this rank, with the slices that it reads
+    kernels       one choice for each operation;  linears  by linear layer;  moe  by phase, or why there is none
+    geometry      of a page of this rank's KV cache;  graphs  sizes of the steps that are captured
+    missing       features that such an engine needs and that are not implemented: it can be planned, not built
+    quantization  of config.json
     """
 
     config: EngineConfig
-    folder: Path
+    folder: str
     args: ModelArgs
-    layout: Sequence[Param]
-    device: str
-    machine: str
+    machine: Machine
     dtype: DTypePlan
+    mesh: Mesh
+    params: tuple[Param, ...]
     kernels: tuple[Choice, ...]
-    memory: MemoryPlan | str
-    fullest: int = 0
-    moe: Mapping[str, MoEPlan | str] = field(default_factory=dict)
-    parallel: Parallel = ALONE
-    quantization: Mapping[str, Any] = field(default_factory=dict)
-    load_error: str = ""
-    headers: Checkpoint | None = None
+    linears: dict[str, LinearPlan]
+    moe: dict[str, MoEPlan | str]
+    geometry: KVGeometry
+    graphs: GraphPlan
+    missing: tuple[Missing, ...] = ()
+    quantization: dict[str, Any] = {}
 
-    def describe(self) -> dict[str, Any]:
-        """All of it as plain values; reads the headers of the weights, where there are any."""
-        args, plan = self.args, self.moe.get("decode")
-        sent = collectives(args, self.parallel, ITEM_BYTES[self.dtype.dtype],
-                           plan.dispatcher if isinstance(plan, MoEPlan) else "")  # fmt: skip
-        phases = PHASES[self.device] | (DUMMY if self.config.load.load_format == "dummy" else {})
-        phases |= EAGER if self.device == "cuda" and self.config.device.enforce_eager else {}
-        words, lacking = format_words(self.quantization), self._lacking and f": {MISSING}"
-        return {
-            "missing": [one._asdict() for one in missing_features(self.parallel, self.quantization)],
-            "load_error": self.load_error,
-            "model": {
-                "name": self.config.model.model or NAME, "type": args.model_type, "architecture": args.architecture,
-                "parameters": sum(prod(param.shape) for param in self.layout),
-                "bytes": _total(map(self.num_bytes, self.layout)), "dtype": self.dtype.dtype,
-                "dtype_reason": self.dtype.reason, "notes": args.notes,
-                "format": f"{words}{lacking}" or "unquantized", **model_facts(args),
-                "embedding": str(read_pooling(self.folder, self.config.model.pooler_config)),
-            },
-            "machine": self.machine,
-            "kernels": [asdict(choice) for choice in self.kernels],
-            "latent": args.latent and asdict(args.latent) | {"break_even": min(args.latent.break_even, NEVER)},
-            "moe": {phase: one if isinstance(one, str) else asdict(one) for phase, one in self.moe.items()},
-            "layers": list(self._layers()),
-            "not_read": self._not_read(),
-            "memory": self._memory(),
-            "ranks": [asdict(rank) | {"device": self.device, "bytes": held} for rank, held in self.held],
-            "collectives": [asdict(one) for one in sent],
-            "phases": phases,
-        }  # fmt: skip
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters as they are loaded, before they are packed."""
+        return unpacked_bytes(self.params, self.dtype.dtype)
 
-    @cached_property
-    def held(self) -> list[tuple[Rank, int | None]]:
-        """Every rank, and the bytes of the parameters that it holds; None: not known."""
-        every = list(ranks(self.args, self.parallel))
-        held = {kind: _total(self.num_bytes(param, rank) for param in self.layout if self._is_on(param, rank))
-                for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
-        return [(rank, held[rank.kind]) for rank in every]
+    def check_runnable(self) -> None:
+        """Refuse a plan with missing features, in the words of the first. Raises UnsupportedModel."""
+        if self.missing:
+            raise UnsupportedModel(self.missing[0].reason)
 
-    def page(self, rank: Rank) -> KVGeometry:
-        """The page of a rank's KV cache."""
-        return rank_geometry(self.args, rank, dtype=self.dtype.dtype, device=self.device,
-                             block_size=self.config.cache.block_size)  # fmt: skip
 
-    def num_bytes(self, param: Param, rank: Rank | None = None) -> int | None:
-        """Bytes of a parameter, of a rank's part or of all of it, with scales. Quantized in another way than blocks of
-        FP8, it has those of the headers, and a rank its share of them; None without headers. So it is of parts of
-        which only some are quantized."""
-        pieces, item = self._pieces(param, rank), ITEM_BYTES[param.dtype or self.dtype.dtype]
-        elements = sum(count * rows * width for count, rows, width in pieces)
-        if not self._is_quantized(param):
-            return elements * item
-        if not self._block:
-            return (whole := _total(self._tensors(param).values())) and -(-whole * elements // prod(param.shape))
-        if not any(part.stored in self._plain for part in param.parts):
-            return sum(count * self._fp8_bytes(rows, width) for count, rows, width in pieces)
-        width = prod(param.shape[1:])
-        whole = sum(part.rows * width * item if part.stored in self._plain else self._fp8_bytes(part.rows, width)
-                    for part in param.parts)  # fmt: skip
-        return -(-whole * elements // prod(param.shape))
+def resolve_engine(
+    config: EngineConfig, folder: Path, args: ModelArgs, machine: Machine, dtype: DTypePlan, probe: Probe, *,
+    parallel: Parallel = ALONE, number: int = 0, quantization: Mapping[str, Any] | None = None, served: bool = True,
+    forced: dict[str, str] | None = None,
+) -> EnginePlan:  # fmt: skip
+    """Plan the engine of rank `number`.
 
-    def _fp8_bytes(self, rows: int, width: int) -> int:
-        high, wide = self._block
-        return rows * width + SCALE_BYTES * -(-rows // high) * -(-width // wide)
+    args, quantization   as read from config.json in `folder`;  dtype  as resolved for this machine
+    probe    says what the machine lacks;  forced  operation -> implementation to take
+    served   answers are read token by token
+    Raises ConfigError for options that contradict the model or the device.
+    """
+    check_context(config.model, args.max_position_embeddings)
+    check_parallel(args, parallel)
+    check_routing(args, config.load.routing)
+    quantization, device = dict(quantization or {}), machine.device
+    rank = list(ranks(args, parallel))[number]
+    params = layout(args, rank)
+    kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, forced=forced,
+                             probe=probe)  # fmt: skip
+    needs = Needs(device=device, dtype=dtype.dtype)
+    moe = moe_plans(args, kernels, needs, probe, parallel=parallel,
+                    quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
+    by_triton = device == "cuda" and not probe("triton")
+    if device == "cuda":
+        roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
+        wide = args.moe is not None and not served and roomy
+        config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
+        check_sequences(config)
+    return EnginePlan(
+        config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
+        mesh=Mesh(parallel=parallel, rank=rank), params=params, kernels=kernels,
+        linears=linear_plans(args, params, kernels), moe=moe,
+        geometry=rank_geometry(args, rank, dtype=dtype.dtype, device="cuda" if by_triton else "cpu",
+                               block_size=config.cache.block_size),
+        graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
+        missing=missing_features(parallel, quantization), quantization=quantization,
+    )  # fmt: skip
 
-    def _pieces(self, param: Param, rank: Rank | None) -> Sequence[tuple[int, int, int]]:
-        """(how many, rows, columns) of the checkpoint tensors, or of a rank's parts of them; what does not divide is
-        filled up."""
-        sizes, width, tp = [part.rows for part in param.parts], prod(param.shape[1:]), self.parallel.tp
-        if rank is None or not param.shard:
-            return [(len(list(same)), rows, width) for rows, same in groupby(sizes)]
-        if param.shard == "experts" and self.parallel.experts:
-            assert self.args.moe is not None
-            owned = rank.experts[1] - rank.experts[0]
-            return [(owned * len(sizes) // self.args.moe.routing.num_experts, sizes[0], width)]
-        if param.shard == "columns" or param.name.endswith(".down"):
-            return [(len(sizes), sizes[0], -(-width // tp))]
-        kv = (rank.kv_heads[1] - rank.kv_heads[0]) * self.args.head_dim if ".qkv." in param.name else 0
-        return [(1, kv if index and kv else -(-rows // tp), width) for index, rows in enumerate(sizes)]
 
-    def _is_on(self, param: Param, rank: Rank) -> bool:
-        if (layer := _layer(param.name)) >= 0:
-            return rank.layers[0] <= layer < rank.layers[1]
-        tied = self.args.tie_word_embeddings
-        return rank.first or rank.last and tied if param.name == "embed.weight" else rank.last
-
-    # --- layers and their weights ---------------------------------------------------------------------------------
-
-    @cached_property
-    def _block(self) -> tuple[int, ...]:
-        """Rows and columns that share a scale; () where weights are not stored in blocks of FP8."""
-        blocks = self.quantization.get("quant_method") == "fp8"
-        return tuple(blocks and self.quantization.get("weight_block_size") or ())
-
-    @cached_property
-    def _plain(self) -> frozenset[str]:
-        """Tensors that a checkpoint in blocks of FP8 has without scales: as its files say, else as its config does."""
-        kept = frozenset(self.quantization.get("modules_to_not_convert") or ()) if self._block else frozenset()
-        names = (part.stored for param in self.layout if self._block for part in param.parts)
-        return frozenset(name for name in names if (
-            f"{name}_scale_inv" not in self._stored if name in self._stored else is_kept(name, kept)))
-
-    @cached_property
-    def _lacking(self) -> str:
-        """The kernels that there are not, where the weights have a format that cannot be run yet; else ""."""
-        return missing_format(self.quantization) and f"no {self.quantization['quant_method']} kernel yet"
-
-    @cached_property
-    def _stored(self) -> Mapping[str, str]:
-        """Tensor -> file, of those that are read; {} of files that cannot be read (`load_error` says why)."""
-        if self.headers is not None:
-            return {name: tensor.file.name for name, tensor in self.headers.tensors.items()}
-        try:
-            return {} if self.config.load.load_format == "dummy" else stored_in(self.folder)
-        except WeightsError:
-            return {}
-
-    @cached_property
-    def _known(self) -> Mapping[str, StoredTensor]:
-        """Tensor -> its header; {} without files, or of files that cannot be read."""
-        if self.headers is not None:
-            return self.headers.tensors
-        try:
-            return read_checkpoint(self.folder).tensors if any(self.folder.glob("*.safetensors")) else {}
-        except WeightsError:
-            return {}
-
-    @cached_property
-    def _beside(self) -> Mapping[str, Mapping[str, int | None]]:
-        """What stands before the last point of names -> quantized tensors -> bytes, where there are headers."""
-        known = self._known
-        whole = {part.stored for param in self.layout if not self._is_quantized(param) for part in param.parts}
-        names = sorted(self._stored.keys() - whole, key=lambda name: name.rpartition("."))
-        stems = groupby(names, key=lambda name: name.rpartition(".")[0])
-        return {stem: {name: known[name].num_bytes if known else None for name in some} for stem, some in stems}
-
-    def _is_quantized(self, param: Param) -> bool:
-        if not self.quantization or len(param.shape) < 2 or param.name.endswith(WHOLE):
-            return False
-        return not self._plain or any(part.stored not in self._plain for part in param.parts)
-
-    def _tensors(self, param: Param) -> Mapping[str, int | None]:
-        """Checkpoint tensors of a parameter ("....*" where names are not known) -> bytes, where headers are asked."""
-        names = [part.stored for part in param.parts]
-        if not self._is_quantized(param):
-            return dict.fromkeys(names)
-        if self._block:
-            return dict.fromkeys(name + end for name in names for end in ("", "_scale_inv")
-                                 if not end or name not in self._plain)
-        stems = [name.rpartition(".")[0] for name in names]
-        return {name: size for stem in stems for name, size in self._beside.get(stem, {f"{stem}.*": None}).items()}
-
-    @cached_property
-    def _chosen(self) -> dict[str, Choice]:
-        return {choice.op: choice for choice in self.kernels}
-
-    def _qualified(self, function: str) -> str:
-        """"linear.run" -> the function of the chosen implementation."""
-        op, _, rest = function.partition(".")
-        return f"quire.kernels.{op}.{self._chosen[op].name}.{rest}" if op in self._chosen else function
-
-    def _layers(self) -> Iterator[dict[str, Any]]:
-        args = self.args
-        for layer, group in groupby(self.layout, key=lambda param: _layer(param.name)):
-            params = {param.name.removeprefix(f"layers.{layer}."): param for param in group}
-            first, quantized = "embed.weight" in params, frozenset(filter(lambda n: self._lacks(params[n]), params))
-            linear = frozenset(self._chosen["linear"].features) - (FUSED if quantized else frozenset())
-            calls = list(layer_calls(args, layer, linear, self.config.load.routing) if layer >= 0 else
-                         embedding_calls(args, linear) if first else head_calls(args))  # fmt: skip
-            run = {parameter: call.function for call in reversed(calls) for parameter in call.parameters}
-            weights = [self._weight(param, run.get(name, ""), linear) for name, param in params.items()]
-            yield {
-                "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
-                "parameters": sum(w["parameters"] for w in weights), "bytes": _total(w["bytes"] for w in weights),
-                "calls": [self._call(call, quantized) for call in calls],
-                "weights": weights,
-            }  # fmt: skip
-
-    def _call(self, call: Call, quantized: frozenset[str]) -> dict[str, Any]:
-        """A call as plain values. There is no implementation to name where a parameter is among the `quantized`."""
-        missing = self._lacking if quantized & set(call.parameters) else ""
-        function = call.function if missing else self._qualified(call.function)
-        return call._asdict() | {"function": function, "missing": missing}
-
-    def _lacks(self, param: Param) -> bool:
-        """True for a parameter of a format that no kernel runs yet."""
-        return bool(self._lacking) and self._is_quantized(param)
-
-    def _weight(self, param: Param, run: str, linear: Collection[str]) -> dict[str, Any]:
-        loader = "stream.stream_weights" if self.device == "cuda" and "plain" in linear else "load.load_weights"
-        loader = "dummy.load_dummy" if self.config.load.load_format == "dummy" else loader
-        pack = pack_function(self.args, param.name, linear)
-        steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack), "run": self._qualified(run)}
-        quantized = self._is_quantized(param)
-        method = "float8_e4m3" if self._block else self.quantization.get("quant_method", "")
-        experts, parts = fused(param)
-        return {
-            "name": param.name, "shape": param.shape, "shard": cut(param, self.parallel),
-            "parameters": prod(param.shape), "experts": experts if param.shard == "experts" else 0,
-            "parts": [{"name": name, "shape": (rows, *param.shape[1:])} for name, rows in parts],
-            "dtype": method if quantized else param.dtype or self.dtype.dtype, "bytes": self.num_bytes(param),
-            **(dict.fromkeys(steps, MISSING) if self._lacks(param) else steps),
-            "stored": {name: self._stored.get(name) for name in self._tensors(param)},
-        }  # fmt: skip
-
-    def _not_read(self) -> dict[str, int]:
-        """Tensors of the checkpoint that nothing is made of, layers behind the last one together -> their number."""
-        read = {name for param in self.layout for name in self._tensors(param)}
-        layers = [f"model.layers.{self.args.num_layers + i}." for i in range(self.args.extra_layers)]
-        found = {f"{layer}*": 0 for layer in layers}
-        for name in sorted(self._stored.keys() - read):
-            shown = next((f"{layer}*" for layer in layers if name.startswith(layer)), name)
-            found[shown] = found.get(shown, 0) + 1
-        return found
-
-    def _memory(self) -> dict[str, Any]:
-        plan, (rank, weights) = self.memory, self.held[self.fullest]
-        cache = self.page(rank) if isinstance(plan, str) else plan.geometry
-        page, size, group = cache.page_bytes, cache.block_size, cache.groups[0]
-        known = {
-            "rank": self.fullest, "weights": weights, "kv_bytes_per_token": page / size, "block_size": size,
-            "block_bytes": page // len(group.layers), "page_bytes": page, "page_layers": len(group.layers),
-            "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
-        }  # fmt: skip
-        return known | ({"refused": plan} if isinstance(plan, str) else {
-            "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,
-            "max_model_len": plan.max_model_len, "sequences": self.config.scheduler.sequences(), "notes": plan.notes,
-            "full_sequences": round(plan.num_tokens / plan.max_model_len, 2), "budget": str(plan.budget or ""),
-        })  # fmt: skip
+def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
+    """Size the KV cache and the context length by what was measured: a GPU's memory, or a CPU's free bytes beside the
+    weights. Raises ConfigError with what would make it fit."""
+    config, context = plan.config, plan.args.max_position_embeddings
+    if isinstance(measured, DeviceMemory):
+        return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.dtype.dtype)
+    return resolve_memory(plan.geometry, config.model, config.cache, context=context,
+                          max_num_seqs=config.scheduler.sequences(), free_bytes=measured)  # fmt: skip
 
 
 def moe_plans(args: ModelArgs, kernels: Iterable[Choice], needs: Needs, probe: Probe, *, parallel: Parallel = ALONE,
               quantization: str = "unquantized") -> dict[str, MoEPlan | str]:  # fmt: skip
-    """How experts are run in each phase by a model for which `kernels` were chosen; {} without experts."""
+    """The plan of the experts in each phase for a model for which `kernels` were chosen; {} without experts."""
     able = tuple((name, objection(support, needs, probe)) for name, support in SUPPORTS["experts"].items())
     hardware, plans = Hardware(device=needs.device, kernels=able), dict[str, MoEPlan | str]()
     for phase in ("prefill", "decode") if args.moe else ():
@@ -319,22 +143,3 @@ def moe_plans(args: ModelArgs, kernels: Iterable[Choice], needs: Needs, probe: P
         except ConfigError as error:
             plans[phase] = str(error)
     return plans
-
-
-def _total(sizes: Iterable[int | None]) -> int | None:
-    """The sum; None where a size is not known."""
-    every = list(sizes)
-    return None if None in every else sum(size or 0 for size in every)
-
-
-def _layer(name: str) -> int:
-    """The number of the layer that a parameter belongs to; -1: none."""
-    return int(name.split(".")[1]) if name.startswith("layers.") else -1
-
-
-def _kind(calls: Iterable[Call]) -> str:
-    called = {call.function.partition(".")[0] for call in calls}
-    if not called & {"attention", "latent"}:
-        return "norm and head" if "norm" in called else "embedding"
-    attention = "latent" if "latent" in called else "grouped-query"
-    return f"{attention} attention, {'experts' if 'experts' in called else 'feed-forward'}"

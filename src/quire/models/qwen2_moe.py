@@ -1,7 +1,7 @@
 """Qwen2-MoE (Alibaba): Qwen2 with experts and one shared expert, which a gate of its own weighs."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

@@ -1,7 +1,7 @@
 """Qwen3 (Alibaba): q and k are normalized per head before rotation; biases only where the config asks."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

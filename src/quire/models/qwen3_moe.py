@@ -1,7 +1,7 @@
 """Qwen3-MoE (Alibaba): Qwen3 with experts in the feed-forward layers, none of them shared."""
 
-from quire.layers.params import NameMap
 from quire.models import names
+from quire.models.names import NameMap
 
 NAME_MAP: NameMap = (
     *names.EMBEDDING_AND_HEAD,

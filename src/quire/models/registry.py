@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.checkpoint import ModelArgs
@@ -11,52 +10,28 @@ from quire.config.resolve import CPU_BLOCK_SIZE, resolve_geometry
 from quire.config.resolve_cuda import CUDA_BLOCK_SIZE
 from quire.contracts.blocks import KVComponent, KVGeometry
 from quire.contracts.errors import ConfigError
-from quire.models.layout import layout, stored_names
-from quire.platforms.cpu import CpuFacts
-from quire.platforms.cuda import CudaFacts
+from quire.contracts.params import Param
+from quire.kernels.linear.plan import LinearPlan, plan_linears
+from quire.kernels.select import Choice
+from quire.quantization.formats import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kernels.attention import KVView
-    from quire.layers.decoder import Decoder
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def build_model(
-    args: ModelArgs, *, dtype: str, device: str, platform: CpuFacts | CudaFacts, kernels: dict[str, str] | None = None,
-    experts: tuple[int, ...] | None = None, routing: str = "model",
-) -> "Decoder":
-    """An unloaded model: parameters are allocated, not filled. Next: load weights, then `model.pack()`.
+def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:
+    """The plans of a model's linear layers, by name."""
+    choice = next(choice for choice in choices if choice.op == "linear")
+    return plan_linears(params, choice, exact=args.moe is not None and args.moe.router_float)
 
-    device     the platform's, or "meta": nothing is allocated, and the parameters can be counted
-    dtype      what to compute in: "float32" or "bfloat16"
-    kernels    operation -> implementation to force; ConfigError with the reasons when it cannot be
-    experts    numbers of those that this rank owns; None: all of them
-    routing    "model", or "uniform": experts are drawn at random in the routers' place
-    """
-    check_routing(args, routing)
-    import torch
 
-    from quire.kernels.routing import uniform
-    from quire.kernels.select import select_kernels
-    from quire.layers.context import Build
-    from quire.layers.decoder import Decoder
-
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
-    if device not in (platform.device, "meta"):
-        raise ConfigError(f"device {device!r} does not match the platform {platform.device!r}.")
-    chosen = select_kernels(platform.device, dtype, ops=operations(args), head_dim=args.head_dim, forced=kernels)
-    build = Build(getattr(torch, dtype), torch.device(device), chosen, experts)
-    own = layout(args, experts)
-    elsewhere = frozenset(stored_names(layout(args))) - frozenset(stored_names(own)) if experts is not None else ()
-    model = Decoder(args, own, build, elsewhere=frozenset(elsewhere))
-    if routing == "uniform" and args.moe is not None:
-        for layer in args.moe.layers:
-            model.layers[layer].mlp.choose = partial(uniform, chosen.routing, args.moe.routing)
-    return model
+def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:
+    """Bytes of parameters as they are loaded, in `dtype` where they have no type of their own."""
+    return sum(FORMATS[one.format].num_bytes(one.shape, ITEM_BYTES[one.dtype or dtype]) for one in params)
 
 
 def check_routing(args: ModelArgs, routing: str) -> None:

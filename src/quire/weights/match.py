@@ -4,43 +4,38 @@ Decided from the headers, before any byte is read. The loaders fill parameters b
 what they would refuse. No torch.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.errors import WeightsError
-from quire.layers.params import Param, is_unread
+from quire.contracts.params import Param, Part
+from quire.quantization.formats import FORMATS
 from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
 
-READABLE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}  # stored type -> PyTorch's
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 SHOWN = 3  # names in a message before "and N more"
-
-
-class Slot(NamedTuple):
-    """A part of a parameter: its rows (None: all of them), and the shape that the checkpoint must have."""
-
-    parameter: str
-    rows: tuple[int, int] | None
-    shape: tuple[int, ...]
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelArgs,
-                  elsewhere: Collection[str] = frozenset()) -> list[tuple[StoredTensor, Slot]]:
-    """Pair the tensors with slots, in the order in which they lie in the files. Both sides must come out even.
+                  elsewhere: Collection[str] = frozenset()) -> Mapping[str, StoredTensor]:
+    """Return the header of every stored tensor that these parameters read, by its name. Both sides must come out even:
+    each part is stored once, and each stored tensor has a place here or is known to have none.
 
-    elsewhere   tensors that other ranks own
+    elsewhere   tensors that other ranks read
     Raises WeightsError in one line naming file, tensor and fix.
     """
-    slots, found, unknown = dict(_slots(params)), list[tuple[StoredTensor, Slot]](), list[str]()
+    parts = {part.stored: (part, param) for param in params for part in param.parts}
+    found, unknown = dict[str, StoredTensor](), list[str]()
     for stored in checkpoint.tensors.values():
-        if stored.name in slots:
-            _check(stored, slots[stored.name])
-            found.append((stored, slots[stored.name]))
+        if stored.name in parts:
+            _check(stored, *parts[stored.name])
+            found[stored.name] = stored
         elif stored.name not in elsewhere and not is_unread(stored.name, args):
             unknown.append(f"{stored.name} (in {stored.file.name})")
-    if missing := sorted(slots.keys() - checkpoint.tensors.keys()):
+    if missing := sorted(parts.keys() - found.keys()):
         raise WeightsError(
             f"{checkpoint.folder} lacks {_some(missing)}: the checkpoint is incomplete, or not of this config.json; "
             "download it again." + _tied_hint(missing)
@@ -48,8 +43,16 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
     if unknown:
         raise WeightsError(f"{_some(unknown)} has no place in a {args.model_type} model with this config.json: "
                            "use the config.json that belongs to these weights.")  # fmt: skip
-    order = {path: number for number, path in enumerate(checkpoint.files)}
-    return sorted(found, key=lambda pair: (order[pair[0].file], pair[0].offset))
+    return found
+
+
+def is_unread(name: str, args: ModelArgs) -> bool:
+    """True for a checkpoint tensor that nothing is made of: rotary tables, which older checkpoints store; the head when
+    it is the embedding; multi-token-prediction (MTP) layers."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and args.tie_word_embeddings):
+        return True
+    layer = _LAYER.match(name)
+    return layer is not None and args.num_layers <= int(layer[1]) < args.num_layers + args.extra_layers
 
 
 def load_error(folder: Path, params: Sequence[Param], args: ModelArgs, *, quantized: bool) -> str:
@@ -68,24 +71,15 @@ def load_error(folder: Path, params: Sequence[Param], args: ModelArgs, *, quanti
     return ""
 
 
-def _slots(params: Sequence[Param]) -> Iterator[tuple[str, Slot]]:
-    """Checkpoint name -> slot of every part of every parameter."""
-    for param in params:
-        first = 0
-        for part in param.parts:
-            rows = None if len(param.parts) == 1 else (first, part.rows)
-            yield part.stored, Slot(param.name, rows, (part.rows, *param.shape[1:]))
-            first += part.rows
-        assert first == param.shape[0], f"the parts of {param.name} have {first} rows"
-
-
-def _check(stored: StoredTensor, slot: Slot) -> None:
-    if stored.dtype not in READABLE:
+def _check(stored: StoredTensor, part: Part, param: Param) -> None:
+    weights = FORMATS[param.format]
+    if stored.dtype not in weights.readable:
         raise WeightsError(f"{stored.file.name}: {stored.name} is stored as {stored.dtype}; quantized weights are not "
                            "implemented yet: use the unquantized checkpoint.")  # fmt: skip
-    if stored.shape != slot.shape:
+    if stored.shape != part.shape:
         raise WeightsError(f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
-                           f"{list(slot.shape)}: use the config.json that belongs to these weights.")  # fmt: skip
+                           f"{list(part.shape)}: use the config.json that belongs to these weights.")  # fmt: skip
+    assert not weights.objection(part), f"{stored.name}: {weights.objection(part)}"
 
 
 def _tied_hint(names: list[str]) -> str:

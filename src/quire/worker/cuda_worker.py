@@ -329,16 +329,3 @@ class CudaWorker:
             changes.append((at, np.array([block], np.int32)))
             self._num_blocks[slot] += 1
         return changes
-
-
-def graph_sizes(most: int) -> tuple[int, ...]:
-    """Sizes of the decode steps that are captured: fine where a step is short, 40 up to 1,024 sequences."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, 1025, 64), *range(1280, 4097, 256)]
-    return (*(size for size in sizes if size < most), *((most,) if most else ()))
-
-
-def graph_tokens(most: int) -> tuple[int, ...]:
-    """Sizes of the steps with prompts that are captured, up to `most` tokens. Steps are padded to one of them, and 64
-    tokens take 1.6 ms in a model of 8e9 parameters."""
-    return tuple(size for size in (*range(256, 1024, 64), *range(1024, 2049, 256), *range(3072, 16385, 1024))
-                 if size <= most)

@@ -5,7 +5,6 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +21,9 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
-from quire.kernels.select import Needs, select
+from quire.kernels.select import Needs, here, select
 from quire.kernels.supports import SUPPORTS
+from quire.models.plan import Machine, resolve_engine
 from quire.platforms.cuda import CudaFacts
 
 GIB = 1 << 30
@@ -33,17 +33,16 @@ FACTS = CudaFacts(
 )  # fmt: skip
 
 
-def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str = "", folder: Path | None = None,
-             served: bool = True, **options: object) -> Parts:
-    monkeypatch.setattr(cuda, "read_cuda_facts", lambda: facts)
+def assemble(monkeypatch: pytest.MonkeyPatch, facts: CudaFacts = FACTS, why: str = "", **options: object) -> Parts:
+    """A plan for this CPU, built as on a GPU."""
     monkeypatch.setattr(cuda, "missing", lambda: why)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GIB, 16 * GIB))
-    folder = folder or bundled_model()
-    return cuda.assemble_cuda(
-        EngineConfig.from_flat(max_num_seqs=4, max_model_len=64, **options), folder, read_checkpoint_config(folder),
-        DTypePlan(dtype="float32", reason=""), on_loading=lambda done, total: None, end_phase=lambda name: None,
-        served=served,
-    )  # fmt: skip
+    folder = bundled_model()
+    config = EngineConfig.from_flat(max_num_seqs=4, max_model_len=64, **options)
+    machine = Machine(device="cpu", words="NVIDIA T", total_memory=facts.total_memory)
+    plan = resolve_engine(config, folder, read_checkpoint_config(folder), machine,
+                          DTypePlan(dtype="float32", reason=""), here)  # fmt: skip
+    return cuda.assemble_cuda(plan, facts, on_loading=lambda done, total: None, end_phase=lambda name: None)
 
 
 def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +51,7 @@ def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch:
     (note,) = parts.notes
     assert "no Triton kernel can run (there is no abacus)" in note and "slower" in note
     facts = ExecutorFacts(depth=1, decode_lag=1, num_slots=4, num_blocks=8, block_size=32, max_model_len=64,
-                          vocab_size=parts.model.args.vocab_size)  # fmt: skip
+                          vocab_size=parts.plan.args.vocab_size)  # fmt: skip
     executor = parts.executor(facts)
     prompt = Admission(slot=1, request_id="", token_ids=np.arange(5, dtype=np.int32), num_computed=0,
                        block_ids=(np.array([1], np.int32),), sampler=SamplerSpec(seed=0, num_prompt=5))  # fmt: skip
@@ -77,8 +76,7 @@ def test_a_model_that_cannot_fit_is_refused_before_any_of_it_is_there(
 ) -> None:
     small = replace(FACTS, total_memory=GIB, free_memory=1 << 20, others_memory=None)
     built: list[str] = []
-    monkeypatch.setattr(cuda, "build_model", lambda *args, build=cuda.build_model, **options: (
-        built.append(options["device"]), build(*args, **options))[1])  # fmt: skip
+    monkeypatch.setattr(cuda, "build_model", lambda plan: built.append(plan.folder))
     with pytest.raises(ConfigError, match=r"the weights need .* in float32.* are missing. Try "):
         assemble(monkeypatch, small, why)
     assert not built
@@ -89,8 +87,6 @@ def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(cuda, "_rehearse", full)
-    monkeypatch.setattr(cuda, "build_model", lambda *args, build=cuda.build_model, **options: build(
-        *args, **options | {"device": "cpu"}))  # fmt: skip
     with pytest.raises(ConfigError, match=r"8192 tokens and 4 seq.* 15.00 GiB.* --max-num-seqs 1 .*-tokens 2048"):
         assemble(monkeypatch, load_format="dummy")
 
@@ -99,17 +95,10 @@ def test_a_step_that_finds_no_memory_names_flags(monkeypatch: pytest.MonkeyPatch
     ("qwen3-0.6b", False, 140, 8192), ("deepseek-v2-lite", False, 140, 16384), ("deepseek-v2-lite", True, 140, 8192),
     ("deepseek-v2-lite", False, 100, 8192),  # of which 58.5 are weights
 ])  # fmt: skip
-def test_steps_are_wide_for_experts_when_nobody_waits(
-    model: str, served: bool, gib: int, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[EngineConfig] = []
-
-    def check(weights: int, total: int, free: int, config: EngineConfig, *, dtype: str) -> None:
-        asked.append(config)
-        raise ConfigError("enough")
-
-    monkeypatch.setattr(cuda, "check_weights", check)
-    large = replace(FACTS, total_memory=gib * GIB, free_memory=gib * GIB)
-    with pytest.raises(ConfigError, match="enough"):
-        assemble(monkeypatch, large, folder=model_folder(model), served=served)
-    assert asked[0].scheduler.token_budget() == tokens
+def test_steps_are_wide_for_experts_when_nobody_waits(model: str, served: bool, gib: int, tokens: int) -> None:
+    folder = model_folder(model)
+    config = EngineConfig.from_flat(max_num_seqs=4, max_model_len=64)
+    machine = Machine(device="cuda", words="", total_memory=gib * GIB)
+    plan = resolve_engine(config, folder, read_checkpoint_config(folder), machine,
+                          DTypePlan(dtype="bfloat16", reason=""), lambda need: "", served=served)  # fmt: skip
+    assert plan.config.scheduler.token_budget() == tokens

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from quire.bench import kernels as bench
-from quire.bench.kernel_cases import OPERATIONS, Setup
+from quire.bench.kernel_cases import OPERATIONS
+from quire.bench.kernel_setup import Setup
 from quire.bench.kernels import Rates, measure_kernels, measure_rates, relative_error
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import ConfigError
@@ -145,7 +146,7 @@ def test_shared_blocks_are_read_and_counted_once(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("op", ["layer", "embedding"])
 def test_a_wrong_layer_has_no_speed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = {"layer": "quire.quantization.unquantized.run", "embedding": "quire.layers.embedding.F.embedding"}[op]
+    name = {"layer": "quire.quantization.pack.unquantized.run", "embedding": "quire.layers.embedding.F.embedding"}[op]
     chosen = setup()
     if op == "embedding":
         from quire.bench.kernel_cases import VocabEmbedding

@@ -10,6 +10,7 @@ import pytest
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
 from quire.explain.describe import plan_engine
+from quire.models.layout import layout
 from quire.models.plan import EnginePlan
 from quire.weights.files import StoredTensor, read_checkpoint
 
@@ -170,10 +171,10 @@ def test_a_quantized_checkpoint_is_planned_and_not_run(shared: Path) -> None:
     plan = planned(shared / "hf" / "DeepSeek-V3")
     assert plan["model"]["format"] == "fp8 in blocks of 128 x 128: not implemented yet"
     found = {one["name"]: one for one in plan["layers"][1]["weights"]}
-    down = found["layers.0.attention.kv_down.weight"]  # 576 rows: the last block of 128 is not full
-    assert down["bytes"] == 576 * 7168 + 4 * 5 * 56 and down["dtype"] == "float8_e4m3"
-    assert down["run"] == "not implemented yet" and list(down["stored"].values()) == [None, None]
-    assert list(down["stored"])[1] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
+    down = found["layers.0.attention.down.weight"]  # 1536 rows and 576, of which the last block of 128 is not full
+    assert down["bytes"] == (1536 + 576) * 7168 + 4 * (12 + 5) * 56 and down["dtype"] == "float8_e4m3"
+    assert down["run"] == "not implemented yet" and list(down["stored"].values()) == [None] * 4
+    assert list(down["stored"])[3] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
     assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.norm.triton.rms_norm", "not fused"
     assert "has no fp8 kernel yet" in plan["moe"]["decode"]
     calls = plan["layers"][1]["calls"]
@@ -246,9 +247,9 @@ def test_sizes_of_other_formats_are_those_of_the_headers(shared: Path, tmp_path:
         f"{part}_proj.{kind}" for part in "qkv" for kind in ("qweight", "qzeros", "scales")]  # fmt: skip
     assert qkv["bytes"] == sum(stored[name].num_bytes for name in qkv["stored"]) and qkv["dtype"] == "awq"
     assert len(bias["stored"]) == 3 and bias["dtype"] == "float16" and bias["run"] != qkv["run"]
-    whole = {param.name: param for param in engine_plan(tmp_path).layout}["layers.2.mlp.down.weight"]
     shared_out = engine_plan(tmp_path, Parallel(tp=4))
-    assert shared_out.num_bytes(whole, shared_out.held[0][0]) == found["layers.2.mlp.down.weight"]["bytes"] / 4
+    own = {param.name: param for param in layout(shared_out.args, shared_out.held[0][0])}
+    assert shared_out.num_bytes(own["layers.2.mlp.down.weight"]) == found["layers.2.mlp.down.weight"]["bytes"] / 4
 
 
 @pytest.mark.parametrize("model", ["Qwen2.5-7B-Instruct-AWQ", "Qwen2.5-7B-Instruct-GPTQ-Int4",

@@ -95,7 +95,7 @@ def test_a_folder_with_nothing_but_a_config_or_an_index(tmp_path: Path) -> None:
 
 def test_hopper_s_kernels_need_hopper() -> None:
     config = EngineConfig.from_flat(model=TINY)
-    chosen = {device: {choice.op: choice for choice in plan_engine(config, described=device).kernels}["attention"]
+    chosen = {device: {choice.op: choice for choice in plan_engine(config, described=device).plan.kernels}["attention"]
               for device in ("h200", "a100")}  # fmt: skip
     assert chosen["h200"].name == "hopper" and chosen["a100"].name == "triton"
     assert dict(chosen["a100"].rejected)["hopper"] == "needs compute capability 9.0, this GPU has 8.0"

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.experts import cpu, grouped, ref
 from quire.kernels.native.library import missing_amx
 
-from ...expert_inputs import CASES, Case, make
+from ...expert_inputs import CASES, Case, make, packed_by
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to the largest value
 
@@ -48,7 +48,7 @@ def test_the_reference_is_the_formula() -> None:
             gate, up = (gate_up[expert] @ x[t]).chunk(2)
             expected[t] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
     before = residual.clone()
-    close(ref.run(x, weights, ids, ref.pack(gate_up, down), None, residual), expected)
+    close(ref.run(x, weights, ids, packed_by(ref, gate_up, down), None, residual), expected)
     assert torch.equal(residual, before)
 
 
@@ -59,7 +59,7 @@ def test_matches_the_reference(implementation: ModuleType, case: Case, dtype: to
     """All experts; those of two ranks, whose results sum to the whole; ids that count a rank's own experts."""
     x, weights, ids, gate_up, down = make(case, dtype)
     residual, before = torch.randn_like(x), x.clone()
-    packed = implementation.pack(gate_up.clone(), down.clone())
+    packed = packed_by(implementation, gate_up.clone(), down.clone())
     whole = ref.run(x, weights, ids, (gate_up, down))
     close(implementation.run(x, weights, ids, packed), whole)
     expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
@@ -67,7 +67,7 @@ def test_matches_the_reference(implementation: ModuleType, case: Case, dtype: to
     parts = []
     for rank in range(2):
         own, places = rank_of(case.experts, 2, rank)
-        packed = implementation.pack(gate_up[own].clone(), down[own].clone())
+        packed = packed_by(implementation, gate_up[own].clone(), down[own].clone())
         parts.append(implementation.run(x, weights, ids, packed, places).float())
         close(parts[-1].to(dtype), ref.run(x, weights, ids, (gate_up[own], down[own]), places))
         close(implementation.run(x, weights, places[ids], packed).float().to(dtype), parts[-1].to(dtype))
@@ -79,7 +79,7 @@ def test_matches_the_reference(implementation: ModuleType, case: Case, dtype: to
 def test_a_token_depends_on_nothing_but_itself(implementation: ModuleType) -> None:
     case = Case(20, 4, 2, 32, 16)
     x, weights, ids, gate_up, down = make(case, torch.float32)
-    packed = implementation.pack(gate_up, down)
+    packed = packed_by(implementation, gate_up, down)
     expected = implementation.run(x, weights, ids, packed)
     x[7] = torch.nan
     actual = implementation.run(x, weights, ids, packed)
@@ -91,7 +91,7 @@ def test_a_token_depends_on_nothing_but_itself(implementation: ModuleType) -> No
 def test_a_rank_without_a_hit_adds_nothing() -> None:
     x, weights, ids, gate_up, down = make(CASES[6], torch.float32)
     for implementation in (ref, cpu, grouped):
-        packed = implementation.pack(gate_up[1:].clone(), down[1:].clone())
+        packed = packed_by(implementation, gate_up[1:].clone(), down[1:].clone())
         places = torch.tensor([-1, 0, 1, 2], dtype=torch.int32)
         assert not implementation.run(x, weights, ids, packed, places).any()
         assert torch.equal(implementation.run(x, weights, ids, packed, places, x.clone()), x)
@@ -100,7 +100,7 @@ def test_a_rank_without_a_hit_adds_nothing() -> None:
 @pytest.mark.skipif(bool(missing_amx()), reason=missing_amx() or "runs")
 def test_weights_are_packed_for_the_native_linears_and_lie_together() -> None:
     *_, gate_up, down = make(CASES[0], torch.bfloat16)
-    packed = cpu.pack(gate_up, down)
+    packed = packed_by(cpu, gate_up, down)
     first, second = packed[0][0], packed[1][0]
     assert isinstance(first, cpu.native.Packed) and isinstance(second, cpu.native.Packed)
     assert second.data.data_ptr() - first.data.data_ptr() == first.data.nbytes

@@ -5,22 +5,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta
 from quire.kernels.latent import LatentView, cpu, ref
 from quire.kernels.select import Kernels, select_kernels
-from quire.layers.context import Build, StepContext
+from quire.layers.context import Build, Loads, StepContext
 from quire.layers.latent import LatentAttention, choose_form, split
-from quire.layers.linear import pack_layers
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotary
+from quire.models.layout import layout
+from quire.models.registry import linear_plans
+from quire.weights.units import load_units
+
+from ...filled_models import sliced
 
 HEADS, HIDDEN, BLOCK = 4, 40, 8
+AT = "layers.0.attention."
 SIZES = {
     "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "kv_lora_rank": 24,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "max_position_embeddings": 256,
@@ -51,12 +57,13 @@ class Case:
         args = parse_checkpoint_config(self.config.to_dict() | {"model_type": model_type})
         small = select_kernels("cpu", "float32")
         kernels = Kernels(choices=small.choices, norm=small.norm, linear=small.linear, latent=kernel)
-        build = Build(torch.float32, torch.device("cpu"), kernels)
-        self.layer = LatentAttention(args, build, form)
-        self.norm = RMSNorm(HIDDEN, 1e-5, build)
-        self.norm.weight.data.uniform_(0.5, 1.5)
-        load(self.layer, self.theirs)
-        pack_layers(nn.ModuleList([self.layer]))
+        params = [param for param in layout(args) if param.name.startswith(AT)]
+        build = Build(torch.float32, torch.device("cpu"), kernels, {param.name: param for param in params},
+                      linear_plans(args, params, small.choices))  # fmt: skip
+        self.layer = LatentAttention(args, AT[:-1], build, form)
+        self.norm = RMSNorm("norm", 1e-5, build)
+        self.norm.take({"weight": torch.empty(HIDDEN).uniform_(0.5, 1.5)}, 0)
+        load(self.layer, self.theirs, params)
         self.rotary = Rotary(args.rope, args.rotary_dim, torch.device("cpu"), width=args.rotary_dim)
         self.args = args
 
@@ -69,17 +76,15 @@ class Case:
         return hidden + self.theirs(given, position_embeddings=turn, attention_mask=mask)[0][0]
 
 
-def load(layer: LatentAttention, theirs: Any) -> None:
-    """The tensors of a checkpoint, where the parameters' names say."""
-    stored = {
-        "q_down": getattr(theirs, "q_a_proj", None), "q_norm": getattr(theirs, "q_a_layernorm", None),
-        "q": theirs.q_b_proj if theirs.q_lora_rank else theirs.q_proj, "kv_down": theirs.kv_a_proj_with_mqa,
-        "kv_norm": theirs.kv_a_layernorm, "kv_up": theirs.kv_b_proj, "output": theirs.o_proj,
-    }  # fmt: skip
-    names = {name.removesuffix(".weight") for name, _ in layer.named_parameters()}
-    assert names == {name for name, module in stored.items() if module is not None}
-    for name, parameter in layer.named_parameters():
-        parameter.data.copy_(stored[name.removesuffix(".weight")].weight)
+@torch.no_grad()
+def load(layer: LatentAttention, theirs: Any, params: list[Param]) -> None:
+    """The tensors of a checkpoint, in the rows that the parts name."""
+    stored = {f"model.layers.0.self_attn.{name}": weight for name, weight in theirs.named_parameters()}
+    owners = {one.at: one for one in layer.modules() if isinstance(one, Loads)}
+    for unit in load_units(params):
+        owners[unit.module].take({raw.name: torch.cat([sliced(part, stored.pop(part.stored)) for part in raw.parts])
+                                  for raw in unit.tensors}, unit.place)  # fmt: skip
+    assert not stored
 
 
 @torch.inference_mode()
@@ -136,8 +141,8 @@ def test_the_reference_is_too() -> None:
 
 def test_weights_are_not_kept_twice() -> None:
     layer = Case("deepseek_v3", q_lora_rank=20).layer
-    assert not [name for name, _ in layer.named_parameters() if "norm" not in name]
-    assert layer.up is not None and layer.up.shape == (HEADS, 28, 24)
+    assert layer.kv_up.weight.shape == (HEADS, 28, 24)
+    assert not list(layer.named_parameters())
 
 
 def args_of(**options: Any) -> ModelArgs:

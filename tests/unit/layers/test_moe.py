@@ -21,18 +21,19 @@ from quire.kernels.linear.units import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import choose_kernels, select_kernels
 from quire.layers import moe
-from quire.layers.context import Build
-from quire.layers.linear import pack_layers
+from quire.layers.context import Build, Loads
 from quire.layers.moe import BESIDE, MoE
 from quire.layers.norm import RMSNorm
 from quire.models.layout import layout
-from quire.models.registry import operations
+from quire.models.registry import linear_plans, operations
+from quire.weights.units import load_units
 
-from ...expert_inputs import Case, make
+from ...expert_inputs import Case, make, packed_by
 from ...fake_streams import fake_streams
 from ...simulated_ranks import SIMULATED, owned
 from ...tiny_models import EXPERTS, Tiny, hf_config
 
+CTX: Any = None  # the feed-forward layers read nothing of the step so far
 BLOCKS = {
     "mixtral": "MixtralSparseMoeBlock", "qwen2_moe": "Qwen2MoeSparseMoeBlock", "qwen3_moe": "Qwen3MoeSparseMoeBlock",
     "deepseek_v2": "DeepseekV2Moe", "deepseek_v3": "DeepseekV3MoE", "glm4_moe": "Glm4MoeMoE",
@@ -44,6 +45,12 @@ def seeded() -> Iterator[None]:
     torch.manual_seed(0)
     with torch.inference_mode():
         yield
+
+
+def prefix(args: ModelArgs) -> str:
+    """The beginning of the parameters' names in the first layer with experts."""
+    assert args.moe is not None
+    return f"layers.{min(args.moe.layers)}.mlp."
 
 
 def block(family: str) -> tuple[ModelArgs, Any]:
@@ -60,12 +67,15 @@ def build_for(args: ModelArgs, dtype: torch.dtype = torch.float32, experts: tupl
               linear: str | None = None) -> Build:  # fmt: skip
     kernels = select_kernels("cpu", str(dtype).removeprefix("torch."), ops=operations(args), head_dim=args.head_dim,
                              forced={"linear": linear} if linear else None)  # fmt: skip
-    return Build(dtype, torch.device("cpu"), kernels, experts)
+    params = {param.name: param for param in layout(args, experts=experts)}
+    linears = linear_plans(args, params.values(), kernels.choices)
+    return Build(dtype, torch.device("cpu"), kernels, params, linears, experts)
 
 
 def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
     """Our layer with the block's weights, packed."""
-    made, own = MoE(args, build), build.experts or range(theirs.experts.gate_up_proj.shape[0])
+    at = prefix(args)
+    made, own = MoE(args, at[:-1], build), build.experts or range(theirs.experts.gate_up_proj.shape[0])
     stored = {"router.weight": theirs.gate.weight, "experts.gate_up": theirs.experts.gate_up_proj[list(own)],
               "experts.down": theirs.experts.down_proj[list(own)]}  # fmt: skip
     if args.moe and args.moe.routing.bias:
@@ -76,17 +86,21 @@ def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
         stored["shared.down.weight"] = shared.down_proj.weight
     if args.moe and args.moe.shared_gate:
         stored["shared_gate.weight"] = theirs.shared_expert_gate.weight
-    parameters = dict(made.named_parameters())
-    assert parameters.keys() == stored.keys()
-    for name, parameter in parameters.items():
-        parameter.copy_(stored[name].reshape(parameter.shape))
-    pack_layers(torch.nn.Sequential(made))
+    params = [param for param in build.params.values() if param.name.startswith(at)]
+    assert {param.name.removeprefix(at) for param in params} == stored.keys()
+    owners = {one.at: one for one in made.modules() if isinstance(one, Loads)}
+    for unit in load_units(params):
+        given = {raw.name: stored[f"{unit.module}.{raw.name}".removeprefix(at)] for raw in unit.tensors}
+        if unit.module.endswith(".experts"):
+            given = {name: weight[unit.place] for name, weight in given.items()}
+        tensors = {name: weight.to(build.dtype, copy=True) for name, weight in given.items()}
+        owners[unit.module].take(tensors, unit.place)
     return made
 
 
 def norm_for(args: ModelArgs, build: Build) -> RMSNorm:
-    norm = RMSNorm(args.hidden_size, args.norm_eps, build)
-    norm.weight.uniform_(0.5, 1.5)
+    norm = RMSNorm("norm", args.norm_eps, build)
+    norm.take({"weight": torch.empty(args.hidden_size).uniform_(0.5, 1.5)}, 0)
     return norm
 
 
@@ -97,22 +111,9 @@ def test_the_block_of_every_family(family: str) -> None:
     layer, norm = filled(args, theirs, build), norm_for(args, build)
     hidden = torch.randn(21, args.hidden_size)
     expected = hidden + theirs(norm(hidden)[None])[0]
-    torch.testing.assert_close(layer(hidden.clone(), norm), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer(hidden[:1].clone(), norm), expected[:1], rtol=1e-5, atol=1e-5)
-    assert layer(hidden[:0].clone(), norm).shape == (0, args.hidden_size)
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-def test_parameters_are_those_of_the_layout(family: str) -> None:
-    args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
-    assert args.moe is not None
-    prefix = f"layers.{min(args.moe.layers)}.mlp."
-    for own in (None, (1, 4)):
-        made = MoE(args, build_for(args, torch.bfloat16, own))
-        expected = {p.name.removeprefix(prefix): (p.shape, p.dtype or "bfloat16")
-                    for p in layout(args, own) if p.name.startswith(prefix)}  # fmt: skip
-        assert expected == {name: (tuple(p.shape), str(p.dtype).removeprefix("torch."))
-                            for name, p in made.named_parameters()}  # fmt: skip
+    torch.testing.assert_close(layer(hidden.clone(), norm, CTX), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(hidden[:1].clone(), norm, CTX), expected[:1], rtol=1e-5, atol=1e-5)
+    assert layer(hidden[:0].clone(), norm, CTX).shape == (0, args.hidden_size)
 
 
 def test_ranks_with_a_part_of_the_experts_sum_to_the_whole() -> None:
@@ -120,7 +121,7 @@ def test_ranks_with_a_part_of_the_experts_sum_to_the_whole() -> None:
     hidden = torch.randn(13, args.hidden_size)
     norm = norm_for(args, build_for(args))
     expected = theirs(norm(hidden)[None])[0]
-    parts = [filled(args, theirs, build_for(args, experts=own))(hidden.clone(), norm) - hidden
+    parts = [filled(args, theirs, build_for(args, experts=own))(hidden.clone(), norm, CTX) - hidden
              for own in ((0, 1, 5), (7, 2), (3, 6, 4))]  # fmt: skip
     torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-5)
     assert all(part.abs().max() > 0.1 for part in parts)
@@ -131,19 +132,19 @@ def test_what_is_routed_can_be_seen_and_replaced() -> None:
     build = build_for(args)
     layer, norm = filled(args, theirs, build), norm_for(args, build)
     hidden, seen = torch.randn(9, args.hidden_size), []
-    plain = layer(hidden.clone(), norm)
+    plain = layer(hidden.clone(), norm, CTX)
     layer.on_routing = lambda weights, ids: seen.append((weights, ids))
-    assert torch.equal(layer(hidden.clone(), norm), plain)
+    assert torch.equal(layer(hidden.clone(), norm, CTX), plain)
     _, weights, ids = theirs.gate(norm(hidden))
     for ours, wanted in zip(seen.pop(), (weights.sort(1).values, ids.sort(1).values), strict=True):
         torch.testing.assert_close(ours.sort(1).values, wanted.to(ours.dtype), rtol=1e-6, atol=1e-6)
     assert args.moe is not None
     layer.choose = partial(uniform, build.kernels.routing, args.moe.routing)
-    changed = layer(hidden.clone(), norm)
+    changed = layer(hidden.clone(), norm, CTX)
     weights, ids = seen.pop()
     assert not torch.equal(changed, plain)
     layer.choose, layer.on_routing = lambda x: (weights, ids), None
-    assert torch.equal(layer(hidden.clone(), norm), changed)
+    assert torch.equal(layer(hidden.clone(), norm, CTX), changed)
 
 
 def logged(layer: MoE, log: list[str]) -> None:
@@ -174,12 +175,12 @@ def test_shared_experts_run_beside_the_routed_ones(family: str, tokens: int, for
     build = build_for(args)
     layer, norm = filled(args, theirs, build), norm_for(args, build)
     hidden = torch.randn(tokens, args.hidden_size)
-    expected = layer(hidden.clone(), norm)
+    expected = layer(hidden.clone(), norm, CTX)
     side, log = fake_streams(monkeypatch)
     monkeypatch.setattr(moe, "side_stream", lambda device: side)
     logged(layer, log)
     layer.forks = True
-    assert torch.equal(layer(hidden.clone(), lambda x: log.append("norm") or norm(x)), expected)
+    assert torch.equal(layer(hidden.clone(), lambda x: log.append("norm") or norm(x), CTX), expected)
     if forks:
         assert log == ["norm", "side waits for main", "router", "in side", "shared", "out of side", "products",
                        "main waits for side", "sum"]  # fmt: skip
@@ -187,7 +188,7 @@ def test_shared_experts_run_beside_the_routed_ones(family: str, tokens: int, for
         assert log == ["norm", "router", "shared", "products", "sum"]
     wide = torch.randn(16, 2 * args.hidden_size)[:, ::2]  # the experts' kernel would copy it before the join
     log.clear()
-    torch.testing.assert_close(layer(wide, norm), layer(wide.contiguous(), norm))
+    torch.testing.assert_close(layer(wide, norm, CTX), layer(wide.contiguous(), norm, CTX))
     assert log[:4] == ["router", "shared", "products", "sum"]
 
 
@@ -199,7 +200,7 @@ def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "side_stream", lambda device: side)
     layer.forks, layer.experts.kernel = True, SimpleNamespace()
     with pytest.raises(AttributeError):
-        layer(torch.randn(BESIDE[0], args.hidden_size), norm)
+        layer(torch.randn(BESIDE[0], args.hidden_size), norm, CTX)
     assert log == ["side waits for main", "in side", "out of side", "main waits for side"]
 
 
@@ -208,15 +209,17 @@ def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     ("deepseek_v2", "cuda", "grouped", False), ("deepseek_v2", "cpu", "triton", False),
     ("deepseek_v2", "cpu", "cpu", False),
 ])  # fmt: skip
-def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool) -> None:
     """Those with shared experts, on a GPU, whose kernel can join late."""
     args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
     on = "cpu" if kernel == "cpu" else "cuda"
     choices = choose_kernels(on, "bfloat16", ops=operations(args), head_dim=args.head_dim,
                              forced={"experts": kernel}, probe=lambda need: "")  # fmt: skip
     kernels = replace(select_kernels("cpu", "bfloat16", ops=operations(args), head_dim=args.head_dim), choices=choices)
-    monkeypatch.setattr(Build, "parameter", lambda *_, **__: torch.nn.Parameter(torch.empty(0)))
-    assert MoE(args, Build(torch.bfloat16, torch.device(device), kernels)).forks == forks
+    params = {param.name: param for param in layout(args)}
+    linears = linear_plans(args, params.values(), choices)
+    build = Build(torch.bfloat16, torch.device(device), kernels, params, linears)
+    assert MoE(args, prefix(args)[:-1], build).forks == forks
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -274,7 +277,7 @@ def test_every_pair_that_fits_is_the_layer(dispatcher: str, kernel: str, counts:
         x, weights, ids, gate_up, down = make(Case(sum(counts), 6, 2, 32, 24, spread), torch.float32)
         tokens = list(zip(*(part.split(counts) for part in (x, weights, ids)), strict=True))
         owners = owned(6, len(counts))
-        packed = [module.pack(gate_up[own].clone(), down[own].clone()) for own in owners]
+        packed = [packed_by(module, gate_up[own], down[own]) for own in owners]
         found = SIMULATED[dispatcher](tokens, packed, owners, module)
         expected: Tensor = ref.run(x, weights, ids, (gate_up, down))
         assert [len(y) for y in found] == list(counts)

@@ -10,9 +10,9 @@ from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, first_of_each_kind, run_layers
-from quire.models.registry import build_model
-from quire.platforms.cpu import read_cpu_facts
 from quire.weights.dummy import load_dummy
+
+from ...filled_models import built, fill, normal
 
 LAYERS = 3
 
@@ -29,11 +29,8 @@ def make() -> tuple[Model, StepContext, torch.Tensor]:
         "model_type": "llama", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
         "num_hidden_layers": LAYERS, "max_position_embeddings": 64,
     }  # fmt: skip
-    model = build_model(parse_checkpoint_config(config), dtype="float32", device="cpu", platform=read_cpu_facts())
-    load_dummy(model)
-    for _, parameter in model.named_parameters():
-        parameter.data.mul_(500)
-    model.pack()
+    model = built(parse_checkpoint_config(config))
+    fill(model, normal(0.3))
     kv = [KVView(*torch.zeros(2, 2, 2, 8, 8)) for _ in range(LAYERS)]
     meta = AttentionMeta([0, 5], [5], torch.tensor([[1]], dtype=torch.int32), torch.arange(8, 13))
     return model, StepContext(torch.arange(5), meta, kv), model.embed(torch.arange(5))
@@ -67,16 +64,15 @@ def test_layers_that_launch_the_same_are_one_kind() -> None:
         "moe_intermediate_size": 8, "mlp_only_layers": [2], "max_position_embeddings": 64,
     }  # fmt: skip
     for routing in ("model", "uniform"):
-        model = build_model(parse_checkpoint_config(config), dtype="float32", device="cpu", platform=read_cpu_facts(),
-                            kernels={"linear": "ref"}, routing=routing)  # fmt: skip
+        model = built(parse_checkpoint_config(config), forced={"linear": "ref"}, routing=routing,
+                      load_format="dummy")  # fmt: skip
         load_dummy(model)
-        model.pack()
         layers: list[Any] = list(model.layers)
         assert first_of_each_kind(layers) == [0, 2]
     views = [KVView(*torch.zeros(2, 2, 2, 8, 8)) for _ in layers]
     assert first_of_each_kind(zip(layers, views, strict=True)) == [0, 2]
     layers[3].attention.scale *= 2
-    layers[4].attention_norm.weight.data = torch.zeros(17)[1:]
+    layers[4].attention_norm.weight = torch.zeros(17)[1:]
     assert first_of_each_kind(layers) == [0, 2, 3, 4]
     even, odd = (partial(torch.add, torch.zeros(18)[at:][:16]) for at in (0, 1))
     things = [even, partial(torch.add, torch.ones(16)), odd, Slot(1), Slot(1), Slot(2), Slot, object(), object()]

@@ -13,9 +13,10 @@ from quire.kernels.attention import AttentionMeta
 from quire.kvstore.arena import KVArena
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
-from quire.models.registry import build_model, kv_components, kv_views
-from quire.platforms.cpu import read_cpu_facts
+from quire.models.registry import kv_components, kv_views
 from quire.weights.load import load_weights
+
+from ...filled_models import built
 
 BASE = {
     "vocab_size": 97,
@@ -101,11 +102,8 @@ def write_checkpoint(folder: Path, family: str, changes: dict[str, Any], seed: i
 
 
 def load(folder: Path, dtype: str = "float32", kernels: dict[str, str] | None = None) -> Model:
-    model = build_model(
-        read_checkpoint_config(folder), dtype=dtype, device="cpu", platform=read_cpu_facts(), kernels=kernels
-    )
+    model = built(read_checkpoint_config(folder), dtype, forced=kernels)
     load_weights(model, folder)
-    model.pack()
     return model
 
 

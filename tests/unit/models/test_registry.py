@@ -4,14 +4,21 @@ import importlib
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
 from quire.config.checkpoint import FAMILIES, parse_checkpoint_config
 from quire.contracts.blocks import KVComponent
 from quire.contracts.errors import ConfigError
-from quire.models.registry import build_model, kv_components
-from quire.platforms.cpu import read_cpu_facts
+from quire.kernels.linear.plan import RowRange
+from quire.kernels.select import Choice
+from quire.layers.linear import Linear
+from quire.models.build import build_model
+from quire.models.layout import layout
+from quire.models.registry import kv_components, linear_plans, operations, unpacked_bytes
+
+from ...filled_models import built, fill, planned
 
 ARGS = parse_checkpoint_config(
     {
@@ -30,18 +37,15 @@ def test_kv_components() -> None:
     assert kv_components(ARGS, "bfloat16") == tuple(KVComponent(name, 2, 8, "bfloat16", 2) for name in ("k", "v"))
 
 
-def test_wrong_dtype_or_device_is_refused() -> None:
+def test_a_wrong_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="int3"):
-        build_model(ARGS, dtype="int3", device="cpu", platform=read_cpu_facts())
-    with pytest.raises(ConfigError, match="cuda"):
-        build_model(ARGS, dtype="float32", device="cuda", platform=read_cpu_facts())
+        built(ARGS, "int3", forced={op: "ref" for op in operations(ARGS)})
 
 
-def test_a_model_can_be_counted_without_being_there() -> None:
-    meta, real = (build_model(ARGS, dtype="float32", device=device, platform=read_cpu_facts())
-                  for device in ("meta", "cpu"))  # fmt: skip
-    sizes = [[(name, p.nbytes) for name, p in model.named_parameters()] for model in (meta, real)]
-    assert sizes[0] == sizes[1] and {p.device.type for _, p in meta.named_parameters()} == {"meta"}
+def test_a_model_holds_nothing_before_it_is_loaded() -> None:
+    model = built(ARGS)
+    assert not list(model.named_parameters())
+    assert unpacked_bytes(model.layout, "float32") == 2 * unpacked_bytes(model.layout, "bfloat16") > 0
 
 
 MOE = parse_checkpoint_config(
@@ -56,14 +60,12 @@ MOE = parse_checkpoint_config(
 def test_uniform_routing_takes_the_routers_place() -> None:
     """Zero weights would send every token to experts 0 and 1."""
     def hits(routing: str) -> set[int]:
-        model = build_model(MOE, dtype="float32", device="cpu", platform=read_cpu_facts(), routing=routing)
-        for _, parameter in model.named_parameters():
-            parameter.data.zero_()
-        model.pack()
+        model = built(MOE, routing=routing, load_format="dummy")
+        fill(model, lambda raw: torch.zeros(raw.shape))
         seen: list[torch.Tensor] = []
         layer = model.layers[1].mlp
         layer.on_routing = lambda weights, ids: seen.append(ids)
-        layer(torch.zeros(64, 16), model.norm)
+        layer(torch.zeros(64, 16), model.norm, None)
         return set(seen[0].flatten().tolist())
 
     assert hits("model") == {0, 1} and hits("uniform") == set(range(8))
@@ -71,7 +73,7 @@ def test_uniform_routing_takes_the_routers_place() -> None:
 
 def test_uniform_routing_needs_experts() -> None:
     with pytest.raises(ConfigError, match="routing=uniform"):
-        build_model(ARGS, dtype="float32", device="cpu", platform=read_cpu_facts(), routing="uniform")
+        built(ARGS, routing="uniform", load_format="dummy")
 
 
 def test_facts_do_not_import_torch() -> None:
@@ -81,3 +83,27 @@ def test_facts_do_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+def test_a_linear_layer_runs_the_kernel_of_its_plan() -> None:
+    """Another layout in the plan of one layer, and that layer alone is packed and run by another kernel."""
+    changed, plan = "layers.1.mlp.down", planned(ARGS)
+    other = msgspec.structs.replace(plan.linears[changed], layout="ref", ranges=(RowRange(None, "ref"),), features=())
+    model = build_model(msgspec.structs.replace(plan, linears=plan.linears | {changed: other}))
+    kernels = {one.at: one.kernel.__name__.rpartition(".")[2] for one in model.modules() if isinstance(one, Linear)}
+    assert kernels.pop(changed) == "ref" and set(kernels.values()) == {model.kernels.linear.__name__.split(".")[-1]}
+    assert model.kernels.linear.__name__ != "quire.kernels.linear.ref"
+
+
+def test_scores_that_must_be_exact_are_planned_for_the_reference() -> None:
+    """Where the chosen kernel rounds them; other layers keep it."""
+    args = parse_checkpoint_config({
+        "model_type": "deepseek_v3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "q_lora_rank": None,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1, "first_k_dense_replace": 0,
+        "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "kv_lora_rank": 8})  # fmt: skip
+    for features, kernel in (((), "ref"), (("exact",), "fast")):
+        plans = linear_plans(args, layout(args), [Choice("linear", "fast", "because", features=features)])
+        assert plans["layers.0.mlp.router"].layout == kernel
+        assert {one.layout for name, one in plans.items() if not name.endswith(".router")} == {"fast"}

@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
-from quire.layers.stack import Model
-from quire.models.registry import build_model
-from quire.platforms.cpu import read_cpu_facts
+from quire.models.layout import layout, stored_names
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
-from quire.weights.stream import stream_weights
 from quire.weights.tied import unread_head
+
+from ...filled_models import Taken, stored_tensors
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -26,14 +25,14 @@ CONFIG = {
 }  # fmt: skip
 
 
-def build(dtype: str = "float32", **changes: object) -> Model:
+def build(dtype: str = "float32", **changes: object) -> Any:
     args = parse_checkpoint_config(CONFIG | changes)
-    return build_model(args, dtype=dtype, device="cpu", platform=read_cpu_facts())
+    return Taken(args, layout(args), getattr(torch, dtype))
 
 
-def write_weights(folder: Path, model: Model) -> dict[str, torch.Tensor]:
+def write_weights(folder: Path, model: Any) -> dict[str, torch.Tensor]:
     """Random tensors for every place of `model`, under their checkpoint names, in one file."""
-    tensors = {part.stored: torch.randn(part.rows, *param.shape[1:]) for param in model.layout for part in param.parts}
+    tensors = stored_tensors(model.layout)
     save_file(tensors, folder / "model.safetensors")
     return tensors
 
@@ -43,7 +42,7 @@ def test_parts_land_in_their_rows(tmp_path: Path) -> None:
     tensors = write_weights(tmp_path, model)
     seen: list[tuple[int, int]] = []
     load_weights(model, tmp_path, progress=lambda done, total: seen.append((done, total)))
-    loaded = dict(model.named_parameters())
+    loaded = model.tensors
     prefix = "model.layers.1.self_attn"
     for kind in ("weight", "bias"):
         stacked = torch.cat([tensors[f"{prefix}.{p}_proj.{kind}"] for p in "qkv"])
@@ -52,14 +51,14 @@ def test_parts_land_in_their_rows(tmp_path: Path) -> None:
     assert torch.equal(loaded["layers.0.mlp.gate_up.weight"], gate_up)
     assert torch.equal(loaded["head.weight"], tensors["lm_head.weight"])
     size = sum(tensor.nbytes for tensor in tensors.values())
-    assert len(tensors) == len(seen) and seen[-1] == (size, size) and seen == sorted(seen)
+    assert seen[0] == (0, size) and seen[-1] == (size, size) and seen == sorted(seen)
 
 
 def test_converts_dtypes(tmp_path: Path) -> None:
     tensors = write_weights(tmp_path, build())
     model = build("bfloat16")
     load_weights(model, tmp_path)
-    assert torch.equal(dict(model.named_parameters())["embed.weight"], tensors["model.embed_tokens.weight"].bfloat16())
+    assert torch.equal(model.tensors["embed.weight"], tensors["model.embed_tokens.weight"].bfloat16())
 
 
 def test_harmless_leftovers_are_passed_over(tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ def test_harmless_leftovers_are_passed_over(tmp_path: Path) -> None:
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(20, 16)}
     save_file(tensors | old, tmp_path / "model.safetensors")
     load_weights(model, tmp_path)
-    assert torch.equal(dict(model.named_parameters())["embed.weight"], tensors["model.embed_tokens.weight"])
+    assert torch.equal(model.tensors["embed.weight"], tensors["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(
@@ -127,23 +126,21 @@ def test_shards_of_a_real_index(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in part}, tmp_path / f"part-{shard}.safetensors")
         placed |= dict.fromkeys(part, f"part-{shard}.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    loaded: list[int] = []
-    load_weights(model, tmp_path, lambda done, total: loaded.append(done))
-    assert len(loaded) == len(names)
+    load_weights(model, tmp_path)
+    assert torch.equal(model.tensors["layers.1.mlp.down.weight"], tensors["model.layers.1.mlp.down_proj.weight"])
     assert set(load_file(tmp_path / "part-0.safetensors")) == set(names[::2])
 
 
 def test_dummy_is_small_seeded_and_everywhere() -> None:
     one, same, other = build(), build(), build()
-    for _, parameter in one.named_parameters():
-        parameter.data.fill_(float("nan"))
     load_dummy(one, seed=4)
     load_dummy(same, seed=4)
     load_dummy(other, seed=5)
-    pairs = zip(one.named_parameters(), same.named_parameters(), other.named_parameters(), strict=True)
-    for (name, a), (_, b), (_, c) in pairs:
-        assert torch.equal(a, b) and not torch.equal(a, c), name
-        assert a.abs().max() <= 1e-3 and a.std() > 4e-4, name
+    assert one.tensors.keys() == {param.name for param in one.layout}
+    for param in one.layout:
+        a, b, c = (model.tensors[param.name] for model in (one, same, other))
+        assert a.shape == param.shape and torch.equal(a, b) and not torch.equal(a, c), param.name
+        assert a.abs().max() <= 1e-3 and a.std() > 4e-4, param.name
 
 
 MOE = CONFIG | {
@@ -152,15 +149,15 @@ MOE = CONFIG | {
 }  # fmt: skip
 
 
-def build_moe(experts: tuple[int, ...] | None = None, **changes: object) -> Model:
+def build_moe(experts: tuple[int, ...] | None = None, **changes: object) -> Any:
     args = parse_checkpoint_config(MOE | changes)
-    return build_model(args, dtype="float32", device="cpu", platform=read_cpu_facts(), experts=experts)
+    return Taken(args, layout(args, experts=experts), elsewhere=frozenset(stored_names(layout(args))))
 
 
 def test_experts_land_in_their_places(tmp_path: Path) -> None:
     tensors, model = write_weights(tmp_path, build_moe()), build_moe((4, 1))
     load_weights(model, tmp_path)
-    loaded = dict(model.named_parameters())
+    loaded = model.tensors
     at = "model.layers.1.mlp.experts"
     stacked = [tensors[f"{at}.{expert}.{half}_proj.weight"] for expert in (4, 1) for half in ("gate", "up")]
     assert torch.equal(loaded["layers.1.mlp.experts.gate_up"], torch.cat(stacked))
@@ -168,8 +165,7 @@ def test_experts_land_in_their_places(tmp_path: Path) -> None:
     assert torch.equal(loaded["layers.1.mlp.experts.down"], downs)
 
 
-@pytest.mark.parametrize("loader", [load_weights, stream_weights])
-def test_an_expert_of_another_rank_is_never_read(tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_of_another_rank_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one whole layer's 6 experts only 2 are owned: the bytes of the others are not asked for."""
     tensors, model = write_weights(tmp_path, build_moe()), build_moe((0, 5))
     asked: list[int] = []  # by several threads
@@ -182,12 +178,12 @@ def test_an_expert_of_another_rank_is_never_read(tmp_path: Path, loader: Any, mo
     real = os.preadv
     monkeypatch.setattr(os, "preadv", preadv)
     seen: list[tuple[int, int]] = []
-    loader(model, tmp_path, lambda done, total: seen.append((done, total)))
+    load_weights(model, tmp_path, lambda done, total: seen.append((done, total)))
     unowned = sum(t.nbytes for name, t in tensors.items() if any(f".experts.{e}." in name for e in range(1, 5)))
     owned = sum(tensor.nbytes for tensor in tensors.values()) - unowned
     assert unowned == 4 * 3 * 12 * 16 * 4
     assert seen[-1] == (owned, owned)
-    assert sum(asked) == (owned if loader is stream_weights else 0)  # the other maps the file
+    assert sum(asked) == owned
 
 
 @pytest.mark.parametrize(

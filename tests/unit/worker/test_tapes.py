@@ -15,11 +15,11 @@ from quire.kernels.native.tape import CHUNK, Buffers, Tape
 from quire.kernels.norm import native as norm
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
-from quire.models.registry import build_model
-from quire.platforms.cpu import read_cpu_facts
 from quire.weights.dummy import load_dummy
 from quire.worker import tapes
 from quire.worker.tapes import LayerTapes
+
+from ...filled_models import built
 
 BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
 AMX = missing_amx()
@@ -31,9 +31,8 @@ def make_model(dtype: str = "bfloat16", kind: str = "qwen3") -> Model:
         "model_type": kind, "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 4096,
     }  # fmt: skip
-    model = build_model(parse_checkpoint_config(config), dtype=dtype, device="cpu", platform=read_cpu_facts())
+    model = built(parse_checkpoint_config(config), dtype)
     load_dummy(model, 0)
-    model.pack()
     return model
 
 

@@ -1,8 +1,10 @@
 """Each token through the experts it was routed to: the sum over its k of weight * down(silu(gate(x)) * up(x)).
 
-pack(gate_up [E, 2I, H], down [E, H, I]) -> packed
-    Once, after loading; gate's rows come first, then up's. Only functions of the same module understand `packed`; it
-    may be the weights themselves, of which the caller must keep no other use. E counts the experts of this rank.
+empty(num_experts, gate_up, down, device) -> packed
+    Room for the weights of this rank's experts, each like gate_up [2I, H] and down [H, I]. Only functions of the same
+    module understand `packed`.
+put(packed, place, gate_up [2I, H], down [H, I])
+    Pack an expert into its place, once after loading; gate's rows come first, then up's. The two tensors are used up.
 run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all experts] int32 or None,
     residual [T, H] or None) -> [T, H] in x's dtype, accumulated in float32
     ids number all experts, and expert_map gives each its place in `packed`; without a map they are places themselves. A

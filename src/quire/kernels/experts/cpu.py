@@ -1,7 +1,5 @@
 """Tokens grouped by expert, each hit expert read once: in bfloat16 by the AMX linears of linear/native.py."""
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,18 +13,22 @@ from quire.kernels.native.library import missing_amx
 Packed = list[tuple[Tensor | native.Packed, Tensor | native.Packed]]
 
 
-def pack(gate_up: Tensor, down: Tensor) -> Packed:
-    """The two weights of each expert."""
+def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> Packed:
+    """See `quire.kernels.experts`: in bfloat16 on AMX in the layout of linear/native.py, else the weights as they are;
+    each of the two weights of all experts in one piece of memory, because huge pages hold more than one expert."""
     if gate_up.dtype == torch.bfloat16 and not missing_amx():
-        gated = _together([native.pack_gated(weight) for weight in gate_up])
-        return list(zip(gated, _together([native.pack(weight) for weight in down]), strict=True))
-    return list(zip(gate_up, down, strict=True))
+        return list(zip(native.empty(num_experts, gate_up, True), native.empty(num_experts, down, False), strict=True))
+    first, second = (memory.empty((num_experts, *one.shape), one.dtype) for one in (gate_up, down))
+    return list(zip(first, second, strict=True))
 
 
-def _together(weights: list[native.Packed]) -> list[native.Packed]:
-    """The same in one piece of memory: huge pages hold more than one expert."""
-    data = memory.empty((len(weights), weights[0].data.shape[0]), torch.bfloat16)
-    return [replace(weight, data=own.copy_(weight.data)) for weight, own in zip(weights, data, strict=True)]
+def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
+    """See `quire.kernels.experts`."""
+    for room, weight in zip(packed[place], (gate_up, down), strict=True):
+        if isinstance(room, native.Packed):
+            native.pack_into(room, weight)
+        else:
+            room.copy_(weight)
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,

@@ -5,12 +5,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.activation.ref import silu_mul
+from quire.kernels.experts import stacked
 from quire.kernels.experts.ref import placed
 
 
-def pack(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights as they are, transposed."""
-    return gate_up.mT, down.mT
+def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> stacked.Packed:
+    """See `quire.kernels.experts`: the weights as they are, transposed."""
+    first, second = stacked.empty(num_experts, gate_up, down, device)
+    return first.mT, second.mT
+
+
+def put(packed: stacked.Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
+    """See `quire.kernels.experts`."""
+    stacked.put(packed, place, gate_up.mT, down.mT)
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,

@@ -4,11 +4,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation.ref import silu_mul
-
-
-def pack(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights as they are."""
-    return gate_up, down
+from quire.kernels.experts.stacked import empty as empty
+from quire.kernels.experts.stacked import put as put
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,

@@ -21,10 +21,12 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.activation.triton import silu
 from quire.kernels.attention.triton_plan import shared_memory
+from quire.kernels.experts.stacked import Packed as Packed
+from quire.kernels.experts.stacked import empty as empty
+from quire.kernels.experts.stacked import put as put
 from quire.kernels.linear.gemv import bucket, prefetch
 from quire.kernels.triton_runtime import jit, tl
 
-Packed = tuple[Tensor, Tensor]
 Products = Callable[..., None]
 MOST_FEW = 4  # tokens
 MOST_SCANNED = 4096  # pairs that a program for each expert looks through; more are shared out
@@ -57,11 +59,6 @@ def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
     if mean <= 64:
         return Tiles(64, 64, 64, 4, 4), Tiles(64, 128, 64, 4, 4)
     return Tiles(128, 128, 64, 8, 3, True), Tiles(128, 256, 64, 8, 4)
-
-
-def pack(gate_up: Tensor, down: Tensor) -> Packed:
-    """The weights as they are."""
-    return gate_up.contiguous(), down.contiguous()
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,

@@ -73,17 +73,33 @@ def rows(packed: Packed, ids: Tensor) -> Tensor:
     return y
 
 
-def _pack(weight: Tensor, gated: bool) -> Packed:
+def empty(count: int, weight: Tensor, gated: bool) -> list[Packed]:
+    """Room for `count` packed weights like `weight`, in one piece of memory: huge pages hold more than one of them."""
     cols, inner = weight.shape
-    if weight.dtype != torch.bfloat16 or not weight.is_cpu or gated and cols % 2:
+    data = memory.empty((count, _packed_size(cols, inner, gated)), torch.bfloat16)
+    return [Packed(own, cols, inner, gated) for own in data]
+
+
+def pack_into(packed: Packed, weight: Tensor) -> None:
+    """Write a weight into its room."""
+    cols, inner = weight.shape
+    if weight.dtype != torch.bfloat16 or not weight.is_cpu or packed.gated and cols % 2:
         raise ValueError(f"native linear: weight {weight.dtype} {tuple(weight.shape)} on {weight.device}")
     weight = weight.detach().contiguous()
-    groups = -(-(cols // 2) // (GROUP // 2)) if gated else -(-cols // GROUP)
-    data = memory.empty((groups * GROUP * -(-inner // STEP) * STEP,), torch.bfloat16)
     loaded().quire_pack_bf16(
-        weight.data_ptr(), data.data_ptr(), cols, inner, int(gated), torch.get_num_threads()
+        weight.data_ptr(), packed.data.data_ptr(), cols, inner, int(packed.gated), torch.get_num_threads()
     )
-    return Packed(data, cols, inner, gated)
+
+
+def _packed_size(cols: int, inner: int, gated: bool) -> int:
+    groups = -(-(cols // 2) // (GROUP // 2)) if gated else -(-cols // GROUP)
+    return groups * GROUP * -(-inner // STEP) * STEP
+
+
+def _pack(weight: Tensor, gated: bool) -> Packed:
+    (packed,) = empty(1, weight, gated)
+    pack_into(packed, weight)
+    return packed
 
 
 def _run(

@@ -1,0 +1,89 @@
+"""The shapes that `quire bench kernels` measures, and the surroundings in which an operation runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.resolve import resolve_geometry
+from quire.contracts.params import Param
+from quire.kernels.attention import KVView
+from quire.kernels.select import Kernels
+from quire.kvstore.arena import KVArena
+from quire.layers.context import Build
+from quire.models.registry import kv_components, linear_plans
+
+ROWS = (1, 64, 256, 8192)
+FEW_ROWS, LOGIT_ROWS = 64, 512  # that a layer's fused kernels are measured with at most, and that are sampled
+# (sequences, new tokens of each, context of each with them)
+STEPS = ((1, 1, 768), (64, 1, 768), (256, 1, 512), (16, 1, 16384), (1, 4096, 4096), (4, 2048, 2048), (1, 2048, 32768))
+SHARED = ((64, 4288, 4096), (256, 4288, 4096))  # (sequences, context of each, how much of it all share)
+Result = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Our operation and the library's on the same inputs; both return what is compared.
+
+    baseline   None: no library has it;  expected   what is compared instead of the library's result, and not timed
+    """
+
+    run: Callable[[], Result]
+    baseline: Callable[[], Result] | None
+    expected: Callable[[], Result] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An operation at one shape. `make(n)` gives n pairs on inputs of their own; `num_bytes` and `flops` of one."""
+
+    shape: str
+    num_bytes: int
+    flops: int = 0
+    baseline: str = ""
+    make: Callable[[int], list[Pair]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A model's arguments, where and in what it is computed, and the kernels that were chosen for it.
+
+    rows, steps, shared   the shapes that are measured (`ROWS`, `STEPS`, `SHARED`)
+    """
+
+    args: ModelArgs
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels
+    block_size: int
+    rows: tuple[int, ...] = ROWS
+    steps: tuple[tuple[int, int, int], ...] = STEPS
+    shared: tuple[tuple[int, int, int], ...] = SHARED
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Random values; never zeros, which run faster than real data."""
+        return torch.randn(shape, dtype=torch.float32, device=self.device).mul_(scale).to(self.dtype)
+
+    def build(self, *params: Param) -> Build:
+        """The surroundings of a layer with these parameters."""
+        linears = linear_plans(self.args, params, self.kernels.choices)
+        return Build(self.dtype, self.device, self.kernels, {param.name: param for param in params}, linears)
+
+    def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
+        """The caches of that many layers in one arena, as a model has them, filled."""
+        geometry = resolve_geometry(kv_components(self.args, str(self.dtype).removeprefix("torch.")), num_layers, None,
+                                    self.block_size)
+        arena = KVArena(geometry, num_blocks, self.device)
+        views = [KVView(*arena.views(layer)) for layer in range(num_layers)]
+        for view in views:
+            for part in (view.k, view.v):
+                part.copy_(self.randn(1, *part.shape[1:]).expand(part.shape))
+                part.mul_(self.randn(part.shape[0], 1, 1, 1))
+        return views

@@ -1,0 +1,80 @@
+"""Parameters of one rank before they have memory: names, shapes, and the slices of stored tensors they are made of.
+
+No torch. `models/layout.py` computes them, the loaders fill them, layers take their sizes from them.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A slice of a stored tensor that fills rows of a parameter, behind the rows of the parts before it.
+
+    stored   name in the checkpoint;  shape  of the whole stored tensor
+    start, count   of the slice, along `axis`: rows (0) or columns (1)
+    order    the order of rows that the kernels want: in each run of len(order) rows of the slice, row i of the
+             parameter is row order[i] of the run. () keeps the stored order.
+    name     "q" of a fused parameter, "3.gate" of expert 3; "" of the only part
+    """
+
+    stored: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    axis: int = 0
+    order: tuple[int, ...] = ()
+    name: str = ""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        return (*self.shape[: self.axis], self.count, *self.shape[self.axis + 1 :])
+
+    @property
+    def rows(self) -> int:
+        """Rows of the parameter that the slice fills."""
+        return self.shape[0] if self.axis else self.count
+
+    @property
+    def whole(self) -> bool:
+        """True when the slice is the whole stored tensor."""
+        return self.count == self.shape[self.axis]
+
+
+class Param(msgspec.Struct, frozen=True):
+    """A parameter of a rank, with its local shape.
+
+    dtype   "float32" where it keeps that whatever the model computes in, else ""
+    format  of the stored weights, a name of `quire.quantization.formats.FORMATS`
+    shard   how tensor parallelism cuts it: "rows" | "columns" of the matrix, "experts" (whole ones, or each of them),
+            "" (every rank has all of it)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    dtype: str = ""
+    shard: str = ""
+    format: str = "unquantized"
+
+    @property
+    def module(self) -> str:
+        """Name of the layer that owns the parameter."""
+        return self.name.rpartition(".")[0]
+
+
+class RawTensor(NamedTuple):
+    """A tensor that a layer packs: its name below the layer, local shape, parts, and type ("": the model's)."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    dtype: str
+
+
+def fused(param: Param) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """The number of experts that a parameter stacks (1 of every other one), and the parts of one: (name, rows)."""
+    stem = param.parts[0].name.rpartition(".")[0]
+    own = [part for part in param.parts if part.name.rpartition(".")[0] == stem]
+    return len(param.parts) // len(own), tuple((part.name.rpartition(".")[2], part.rows) for part in own)

@@ -1,0 +1,18 @@
+"""Weights of experts as they are, stacked: the layout of most kernels."""
+
+import torch
+from torch import Tensor
+
+Packed = tuple[Tensor, Tensor]
+
+
+def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> Packed:
+    """See `quire.kernels.experts`."""
+    first, second = (torch.empty((num_experts, *one.shape), dtype=one.dtype, device=device) for one in (gate_up, down))
+    return first, second
+
+
+def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
+    """See `quire.kernels.experts`."""
+    packed[0][place].copy_(gate_up, non_blocking=True)
+    packed[1][place].copy_(down, non_blocking=True)

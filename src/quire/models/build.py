@@ -1,0 +1,39 @@
+"""A model from a plan."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.contracts.errors import ConfigError
+from quire.kernels.routing import uniform
+from quire.kernels.select import load_kernels
+from quire.layers.context import Build
+from quire.layers.decoder import Decoder
+from quire.models.layout import layout, stored_names
+from quire.models.plan import EnginePlan
+from quire.models.registry import ITEM_BYTES
+
+
+def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = None) -> Decoder:
+    """The model of a rank, without weights: `quire.weights` loads them into its layers, which pack them.
+
+    sum_tp   adds up the partial results of the ranks that cut a layer; None: this rank has all of it
+    """
+    if plan.dtype.dtype not in ITEM_BYTES:
+        raise ConfigError(f"dtype {plan.dtype.dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
+    args, rank = plan.args, plan.mesh.rank
+    kernels = load_kernels(plan.kernels)
+    whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
+    build = Build(
+        dtype=getattr(torch, plan.dtype.dtype), device=torch.device(plan.machine.device), kernels=kernels,
+        params={param.name: param for param in plan.params}, linears=plan.linears,
+        experts=None if whole else tuple(range(*rank.experts)), sum_tp=sum_tp,
+    )  # fmt: skip
+    everything = frozenset(stored_names(layout(args))) if plan.mesh.parallel.size > 1 else frozenset()
+    model = Decoder(args, plan.params, build, elsewhere=everything)
+    if plan.config.load.routing == "uniform" and args.moe is not None:
+        for layer in args.moe.layers:
+            model.layers[layer].mlp.choose = partial(uniform, kernels.routing, args.moe.routing)
+    return model

@@ -1,0 +1,1 @@
+"""The PyTorch halves of the weight formats: loaded tensors become what a kernel runs."""

@@ -1,0 +1,297 @@
+"""Threads that read chunks of files into tensors on a device.
+
+    file -- preadv --> pinned buffer -- copy on the thread's own stream --> the unit's raw tensors
+
+Each thread has two buffers: while one is copied to the device, the next chunk is read into the other. A chunk is up to
+8 MiB of one file and may fill many tensors, or a piece of one. Bytes of a tensor whose type is the target's go straight
+there; others are converted on the device. On a CPU it is the same without streams, and a chunk that fills one piece of
+the same type is read into its place.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Condition, Thread
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from quire.contracts.errors import WeightsError
+from quire.weights.units import LoadUnit
+
+BUFFERS = 2
+TICK = 0.1  # seconds that `completed` waits, at most
+
+
+@dataclass(eq=False)
+class OpenUnit:
+    """A unit whose bytes are under way: its raw tensors, and the bytes of files that are still to come.
+
+    lanes    the threads that copied some of it;  ready  recorded when the device may write to the tensors
+    """
+
+    unit: LoadUnit
+    tensors: dict[str, Tensor]
+    missing: int
+    lanes: "set[_Lane]" = field(default_factory=set)
+    ready: torch.cuda.Event | None = None
+
+
+@dataclass
+class Piece:
+    """Elements of `dtype` in a chunk, from byte `start` on, for `count` elements of the flat `target` from `first`."""
+
+    unit: OpenUnit
+    start: int
+    target: Tensor
+    first: int
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.count * self.dtype.itemsize
+
+
+@dataclass
+class Chunk:
+    """Runs (offset, bytes) of a file, one behind the other in a buffer, and the pieces that they make."""
+
+    file: Path
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class ChunkWriter:
+    """Cuts reads into chunks of at most `size` bytes; no element is cut in two."""
+
+    def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:
+        self._emit, self._size = emit, size
+        self._chunk: Chunk | None = None
+
+    def add(self, unit: OpenUnit, file: Path, runs: Iterable[tuple[int, int]], target: Tensor,
+            dtype: torch.dtype) -> None:
+        """Plan to read runs (offset, bytes) of elements of `dtype` into the flat `target`, in order."""
+        item, first = dtype.itemsize, 0
+        for offset, length in runs:
+            while length:
+                chunk = self._chunk
+                if chunk is None or chunk.file != file or self._size - chunk.num_bytes < item:
+                    self.flush()
+                    chunk = self._chunk = Chunk(file)
+                room = self._size - chunk.num_bytes
+                taken = min(length, room - room % item)
+                self._append(chunk, offset, Piece(unit, chunk.num_bytes, target, first, taken // item, dtype))
+                offset, length, first = offset + taken, length - taken, first + taken // item
+
+    def flush(self) -> None:
+        """Hand on the chunk that is not full."""
+        if self._chunk is not None:
+            self._emit(self._chunk)
+            self._chunk = None
+
+    @staticmethod
+    def _append(chunk: Chunk, offset: int, piece: Piece) -> None:
+        """Add a piece that lies at `offset` of the file, joined to what is before it where it goes on there."""
+        size = piece.num_bytes
+        if chunk.runs and sum(chunk.runs[-1]) == offset:
+            chunk.runs[-1] = chunk.runs[-1][0], chunk.runs[-1][1] + size
+        else:
+            chunk.runs.append((offset, size))
+        last = chunk.pieces[-1] if chunk.pieces else None
+        if last is not None and last.target is piece.target and last.first + last.count == piece.first:
+            last.count += piece.count
+        else:
+            chunk.pieces.append(piece)
+        chunk.num_bytes += size
+
+
+class Lanes:
+    """Threads that share one queue of chunks. Use as a context: leaving it ends the threads.
+
+    num_bytes   that have arrived
+    """
+
+    def __init__(self, files: Sequence[Path], device: torch.device, num_threads: int, chunk_bytes: int) -> None:
+        self.device, self.chunk_bytes, self.num_bytes = device, chunk_bytes, 0
+        self._files, self._stack = files, ExitStack()
+        self._handles: dict[Path, int] = {}
+        self._chunks: deque[Chunk] = deque()
+        self._changed, self._closed = Condition(), False
+        self._results: SimpleQueue[OpenUnit | BaseException] = SimpleQueue()
+        self._lanes = [_Lane(self) for _ in range(num_threads)]
+
+    def __enter__(self) -> "Lanes":
+        try:
+            for path in self._files:
+                file = self._stack.enter_context(path.open("rb", buffering=0))
+                self._handles[path] = file.fileno()
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        except OSError as error:
+            self._stack.close()
+            raise WeightsError(f"{error.filename} cannot be opened ({error.strerror}): check the disk, or download it "
+                               "again.") from None
+        for lane in self._lanes:
+            lane.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        with self._changed:
+            self._closed = True
+            self._chunks.clear()
+            self._changed.notify_all()
+        for lane in self._lanes:
+            lane.join()
+        self._stack.close()
+
+    def watch(self, unit: OpenUnit) -> None:
+        """Take a unit whose reads are planned: `completed` yields it when its last byte has arrived."""
+        if not unit.missing:
+            self._results.put(unit)
+
+    def add(self, chunk: Chunk) -> None:
+        """Queue a chunk."""
+        if self.device.type == "cuda":
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
+            ready.record(torch.cuda.current_stream(self.device))
+            for piece in chunk.pieces:
+                piece.unit.ready = piece.unit.ready or ready
+        with self._changed:
+            self._chunks.append(chunk)
+            self._changed.notify()
+
+    def completed(self) -> Iterable[OpenUnit]:
+        """Yield units whose bytes have all arrived, once the device's current stream sees them; waits a moment for the
+        first. Raises the error of a thread."""
+        try:
+            found = self._results.get(timeout=TICK)
+        except Empty:
+            return
+        while True:
+            if isinstance(found, BaseException):
+                raise found
+            if self.device.type == "cuda":
+                stream = torch.cuda.current_stream(self.device)
+                for lane in found.lanes:
+                    lane.join_stream(stream)
+            yield found
+            if self._results.empty():
+                return
+            found = self._results.get()
+
+    def next_chunk(self) -> Chunk | None:
+        """Wait for a chunk; None when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._chunks or self._closed)
+            return self._chunks.popleft() if self._chunks else None
+
+    def arrived(self, chunk: Chunk, lane: "_Lane") -> None:
+        """Count a chunk that was copied, and report the units that it completes."""
+        with self._changed:
+            self.num_bytes += chunk.num_bytes
+            for piece in chunk.pieces:
+                piece.unit.lanes.add(lane)
+                piece.unit.missing -= piece.num_bytes
+                if not piece.unit.missing:
+                    self._results.put(piece.unit)
+
+    def failed(self, error: BaseException) -> None:
+        """Report an error to the thread that waits in `completed`."""
+        self._results.put(error)
+
+    def read(self, chunk: Chunk, view: memoryview) -> None:
+        """Fill the front of `view` with a chunk's bytes."""
+        handle, at = self._handles[chunk.file], 0
+        try:
+            for offset, length in chunk.runs:
+                end = at + length
+                while at < end:
+                    count = os.preadv(handle, [view[at:end]], offset + length - (end - at))
+                    if not count:
+                        raise WeightsError(f"{chunk.file} ended at byte {offset + length - (end - at)} while it was "
+                                           "read: download it again.")  # fmt: skip
+                    at += count
+        except OSError as error:
+            raise WeightsError(f"{chunk.file} cannot be read ({error.strerror}): check the disk, or download it "
+                               "again.") from None
+
+
+class _Lane(Thread):
+    """A reading thread with its buffers and its stream."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__(name="quire-load", daemon=True)
+        self._lanes, self._device = lanes, lanes.device
+        self._on_gpu = lanes.device.type == "cuda"
+        self._copied: list[torch.cuda.Event] = []
+        self._scratch: Tensor | None = None
+
+    def run(self) -> None:
+        """Read and copy until nothing is left, and wait until the device has it all."""
+        try:
+            size = self._lanes.chunk_bytes
+            buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(BUFFERS)]
+            if not self._on_gpu:
+                self._take(buffers)
+                return
+            torch.cuda.set_device(self._device)
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call,unused-ignore]
+            try:
+                with torch.cuda.stream(stream):
+                    self._copied = [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call,unused-ignore]
+                    self._take(buffers)
+            finally:
+                stream.synchronize()  # also after an error: the buffers are about to go
+        except BaseException as error:
+            self._lanes.failed(error)
+
+    def join_stream(self, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait for everything that this thread has copied."""
+        for event in self._copied:
+            stream.wait_event(event)
+
+    @torch.no_grad()
+    def _take(self, buffers: list[Tensor]) -> None:
+        turn = 0
+        while (chunk := self._lanes.next_chunk()) is not None:
+            if self._on_gpu:
+                self._copied[turn].synchronize()  # returns at once the first time
+            self._fill(chunk, buffers[turn])
+            if self._on_gpu:
+                self._copied[turn].record()
+            self._lanes.arrived(chunk, self)
+            turn = (turn + 1) % BUFFERS
+
+    def _fill(self, chunk: Chunk, buffer: Tensor) -> None:
+        first = chunk.pieces[0]
+        if not self._on_gpu and len(chunk.pieces) == 1 and first.dtype == first.target.dtype:
+            own = first.target.narrow(0, first.first, first.count).view(torch.uint8)
+            self._lanes.read(chunk, memoryview(own.numpy()))  # type: ignore[arg-type]
+            return
+        self._lanes.read(chunk, memoryview(buffer.numpy()))  # type: ignore[arg-type]
+        waited: set[int] = set()
+        for piece in chunk.pieces:
+            if piece.unit.ready is not None and id(piece.unit.ready) not in waited:
+                waited.add(id(piece.unit.ready))
+                torch.cuda.current_stream(self._device).wait_event(piece.unit.ready)
+            self._copy(piece, buffer.narrow(0, piece.start, piece.num_bytes))
+
+    def _copy(self, piece: Piece, source: Tensor) -> None:
+        target = piece.target.narrow(0, piece.first, piece.count)
+        if piece.dtype == target.dtype:
+            target.view(torch.uint8).copy_(source, non_blocking=True)
+            return
+        if self._scratch is None:
+            self._scratch = torch.empty(self._lanes.chunk_bytes, dtype=torch.uint8, device=self._device)
+        raw = self._scratch.narrow(0, 0, piece.num_bytes)  # starts at an element, which in the file it may not
+        raw.copy_(source, non_blocking=True)
+        target.copy_(raw.view(piece.dtype))

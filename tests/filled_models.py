@@ -1,0 +1,87 @@
+"""Plans and models without a command: layers get made-up weights, a stand-in keeps what a loader hands to layers."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import ModelArgs
+from quire.config.engine import EngineConfig
+from quire.config.placement import ALONE, Parallel
+from quire.config.resolve import DTypePlan
+from quire.contracts.params import Param, Part, RawTensor
+from quire.kernels.select import here
+from quire.layers.decoder import Decoder
+from quire.layers.stack import Model
+from quire.models.build import build_model
+from quire.models.plan import EnginePlan, Machine, resolve_engine
+from quire.weights.units import load_units
+
+
+def planned(args: ModelArgs, dtype: str = "float32", *, forced: dict[str, str] | None = None,
+            parallel: Parallel = ALONE, number: int = 0, **options: object) -> EnginePlan:
+    """The plan of a rank of an engine on this CPU, of a model that lies nowhere."""
+    config = EngineConfig.from_flat(**options)
+    machine = Machine(device="cpu", words="a CPU", total_memory=1 << 34)
+    return resolve_engine(config, Path("nowhere"), args, machine, DTypePlan(dtype=dtype, reason="as asked"), here,
+                          parallel=parallel, number=number, forced=forced)  # fmt: skip
+
+
+def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:
+    """A model without weights on this CPU; `asked` as of `planned`."""
+    return build_model(planned(args, dtype, **asked))
+
+
+def fill(model: Model, make: Callable[[RawTensor], Tensor]) -> None:
+    """Give every layer the tensors that `make` returns, in the model's type."""
+    for unit in load_units(model.layout):
+        model.take(unit.module, unit.place, {raw.name: _typed(model, raw, make(raw)) for raw in unit.tensors})
+
+
+def normal(spread: float, seed: int = 0) -> Callable[[RawTensor], Tensor]:
+    """Normal numbers around 0."""
+    random = torch.Generator().manual_seed(seed)
+    return lambda raw: torch.empty(raw.shape).normal_(0.0, spread, generator=random)
+
+
+def _typed(model: Model, raw: RawTensor, tensor: Tensor) -> Tensor:
+    return tensor.to(model.device, getattr(torch, raw.dtype) if raw.dtype else model.dtype)
+
+
+class Taken:
+    """A model as a loader sees it, which keeps the loaded tensors: "layers.0.mlp.down.weight" of modules,
+    "layers.0.mlp.experts.down" of experts, with those of all places stacked."""
+
+    def __init__(self, args: ModelArgs, layout: Sequence[Param], dtype: torch.dtype = torch.float32,
+                 device: str = "cpu", elsewhere: frozenset[str] = frozenset()) -> None:
+        self.args, self.layout, self.elsewhere = args, layout, elsewhere
+        self.dtype, self.device = dtype, torch.device(device)
+        self._taken: dict[str, list[Tensor]] = {}
+
+    def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
+        """Keep the tensors of a unit."""
+        for name, tensor in tensors.items():
+            kept = self._taken.setdefault(f"{module}.{name}", [])
+            assert len(kept) == place, "units come once and in order"
+            kept.append(tensor)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names of the parameters, with their shapes."""
+        return {name: torch.cat(kept) for name, kept in self._taken.items()}
+
+
+def stored_tensors(params: Sequence[Param], seed: int = 0) -> dict[str, Tensor]:
+    """Random tensors under the names and shapes of a checkpoint that these parameters read."""
+    random = torch.Generator().manual_seed(seed)
+    return {part.stored: torch.randn(part.shape, generator=random) for param in params for part in param.parts}
+
+
+def sliced(part: Part, stored: Tensor) -> Tensor:
+    """The rows of a parameter that a part fills, by the definition of `Part`."""
+    rows = stored.narrow(part.axis, part.start, part.count)
+    run = len(part.order) or 1
+    order = part.order or (0,)
+    return torch.stack([rows[i - i % run + order[i % run]] for i in range(len(rows))]) if len(rows) else rows

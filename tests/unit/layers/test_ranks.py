@@ -1,0 +1,83 @@
+"""Blocks cut into ranks, each with its own slices and heads: what the ranks sum is what one rank computes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
+from quire.config.placement import ALONE, Parallel, Rank, ranks
+from quire.kernels.attention import AttentionMeta, KVView
+from quire.kernels.latent import LatentView
+from quire.kernels.select import select_kernels
+from quire.layers.context import Build, Loads, StepContext, Sum
+from quire.layers.decoder import DecoderBlock
+from quire.layers.rope import Rotary
+from quire.models.layout import layout
+from quire.models.registry import linear_plans, operations
+from quire.weights.units import load_units
+
+from ...filled_models import sliced, stored_tensors
+from ...simulated_ranks import ThreadedRanks
+from ...tiny_models import EXPERTS, Tiny, hf_config
+
+CPU, TOKENS, BLOCK = torch.device("cpu"), 11, 8
+FAMILIES = ("llama", "qwen3", *EXPERTS)
+
+
+def arguments(family: str) -> ModelArgs:
+    """The last layer has experts where any has; Llama with every bias there is."""
+    config = hf_config(Tiny(family=family)).to_dict()
+    return parse_checkpoint_config(config | ({"attention_bias": True, "mlp_bias": True} if family == "llama" else {}))
+
+
+def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], sum_tp: Sum | None) -> DecoderBlock:
+    """The last layer of a rank, with its slices of the checkpoint."""
+    layer = args.num_layers - 1
+    params = [param for param in layout(args, rank) if param.name.startswith(f"layers.{layer}.")]
+    kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.head_dim)
+    whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
+    own = None if whole else tuple(range(*rank.experts))
+    build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
+                  linear_plans(args, params, kernels.choices), own, sum_tp)  # fmt: skip
+    made = DecoderBlock(args, layer, build)
+    owners = {one.at: one for one in made.modules() if isinstance(one, Loads)}
+    for unit in load_units(params):
+        owners[unit.module].take({raw.name: torch.cat([sliced(part, stored[part.stored]) for part in raw.parts]).to(
+            torch.float32) for raw in unit.tensors}, unit.place)  # fmt: skip
+    return made
+
+
+def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
+    """One prompt through a block with an empty cache of this rank's heads."""
+    positions, blocks = torch.arange(TOKENS), -(-TOKENS // BLOCK)
+    rotary = Rotary(args.rope, args.rotary_dim, CPU, width=args.latent.rope_dim if args.latent else args.head_dim)
+    kv: KVView | LatentView
+    if args.latent:
+        kv = LatentView(torch.zeros(blocks + 1, 1, BLOCK, args.latent.kv_rank),
+                        torch.zeros(blocks + 1, 1, BLOCK, args.latent.rope_dim))  # fmt: skip
+    else:
+        heads = made.attention.num_kv_heads
+        kv = KVView(*torch.zeros(2, blocks + 1, heads, BLOCK, args.head_dim))
+    table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
+    meta = AttentionMeta(torch.tensor([0, TOKENS], dtype=torch.int32), torch.tensor([TOKENS], dtype=torch.int32), table,
+                         BLOCK + positions)  # fmt: skip
+    out: Tensor = made(hidden.clone(), rotary.rows(positions, torch.float32), StepContext(positions, meta, [kv]), kv)
+    return out
+
+
+@pytest.mark.parametrize("parallel", [Parallel(tp=2), Parallel(tp=4), Parallel(tp=2, experts=True),
+                                      Parallel(tp=4, experts=True)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sum_of_ranks_is_one_rank(family: str, parallel: Parallel) -> None:
+    args = arguments(family)
+    if parallel.experts and args.moe is None:
+        pytest.skip("no experts to place")
+    stored = {name: tensor * 0.3 for name, tensor in stored_tensors(layout(args)).items()}
+    hidden = torch.randn(TOKENS, args.hidden_size, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = answer(args, block(args, next(ranks(args, ALONE)), stored, None), hidden)
+    threads = ThreadedRanks(parallel.size)
+    every = [block(args, rank, stored, threads.sum_of(rank.number)) for rank in ranks(args, parallel)]
+    for found in threads.run([lambda made=made: answer(args, made, hidden) for made in every]):  # type: ignore[misc]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - hidden).abs().max() > 0.1

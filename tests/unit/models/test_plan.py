@@ -1,0 +1,115 @@
+"""A plan is a value: made without PyTorch, serialized, read back, and what is built is what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from quire.config.checkpoint import parse_checkpoint_config
+from quire.config.missing import Missing
+from quire.config.placement import Parallel
+from quire.contracts.errors import UnsupportedModel
+from quire.kernels.attention import AttentionMeta, KVView
+from quire.layers.context import StepContext
+from quire.layers.stack import run_layers
+from quire.models.build import build_model
+from quire.models.plan import EnginePlan
+from quire.weights.dummy import load_dummy
+
+from ...filled_models import planned
+from ...tiny_models import EXPERTS, Tiny, hf_config
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
+NO_TORCH = """
+import json, sys
+sys.modules["torch"] = None  # importing it is an error
+import msgspec
+from quire.config.engine import EngineConfig
+from quire.config.placement import Parallel
+from quire.contracts.errors import UserError
+from quire.explain.describe import plan_engine
+from quire.models.plan import EnginePlan
+
+planned, refused = [], {}
+for folder in sys.argv[1:]:
+    for device, parallel in (("h200", Parallel()), ("cpu", Parallel()), ("h200", Parallel(tp=2, pp=2))):
+        try:
+            plan = plan_engine(EngineConfig.from_flat(model=folder), parallel, device).plan
+        except UserError as error:
+            refused.setdefault(folder, str(error))
+            continue
+        for codec in (msgspec.json, msgspec.msgpack):
+            again = codec.decode(codec.encode(plan), type=EnginePlan)
+            assert again == plan, (folder, device)
+        planned.append(folder)
+print(json.dumps([sorted(set(planned)), refused]))
+"""
+
+
+def test_plans_of_real_models_without_torch(shared: Path) -> None:
+    """Every configuration whose architecture is known is planned, quantized or not, and read back equal."""
+    folders = sorted(str(path.parent) for path in (shared / "hf").glob("*/config.json"))
+    run = subprocess.run([sys.executable, "-c", NO_TORCH, *folders], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    made, refused = json.loads(run.stdout)
+    assert len(folders) - len(made) == len(refused) <= 6 and len(made) >= 20
+    assert all("model_type" in why or "architecture" in why for why in refused.values()), refused
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_that_was_read_back_builds_the_same_model(family: str) -> None:
+    args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
+    plan = planned(args)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=EnginePlan)
+    assert again == plan
+    outputs = []
+    for one in (plan, again):
+        model = build_model(one)
+        load_dummy(model, 3)
+        outputs.append(model.head(model.norm(model.embed(torch.arange(4)))))
+    assert torch.equal(*outputs)
+
+
+def test_what_cannot_run_is_planned_all_the_same_and_refused_by_its_value() -> None:
+    args = parse_checkpoint_config(hf_config(Tiny(family="qwen3")).to_dict())
+    plan = planned(args, parallel=Parallel(tp=2), number=1)
+    assert [one.feature for one in plan.missing] == ["tensor parallelism (-tp 2)"]
+    with pytest.raises(UnsupportedModel, match="several devices"):
+        plan.check_runnable()
+    planned(args).check_runnable()
+    other = msgspec.structs.replace(planned(args), missing=(Missing("wings", "wings are not implemented yet."),))
+    with pytest.raises(UnsupportedModel, match="wings are not implemented yet"):
+        other.check_runnable()
+
+
+@torch.inference_mode()
+def test_another_kernel_in_a_plan_is_another_kernel_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse_checkpoint_config(hf_config(Tiny(family="qwen3")).to_dict())
+    from quire.kernels.attention import ref
+
+    called: list[str] = []
+    real = ref.paged_attention
+    monkeypatch.setattr(ref, "paged_attention", lambda *given: called.append("ref") or real(*given))
+    for forced in ({}, {"attention": "ref"}):
+        plan = planned(args, forced=forced)
+        model = build_model(plan)
+        load_dummy(model)
+        kv = [KVView(*torch.zeros(2, 2, args.num_kv_heads, 8, args.head_dim)) for _ in range(args.num_layers)]
+        meta = AttentionMeta(torch.tensor([0, 4], dtype=torch.int32), torch.tensor([4], dtype=torch.int32),
+                             torch.tensor([[1]], dtype=torch.int32), torch.arange(8, 12))  # fmt: skip
+        run_layers(model, model.embed(torch.arange(4)), StepContext(torch.arange(4), meta, kv))
+        assert len(called) == args.num_layers * len(forced)
+
+
+def test_another_shape_in_a_plan_is_another_layer() -> None:
+    """Half the width of a feed-forward layer: its two projections follow the parameters, not the configuration."""
+    args = parse_checkpoint_config(hf_config(Tiny(family="qwen3")).to_dict())
+    plan, width = planned(args), args.intermediate_size // 2
+    half = {param.name: param for param in planned(args, parallel=Parallel(tp=2)).params if ".mlp." in param.name}
+    narrow = msgspec.structs.replace(plan, params=tuple(half.get(param.name, param) for param in plan.params))
+    mlp = build_model(narrow).layers[0].mlp
+    assert mlp.gate_up.out_features == 2 * width and mlp.down.in_features == width
