@@ -260,6 +260,8 @@ def _source(form: StructuredOutputsParams, reading: Reading) -> str:
         schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
         raise _refusal(f"json is no JSON: {error}") from None
+    if schema is False:
+        raise _refusal("json is false, which no text matches: send a schema.")
     schema = {} if schema is True else holdable(schema, reading)
     if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
         layout = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": LAYOUT}

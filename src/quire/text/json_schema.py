@@ -210,6 +210,7 @@ def _name_properties(root: Part, path: str, part: Part, reading: Reading) -> boo
 def _close(path: str, part: Part, reading: Reading, single: bool) -> bool:
     """Let an object with properties have no others where the schema does not speak of others: they could repeat a name
     without end. True where others may come: only without escapes like \\u0061 do they not repeat a listed name."""
+    patterns = part.get("patternProperties")
     named, required = part.get("properties", {}), part.get("required", [])
     if not isinstance(named, dict) or not isinstance(required, list):
         return False
@@ -218,11 +219,11 @@ def _close(path: str, part: Part, reading: Reading, single: bool) -> bool:
     if optional > MOST_OPTIONAL:
         raise _refusal(path, f"{optional} of its properties may be left out, at most {MOST_OPTIONAL} may: require "
                              "some, or nest them in objects")
-    if named and single and not {*DATA, "patternProperties", "additionalProperties"} & part.keys():
+    if (named or patterns) and single and not {*DATA, "additionalProperties"} & part.keys():
         if all(name in named for name in required):
             part["additionalProperties"] = False
-    listed = named or required or part.get("patternProperties")
-    return bool(listed) and part.get("additionalProperties") is not False
+    free = part.get("additionalProperties") is not False
+    return bool((named or required) and (free or patterns) or patterns and free)
 
 
 def _check_numbers(path: str, part: Part) -> None:

@@ -127,7 +127,8 @@ NAMED: dict[str, Any] = {**OBJECT, "properties": {"name": ONE, "q\n": ONE}}
 @pytest.mark.parametrize(("schema", "good", "bad"), [
     (NAMED, ['{"name":1,"q\\n":1}'], ['{"b":1}']),
     ({**NAMED, "additionalProperties": ONE}, ['{"name":1,"q\\n":1,"b":1}', '{"nam":1}', '{"name2":1}'], ['{"b":2}']),
-    ({**NAMED, "patternProperties": {"^q": ONE}}, ['{"qa":1}', '{"b":2}'], ['{"qa":2}', r'{"\u0071a":2}']),
+    ({**NAMED, "patternProperties": {"^q": ONE}}, ['{"name":1,"qa":1}', '{"qa":1}'], ['{"b":1}', '{"qa":2}']),
+    ({**NAMED, "patternProperties": {"^q": ONE}, "additionalProperties": {}}, ['{"qa":1}', '{"b":2}'], ['{"qa":2}', r'{"\u0071a":2}']),
     ({**OBJECT, "required": ["name", "q\n"]}, ['{"name":2,"q\\n":2,"b":3}'], ["{}"]),
     ({"allOf": [NAMED, {"properties": {"b": ONE}, "required": ["b"]}]}, ['{"name":1,"b":1}', '{"b":1,"c":3}'], ["{}"]),
     ({**NAMED, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, ['{"b":1}', '{"c":1}'], ["{}"]),
