@@ -90,12 +90,41 @@ def test_every_output_is_one_of_its_pydantic_model() -> None:
     assert {answer.finish_reason for _, answer in answers} <= {"stop", "length"}
     whole = [(name, answer.text) for name, answer in answers if answer.finish_reason == "stop"]
     assert {name for name, _ in whole} == set(shapes)
-    judged = {name: json.loads(re.sub(r', "uniqueItems": true|"propertyNames": {"format": "uuid"}, ', "", json.dumps(one)))
+    loose = re.compile(r', "uniqueItems": true|"propertyNames": {"format": "uuid"}, ')
+    judged = {name: json.loads(loose.sub("", json.dumps(one)))
               for name, one in schemas.items()}  # fmt: skip
     assert [(name, text, wrong) for name, text in whole if (wrong := fault(text, judged[name]))] == []
     for name, text in whole:
         if name in HELD:
             shapes[name].model_validate_json(text)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_object_has_a_name_twice(depth: int) -> None:
+    """Of few names that are free, in objects within objects; where the names run out, the answer still comes."""
+
+    def names(pairs: list[tuple[str, Any]]) -> list[str]:
+        found = [name for name, _ in pairs]
+        assert len({*found}) == len(found), pairs
+        return found
+
+    def few(most: int, value: Schema, pattern: str = "^[ab]{1,2}$") -> Schema:
+        return {"type": "object", "patternProperties": {pattern: value}, "additionalProperties": False,
+                "minProperties": 1, "maxProperties": most}  # fmt: skip
+
+    listed = {"type": "array", "items": few(2, {"const": 1}), "maxItems": 2}
+    schemas = [few(5, {"enum": [1]}), few(2, few(3, {"enum": [1]})), few(4, listed)] * 8
+    with LLM(async_depth=depth, max_num_seqs=32, max_model_len=256) as llm:
+        tokenizer = llm.get_tokenizer()
+        bias = {i: -20.0 for i in range(tokenizer.vocab_size) if b"}" in tokenizer.token_bytes(i)}
+        params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=150, logit_bias=bias, structured_outputs=(
+            StructuredOutputsParams(json=schema, disable_any_whitespace=True))) for seed, schema in enumerate(schemas)]
+        outputs = ask(llm, ["names: "] * len(schemas), params)
+        scarce = params[0].clone(structured_outputs=StructuredOutputsParams(json=few(3, {"const": 1}, "^[ab]$")))
+        ended = [output.outputs[0].finish_reason for output in ask(llm, ["names: "] * 4, [scarce] * 4)]
+    sizes = [len(json.loads(output.outputs[0].text, object_pairs_hook=names)) for output in outputs
+             if output.outputs[0].finish_reason == "stop"]  # fmt: skip
+    assert len(sizes) > 12 and max(sizes) >= 4 and {*ended} <= {"stop", "length"}
 
 
 HOSTILE: dict[str, dict[str, Any]] = {  # the last two take minutes or gigabytes, the others the process

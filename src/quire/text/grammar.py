@@ -21,6 +21,7 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import I32
 from quire.contracts.structured import StructuredOutputsParams
 from quire.text.grammar_trial import GrammarTrial
+from quire.text.json_names import TokenIndex
 from quire.text.json_schema import MOST_OPTIONAL, Reading, holdable, holdable_in_lark
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
@@ -57,6 +58,8 @@ class Grammar:
     budget   tokens of reasoning, then `closing`, the tokens of `after`, are forced
     inside   the form holds in the reasoning, too
     copies   how many there are
+    names    the tokens of a form of JSON, whose objects have no name twice; None: it is another form
+    patterns   names have patterns, which may leave only few
     """
 
     fork: Callable[[], "LLMatcher | None"]
@@ -65,6 +68,8 @@ class Grammar:
     closing: tuple[int, ...] = ()
     inside: bool = False
     copies: int = 1
+    names: TokenIndex | None = None
+    patterns: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class GrammarCompiler:
         self._load, self._vocab_size, self._trial, self._threads = load, vocab_size, trial, threads
         self._lock = threading.Lock()
         self._made: _Vocabulary | None = None
+        self._indexed: TokenIndex | None = None
         self._executor: LLExecutor | None = None
 
     def compile(self, spec: str, most_copies: int = MOST_COPIES) -> Grammar:
@@ -139,7 +145,9 @@ class GrammarCompiler:
         while len(copies) < min(self._threads, most_copies) and time.perf_counter() < until:
             copies.append(LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits))
         turn = itertools.cycle(copies)
-        return Grammar(lambda: next(turn).deep_copy(), *reasoning, copies=len(copies))
+        names = self._index() if form.json is not None or form.json_object else None
+        return Grammar(lambda: next(turn).deep_copy(), *reasoning, copies=len(copies), names=names,
+                       patterns=reading.patterns)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text, special ones included."""
@@ -172,6 +180,12 @@ class GrammarCompiler:
             elif may_end:
                 np.bitwise_or.at(mask, *_bits(enders[row]))
         return np.ascontiguousarray(out[:, :width]), over
+
+    def _index(self) -> TokenIndex:
+        tokens = self._vocabulary().words.tokens[: self._vocab_size]
+        with self._lock:
+            self._indexed = self._indexed or TokenIndex(tokens)
+            return self._indexed
 
     def _vocabulary(self) -> _Vocabulary:
         with self._lock:

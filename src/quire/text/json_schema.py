@@ -50,10 +50,12 @@ class Reading:
 
     notes      keywords that are not enforced, each with its path
     optional   properties that may be left out, of all objects
+    patterns   an object has names of a pattern
     """
 
     notes: list[str] = field(default_factory=list)
     optional: int = 0
+    patterns: bool = False
 
     def note(self, path: str, keyword: str) -> None:
         """Remember a keyword that is not enforced; names of properties may hold anything, line breaks too."""
@@ -216,6 +218,7 @@ def _close(path: str, part: Part, reading: Reading, single: bool) -> bool:
         return False
     optional = sum(name not in required for name in named)
     reading.optional += optional
+    reading.patterns |= bool(patterns)
     if optional > MOST_OPTIONAL:
         raise _refusal(path, f"{optional} of its properties may be left out, at most {MOST_OPTIONAL} may: require "
                              "some, or nest them in objects")
