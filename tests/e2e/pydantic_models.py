@@ -77,7 +77,7 @@ HELD: dict[str, Any] = {  # Pydantic takes every output
     "dict by length": dict[constr(min_length=2, max_length=4), Small], "tuple": tuple[Small, Color],
     "list": conlist(Color, min_length=1, max_length=3), "named tuple": Pair, "allows more": Open,
     "set": Annotated[set[Color], Field(max_length=4)], "frozenset": Annotated[frozenset[Level], Field(max_length=3)],
-    "path": Annotated[pathlib.Path, Field(max_length=8)], "bytes": Annotated[bytes, Field(max_length=8)],
+    "path": pathlib.Path, "bytes": Annotated[bytes, Field(max_length=8)],
     "secret": Annotated[SecretStr, Field(max_length=8)], "secret bytes": Annotated[SecretBytes, Field(max_length=8)],
     "multiple": conint(multiple_of=5, ge=0, le=500), "bool": bool, "none": None,
 }  # fmt: skip

@@ -219,7 +219,8 @@ def _once(mask: I32, held: _Held) -> None:
 
 def _again(mask: I32, names: Names) -> list[int]:
     """The tokens that may come, after which a name of the object may come again."""
-    return [token for token in names.leading() if mask[token // 32] >> token % 32 & 1]
+    may = (token for token in names.leading() if mask[token // 32] >> token % 32 & 1)
+    return [token for token in may if names.after(token).is_again()]
 
 
 def _goes_on(matcher: "LLMatcher", names: Names, token: int, known: dict[object, bool]) -> bool:

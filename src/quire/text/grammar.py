@@ -182,10 +182,9 @@ class GrammarCompiler:
         return np.ascontiguousarray(out[:, :width]), over
 
     def _index(self) -> TokenIndex:
-        tokens = self._vocabulary().words.tokens[: self._vocab_size]
-        with self._lock:
-            self._indexed = self._indexed or TokenIndex(tokens)
-            return self._indexed
+        """Made without the lock, for which masks would wait 0.3 s: two threads may both make it."""
+        self._indexed = self._indexed or TokenIndex(self._vocabulary().words.tokens[: self._vocab_size])
+        return self._indexed
 
     def _vocabulary(self) -> _Vocabulary:
         with self._lock:

@@ -15,7 +15,7 @@ class TokenIndex:
     """The tokens of a vocabulary by how they begin, and by what they hold between quotes.
 
     coded   tokens with an escape like \\u000a: names are written without it, so that each has one spelling
-    whole   by a text between quotes;  last  by what follows the last quote, all of it where there is none
+    whole   by a text between quotes;  last  by what follows the last quote
     """
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
@@ -25,9 +25,14 @@ class TokenIndex:
         self.whole: dict[bytes, list[int]] = {}
         self.last: dict[bytes, list[int]] = {}
         for i in order:
-            self.last.setdefault(tokens[i].rpartition(b'"')[2], []).append(i)
+            if b'"' in tokens[i]:
+                self.last.setdefault(tokens[i].rpartition(b'"')[2], []).append(i)
             for quoted in {*QUOTED.findall(tokens[i])} if tokens[i].count(b'"') > 1 else ():
                 self.whole.setdefault(quoted, []).append(i)
+
+    def being(self, text: bytes) -> list[int]:
+        """The ids of all tokens that are a text."""
+        return self._ids[bisect_left(self._texts, text) : bisect_left(self._texts, text + b"\0")]
 
     def beginning(self, text: bytes) -> list[int]:
         """The ids of all tokens that begin with a text, whose last byte is below 255."""
@@ -84,12 +89,15 @@ class Names:
             found += [i for i in self._index.whole.get(b'"%b"' % name, ()) if self.copy().add(self._index.tokens[i])]
         return found
 
-    def leading(self) -> set[int]:
-        """The ids of tokens after which a name may be written that its object has."""
-        begun = self._text or b""
-        texts = {name[at:end] for names in self._open for name in names or () for at in {0, len(begun)}
-                 if at == 0 or name.startswith(begun) for end in range(at, len(name) + 1)}  # fmt: skip
-        return {i for text in texts for i in self._index.last.get(text, ()) if self.after(i)._is_again()}
+    def leading(self) -> list[int]:
+        """The ids of tokens that write a part of a name again; of those that begin a name, the ones that may do so."""
+        begun = self._text
+        if begun is not None:
+            rests = [name[len(begun) :] for name in self._names() or () if self._is_name and name.startswith(begun)]
+            texts = {rest[:end] for rest in rests for end in range(1, len(rest) + 1)}
+            return [i for text in texts for i in self._index.being(text)]
+        parts = {name[:end] for names in self._open for name in names or () for end in range(len(name) + 1)}
+        return [i for part in parts for i in self._index.last.get(part, ())]
 
     def after(self, token: int) -> "Names":
         """The names after a token more."""
@@ -101,7 +109,8 @@ class Names:
         """What is equal where the same may follow."""
         return *self._open, self._text
 
-    def _is_again(self) -> bool:
+    def is_again(self) -> bool:
+        """True in a name that may become one of its object."""
         begun = self._text
         return begun is not None and self._is_name and any(name.startswith(begun) for name in self._names() or ())
 

@@ -8,8 +8,8 @@ import pytest
 from quire.text.json_names import Names, TokenIndex
 
 BYTES = [bytes([i]) for i in range(256)]
-MORE = [b'"a":', b'{"a"', b',"a":1', b'a"', b'a":', b'b":1,"a":2', b'},"a"', b'":{"', b"ab", b'b"', b'""', b'"":', b"\\u00",
-        b'"\\""', b'":1,"', b'"}', b'\\n"']  # fmt: skip
+MORE = [b'"a":', b'{"a"', b',"a":1', b'a"', b'a":', b'b":1,"a":2', b'},"a"', b'":{"', b"ab", b'b"', b'""', b'"":',
+        b"\\u00", b'"\\""', b'":1,"', b'"}', b'\\n"']  # fmt: skip
 TOKENS = BYTES + MORE
 
 
@@ -21,9 +21,9 @@ def written(*parts: bytes) -> Names:
 
 @pytest.mark.parametrize(("text", "repeating"), [
     ('{"a":1,"', [b'a"', b'a":']), ('{"a":1,"b', []), ('{"ab":1,"a', [b'b"']), ('{"a":{"', []),
-    ('{"a":1', [b',"a":1']), ('{"a":[1', [b'},"a"']), ('{"a":{"b":1', [b'},"a"']), ('{"":1,', [b'""', b'"":']), ('{"":"', []),
-    ('{"":1,"', [b'"', b'"}', b'":{"', b'":1,"', b'""', b'"":', b'"a":', b'"\\""']), ('{"a\\n":1,"a', [b'\\n"']),
-    ('{"\\"":1,', [b'"\\""']), ('{"a":"', []), ('[{"a":1},{"', []), ('{"a":"{\\"b","', [b'a"', b'a":']),
+    ('{"a":1', [b',"a":1']), ('{"a":[1', [b'},"a"']), ('{"a":{"b":1', [b'},"a"']), ('{"":1,', [b'""', b'"":']),
+    ('{"":"', []), ('{"":1,"', [b'"', b'"}', b'":{"', b'":1,"', b'""', b'"":', b'"a":', b'"\\""']),
+    ('{"a\\n":1,"a', [b'\\n"']), ('{"\\"":1,', [b'"\\""']), ('{"a":"', []), ('[{"a":1},{"', []), ('{"a":"{\\"b","', [b'a"', b'a":']),
 ], ids=str)
 def test_what_may_not_come(text: str, repeating: list[bytes]) -> None:
     """The tokens that end a name again; and in a name none that spells a character by its number."""
@@ -35,6 +35,13 @@ def test_a_name_is_spelled_in_one_way() -> None:
     assert b"\\u00" in {TOKENS[i] for i in written(b'{"a').repeating()}
     assert b"u" in {TOKENS[i] for i in written(b'{"a\\').repeating()}
     assert not {b"u", b"\\u00"} & {TOKENS[i] for i in written(b'{"a":"\\').repeating()}
+
+
+def test_what_leads_to_a_name_again() -> None:
+    for text, leading in (('{"ab":1,"', [b"a", b"ab"]), ('{"ab":1,"a', [b"b"]), ('{"ab":"', []), ('{"ab":1,', [b'"'])):
+        names = written(text.encode())
+        found = [i for i in names.leading() if names.after(i).is_again()]
+        assert {TOKENS[i] for i in found} - {b'{"a"', b'a"', b'b"', b'\\n"'} == {*leading}, text
 
 
 def test_random_texts_of_tokens_have_every_name_once() -> None:
