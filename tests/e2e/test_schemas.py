@@ -3,6 +3,8 @@ asked and whoever is beside, and without the form hardly any is. 2,000 of them w
 """
 
 import asyncio
+import json
+import re
 import threading
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.contracts.errors import RequestFailed
 
+from .pydantic_models import HELD, models
 from .schemas import TRICKY, Maker, Schema, begins, fault
 
 MOST = 400  # tokens of an output; with the bias hardly any needs them
@@ -73,6 +76,55 @@ def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
                  if not fault(a.text, schema)]  # fmt: skip
         print(f"without the form {len(lucky)} of {len(answers)} are valid: {lucky[:5]}")
         assert len(lucky) <= len(answers) // 50
+
+
+def test_every_output_is_one_of_its_pydantic_model() -> None:
+    """The schema judges, but for what a warning says is not enforced; and the model, where the schema says all."""
+    shapes = models()
+    schemas = {name: model.model_json_schema() for name, model in shapes.items()}
+    names = [name for name in shapes for _ in range(2)]
+    with LLM(max_num_seqs=32, max_model_len=256, num_gpu_blocks_override=600) as llm:
+        params = [each.clone(max_tokens=100) for each in forms(llm, [schemas[name] for name in names])]
+        outputs = ask(llm, [f"An object with a field ({name}): " for name in names], params)
+    answers = [(name, answer) for name, output in zip(names, outputs, strict=True) for answer in output.outputs]
+    assert {answer.finish_reason for _, answer in answers} <= {"stop", "length"}
+    whole = [(name, answer.text) for name, answer in answers if answer.finish_reason == "stop"]
+    assert {name for name, _ in whole} == set(shapes)
+    loose = re.compile(r', "uniqueItems": true|"propertyNames": {"format": "uuid"}, ')
+    judged = {name: json.loads(loose.sub("", json.dumps(one)))
+              for name, one in schemas.items()}  # fmt: skip
+    assert [(name, text, wrong) for name, text in whole if (wrong := fault(text, judged[name]))] == []
+    for name, text in whole:
+        if name in HELD:
+            shapes[name].model_validate_json(text)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_object_has_a_name_twice(depth: int) -> None:
+    """Of few names that are free, in objects within objects; where the names run out, the answer still comes."""
+
+    def names(pairs: list[tuple[str, Any]]) -> list[str]:
+        found = [name for name, _ in pairs]
+        assert len({*found}) == len(found), pairs
+        return found
+
+    def few(most: int, value: Schema, pattern: str = "^[ab]{1,2}$") -> Schema:
+        return {"type": "object", "patternProperties": {pattern: value}, "additionalProperties": False,
+                "minProperties": 1, "maxProperties": most}  # fmt: skip
+
+    listed = {"type": "array", "items": few(2, {"const": 1}), "maxItems": 2}
+    schemas = [few(5, {"enum": [1]}), few(2, few(3, {"enum": [1]})), few(4, listed)] * 8
+    with LLM(async_depth=depth, max_num_seqs=32, max_model_len=256) as llm:
+        tokenizer = llm.get_tokenizer()
+        bias = {i: -20.0 for i in range(tokenizer.vocab_size) if b"}" in tokenizer.token_bytes(i)}
+        params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=150, logit_bias=bias, structured_outputs=(
+            StructuredOutputsParams(json=schema, disable_any_whitespace=True))) for seed, schema in enumerate(schemas)]
+        outputs = ask(llm, ["names: "] * len(schemas), params)
+        scarce = params[0].clone(structured_outputs=StructuredOutputsParams(json=few(3, {"const": 1}, "^[ab]$")))
+        ended = [output.outputs[0].finish_reason for output in ask(llm, ["names: "] * 4, [scarce] * 4)]
+    sizes = [len(json.loads(output.outputs[0].text, object_pairs_hook=names)) for output in outputs
+             if output.outputs[0].finish_reason == "stop"]  # fmt: skip
+    assert len(sizes) > 12 and max(sizes) >= 4 and {*ended} <= {"stop", "length"}
 
 
 HOSTILE: dict[str, dict[str, Any]] = {  # the last two take minutes or gigabytes, the others the process

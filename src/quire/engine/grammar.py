@@ -12,10 +12,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quire.contracts.errors import InvalidParameter, QueueFull, RequestFailed
 from quire.contracts.request import NewRequest, Request
 from quire.contracts.step import I32
 from quire.text.grammar import MOST_COPIES, Grammar, GrammarCompiler, error_of, only, without
+from quire.text.json_names import Names
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -25,6 +28,7 @@ THREADS = 2  # that compile
 COMPILE_SECONDS = 10.0  # from when it begins: before, a request waits as for a slot
 MOST_WAITING = 64  # requests whose grammars are being compiled, or wait for it
 KEPT = 64  # copies of compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
+MOST_PLACES = 64  # where a mask is computed to see if a name goes on, for one mask; each takes some 0.1 ms
 IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there is nothing else to do
 
 
@@ -34,6 +38,7 @@ class _Held:
 
     after    ends its reasoning, while that goes on;  before  the end of the output up to here
     budget   tokens of reasoning that are left;  closing  what is forced when none is;  inside  as in `Grammar`
+    names    of the output's objects;  None: it is no JSON;  patterns  as in `Grammar`
     """
 
     spec: str
@@ -45,6 +50,8 @@ class _Held:
     budget: float = math.inf
     closing: tuple[int, ...] = ()
     inside: bool = False
+    names: Names | None = None
+    patterns: bool = False
 
 
 class Grammars:
@@ -113,6 +120,8 @@ class Grammars:
             return False
         if not held.matcher.consume_token(token):
             raise self._failure(held)
+        if held.names is not None:
+            held.names.add(compiler.token_bytes(token))
         return held.matcher.is_stopped()
 
     def masks(self, requests: Sequence[Request | None]) -> tuple[I32, list[tuple[Request, RequestFailed | None]]]:
@@ -129,6 +138,8 @@ class Grammars:
         words, over = self._compiler.masks(matchers, enders)
         for row, request in enumerate(requests):
             held = None if request is None else self._held[request.new.handle]
+            if held is not None and held.names is not None and not held.after and row not in over:
+                _once(words[row], held)
             if request is None or held is None or not held.after:
                 continue
             if held.budget <= 0:
@@ -174,6 +185,7 @@ class Grammars:
         grammar = held.future.result()
         held.matcher, held.after = grammar.fork(), grammar.after
         held.budget, held.closing, held.inside = grammar.budget, grammar.closing, grammar.inside
+        held.names, held.patterns = None if grammar.names is None else Names(grammar.names), grammar.patterns
         return None
 
     def _trim(self) -> None:
@@ -190,6 +202,39 @@ class Grammars:
     def _forget(self, held: _Held) -> None:
         if self._cache.get(held.spec) is held.future:
             del self._cache[held.spec]
+
+
+def _once(mask: I32, held: _Held) -> None:
+    """Let no token come that repeats a name, or after which a pattern leaves no other; where nothing else may come, the
+    names have run out and it may."""
+    names, matcher, before = held.names, held.matcher, mask.copy()
+    assert names is not None and matcher is not None
+    without(mask, names.repeating())
+    if held.patterns:
+        known: dict[object, bool] = {}
+        without(mask, [token for token in _again(mask, names) if not _goes_on(matcher, names, token, known)])
+    if not mask.any():
+        mask[:] = before
+
+
+def _again(mask: I32, names: Names) -> list[int]:
+    """The tokens that may come, after which a name of the object may come again."""
+    may = (token for token in names.leading() if mask[token // 32] >> token % 32 & 1)
+    return [token for token in may if names.after(token).is_again()]
+
+
+def _goes_on(matcher: "LLMatcher", names: Names, token: int, known: dict[object, bool]) -> bool:
+    """True where a name that a token begins can become another one. `known`: answers for this mask, by place."""
+    names = names.after(token)
+    if (place := names.place()) not in known and len(known) < MOST_PLACES:
+        matcher = matcher.deep_copy()
+        matcher.consume_token(token)
+        mask = np.frombuffer(matcher.compute_bitmask(), np.int32).copy()
+        without(mask, names.repeating())
+        again = _again(mask, names)
+        without(mask, again)
+        known[place] = bool(mask.any()) or any(_goes_on(matcher, names, token, known) for token in again)
+    return known.get(place, True)
 
 
 def _copies(future: Future[Grammar]) -> int:

@@ -30,7 +30,7 @@ from quire.text.sequence import SequenceText
 from quire.worker.worker import Worker
 
 PACKAGE = Path(__file__).parents[1]
-WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|quantization\.pack\.\w+|(layers|worker)\.\w+)")  # functions are stops
+WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|quantization\.pack\.\w+|(layers|worker)\.\w+)")
 STEP = "LLM._step"
 
 

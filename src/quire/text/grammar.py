@@ -21,7 +21,8 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import I32
 from quire.contracts.structured import StructuredOutputsParams
 from quire.text.grammar_trial import GrammarTrial
-from quire.text.json_schema import holdable, holdable_in_lark
+from quire.text.json_names import TokenIndex
+from quire.text.json_schema import MOST_OPTIONAL, Reading, holdable, holdable_in_lark
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ MAX_REASON = 500  # characters of what is wrong with a grammar
 # A form is compiled as often as there are threads, as often as is asked for at most, for up to COPIES_SECONDS.
 # Each copy grows with what its outputs find out, to 50 MB at most (LIMITS).
 MOST_COPIES, COPIES_SECONDS = 8, 0.02
+LEFT_OUT = re.compile(r"\w\?(?=\s)")  # a rule that a grammar has or not, as `tool_grammar` writes them
+WIDE = re.compile(r"row has \d+ items|Too many items")  # in an error
 TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
 # Of llguidance: a token of an ambiguous grammar takes 0.5 s at most and not 6 s, by the items in a row (those of a step
 # may be many: an object of 100 optional strings needs 200,000 in a vocabulary of 150,000); an object of many properties
@@ -55,6 +58,8 @@ class Grammar:
     budget   tokens of reasoning, then `closing`, the tokens of `after`, are forced
     inside   the form holds in the reasoning, too
     copies   how many there are
+    names    the tokens of a form of JSON, whose objects have no name twice; None: it is another form
+    patterns   names have patterns, which may leave only few
     """
 
     fork: Callable[[], "LLMatcher | None"]
@@ -63,6 +68,8 @@ class Grammar:
     closing: tuple[int, ...] = ()
     inside: bool = False
     copies: int = 1
+    names: TokenIndex | None = None
+    patterns: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class GrammarCompiler:
         self._load, self._vocab_size, self._trial, self._threads = load, vocab_size, trial, threads
         self._lock = threading.Lock()
         self._made: _Vocabulary | None = None
+        self._indexed: TokenIndex | None = None
         self._executor: LLExecutor | None = None
 
     def compile(self, spec: str, most_copies: int = MOST_COPIES) -> Grammar:
@@ -122,12 +130,13 @@ class GrammarCompiler:
                      form.inside)
         if not form.given:
             return Grammar(lambda: None, *reasoning)
-        source = _source(form)
-        words = vocabulary.words
+        reading = Reading()
+        source, words = _source(form, reading), vocabulary.words
+        bounds = _limits(reading)
         if self._trial and (
-                error := self._trial.run(source, LIMITS, (words.tokens, words.special_token_ids, vocabulary.end))):
+                error := self._trial.run(source, bounds, (words.tokens, words.special_token_ids, vocabulary.end))):
             raise _refusal(_reason(error))
-        until, limits = time.perf_counter() + COPIES_SECONDS, LLParserLimits(**LIMITS)
+        until, limits = time.perf_counter() + COPIES_SECONDS, LLParserLimits(**bounds)
         copies = [matcher := LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)]
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that no text matches is found out here
@@ -136,7 +145,9 @@ class GrammarCompiler:
         while len(copies) < min(self._threads, most_copies) and time.perf_counter() < until:
             copies.append(LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits))
         turn = itertools.cycle(copies)
-        return Grammar(lambda: next(turn).deep_copy(), *reasoning, copies=len(copies))
+        names = self._index() if form.json is not None or form.json_object else None
+        return Grammar(lambda: next(turn).deep_copy(), *reasoning, copies=len(copies), names=names,
+                       patterns=reading.patterns)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text, special ones included."""
@@ -169,6 +180,11 @@ class GrammarCompiler:
             elif may_end:
                 np.bitwise_or.at(mask, *_bits(enders[row]))
         return np.ascontiguousarray(out[:, :width]), over
+
+    def _index(self) -> TokenIndex:
+        """Made without the lock, for which masks would wait 0.3 s: two threads may both make it."""
+        self._indexed = self._indexed or TokenIndex(self._vocabulary().words.tokens[: self._vocab_size])
+        return self._indexed
 
     def _vocabulary(self) -> _Vocabulary:
         with self._lock:
@@ -214,6 +230,8 @@ def error_of(matcher: "LLMatcher") -> str:
 
 def _reason(error: str) -> str:
     error = error.replace("<non-verbose/>", "").strip()
+    if WIDE.search(error):
+        return f"too many ways to go on are open at once ({error[:MAX_REASON]}): require more properties, or send less"
     return "no text can match it" if error == "NoExtensionBias" else error[:MAX_REASON]
 
 
@@ -221,11 +239,26 @@ def _refusal(reason: str) -> InvalidParameter:
     return InvalidParameter(f"structured_outputs: the grammar cannot be used: {reason}", param="structured_outputs")
 
 
-def _source(form: StructuredOutputsParams) -> str:
-    """The form as llguidance takes it."""
-    from llguidance import LLMatcher
+def notes(form: StructuredOutputsParams) -> list[str]:
+    """Keywords of the form's schemas that are not enforced, each with its path. Errors: `InvalidParameter`."""
+    reading = Reading()
+    if form.json is not None or form.grammar is not None and "%json" in form.grammar:
+        _source(msgspec.json.decode(form.spec(), type=StructuredOutputsParams), reading)
+    return reading.notes
 
+
+def _limits(reading: Reading) -> dict[str, Any]:
+    """LIMITS, with room for properties that may be left out: where an object begins, each of them may come."""
+    places = min(reading.optional, MOST_OPTIONAL)
+    return LIMITS | {"max_items_in_row": LIMITS["max_items_in_row"] + 4 * places,
+                     "step_max_items": LIMITS["step_max_items"] + 2_000 * places}
+
+
+def _source(form: StructuredOutputsParams, reading: Reading) -> str:
+    """The form as llguidance takes it; `reading` learns of its schemas."""
     if form.regex is not None:
+        from llguidance import LLMatcher
+
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
         if not form.choice:
@@ -233,13 +266,16 @@ def _source(form: StructuredOutputsParams) -> str:
         words = " | ".join(json.dumps(word).replace("\x7f", "\\u007f") for word in form.choice)  # only ASCII is left
         return _grammar("lark_grammar", f"start: CHOICE\nCHOICE: {words}")
     if form.grammar is not None:
-        return _grammar("lark_grammar", holdable_in_lark(_lark(form.grammar)))
+        reading.optional += len(LEFT_OUT.findall(form.grammar))
+        return _grammar("lark_grammar", holdable_in_lark(_lark(form.grammar), reading))
     schema: Any = {"type": "object"} if form.json_object else form.json
     try:
         schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
         raise _refusal(f"json is no JSON: {error}") from None
-    schema = {} if schema is True else holdable(schema)
+    if schema is False:
+        raise _refusal("json is false, which no text matches: send a schema.")
+    schema = {} if schema is True else holdable(schema, reading)
     if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
         layout = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": LAYOUT}
         schema = schema | {"x-guidance": layout | own}

@@ -123,7 +123,8 @@ def _try(tokens: "LLTokenizer", source: str, limits: dict[str, Any]) -> str:
             break
         if time.process_time() - began > STEP_SECONDS:
             return f"a token of it takes more than {STEP_SECONDS:g} s: make it simpler"
-    return ""
+    error = str(matcher.get_error())
+    return error if " items" in error else ""
 
 
 def _ask(child: Child, job: bytes) -> bytes:

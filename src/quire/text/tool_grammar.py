@@ -9,6 +9,7 @@ from keyword import iskeyword
 from typing import Any
 
 from quire.contracts.errors import InvalidParameter, shown
+from quire.text.json_schema import WHERE
 from quire.text.tool_formats import PLAIN, OutputStyles, ToolFormat
 from quire.text.tool_values import STRING, branches, kinds_of
 
@@ -74,7 +75,10 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
     root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
     properties, required = root.get("properties") or {}, root.get("required") or []
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    shared["x-guidance"] = LAYOUT if function.get("strict") else {**LAYOUT, "lenient": True}
+    own = root.get("x-guidance")
+    lenient = not function.get("strict") or isinstance(own, dict) and bool(own.get("lenient"))
+    shared["x-guidance"] = {**LAYOUT, "lenient": True} if lenient else LAYOUT
+    shared[WHERE] = f"{function['name']}.parameters"
     if not form.key and not (form.python and all(key.isidentifier() and not iskeyword(key) for key in properties)):
         between, after = ("(**", ")") if form.python else (between, after)
         shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
@@ -84,8 +88,9 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
     may: list[str] = []
     for at, (key, schema) in enumerate(properties.items()):
         (must if key in required else may).append(f"{rule}_{at}")
-        rules += _tagged(form, key, schema, shared, f"{rule}_{at}") if form.key else [
-            f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, shared)}"]
+        known = shared | {WHERE: f"{shared[WHERE]}.properties.{key}"}
+        rules += _tagged(form, key, schema, known, f"{rule}_{at}") if form.key else [
+            f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, known)}"]
     if form.key:
         items = " ".join(f"{rule}_{at}{'' if key in required else '?'}" for at, key in enumerate(properties))
     else:  # a comma before each but the first

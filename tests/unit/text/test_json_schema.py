@@ -9,9 +9,12 @@ import pytest
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import StructuredOutputsParams
-from quire.text.grammar import GrammarCompiler
-from quire.text.json_schema import holdable
+from quire.text.grammar import GrammarCompiler, notes
+from quire.text.grammar_trial import GrammarTrial
+from quire.text.json_schema import LENIENT, holdable
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import PLAIN, OutputStyles
+from quire.text.tools import tool_grammar
 
 TOKENIZER = Tokenizer.load(bundled_model())
 COMPILER = GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size)
@@ -28,30 +31,136 @@ def takes(schema: Any, text: str) -> bool:
 
 
 @pytest.mark.parametrize(("schema", "words"), [
-    ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
-    ({"type": "array", "contains": {}}, "contains"), ({"if": {}, "then": {}}, '"if", "then"'),
-    ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"), ({"dependentSchemas": {}}, "dependentSchemas"),
-    ({"propertyNames": {"maxLength": 3}}, "propertyNames"), ({"not": {}}, '"not"'),
+    ({"type": "array", "contains": {}}, "contains"), ({"if": {}, "then": {}}, "if is not implemented"),
+    ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"), ({"dependentSchemas": {"a": {}}}, "dependentSchemas"),
+    ({"propertyNames": {"not": {}}}, "propertyNames"), ({"not": {}}, "not is not implemented"),
+    ({"propertyNames": {"pattern": "a", "maxLength": 3}}, "propertyNames"),
+    ({"properties": {"a": {}}, "propertyNames": {"maxLength": 3}}, "propertyNames"),
     ({"unevaluatedProperties": False}, "unevaluatedProperties"), ({"$dynamicRef": "#a"}, "$dynamicRef"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are not supported"),
     ({"patternProperties": {"^a": {}, "b$": {"type": "null"}}}, "are not disjoint"),
     ({"type": "object", "minProperties": 2}, "minProperties counts a name that is written twice"),
     ({"type": "string", "pattern": "^(?!a)b$"}, "look-around"), ({"type": "string", "pattern": r"(a)\1"}, "backref"),
     ({"type": "string", "pattern": '[\\x00-"]'}, "has control characters"),
-    ({"type": "string", "format": "iri"}, "Unknown format: iri"),
-    ({"type": "string", "format": "unknown"}, "Unknown format: unknown"),
     ({"type": "integer", "minimum": 2**53 + 1}, "not read exactly"), ({"const": -(2**63)}, "not read exactly"),
     ({"enum": [1, [2**64]]}, "not read exactly"), ({"minimum": 3, "maximum": 2, "type": "integer"}, "is greater than"),
     ({"$ref": "https://example.com/a"}, "retrieving it failed"), ({"enum": []}, "is empty"),
+    ({"properties": {f"p{i}": {} for i in range(513)}}, "513 of its properties may be left out, at most 512 may"),
 ])  # fmt: skip
 def test_what_cannot_be_held_is_refused_not_dropped(schema: dict[str, Any], words: str) -> None:
-    """As the form, as a part of it, and in a grammar."""
+    """As the form, as a part of it, in a grammar, and as the parameters of a strict tool. What Quire itself refuses has
+    the same words everywhere, with the path."""
     within = {"type": "object", "properties": {"const": {"anyOf": [schema]}}, "required": ["const"]}
     lark = f'start: "a" a\na: %json {json.dumps(schema)} "b"'
-    for form in ({"json": schema}, {"json": json.dumps(within)}, {"grammar": lark}):
+    tool = {"type": "function", "function": {"name": "f", "parameters": within, "strict": True}}
+    strict = tool_grammar(OutputStyles(tools=PLAIN, reasoning=None, why=""), [tool], "required", parallel=False)
+    for form, at in (({"json": schema}, ""), ({"json": json.dumps(within)}, "properties.const.anyOf.0: "),
+                     ({"grammar": lark}, ""), ({"grammar": strict}, "f.parameters.properties.const.anyOf.0: ")):
         with pytest.raises(InvalidParameter) as refusal:
             COMPILER.compile(StructuredOutputsParams(**form).spec())
         assert words in str(refusal.value) or "Unsatisfiable" in str(refusal.value), form
+        if LENIENT in str(refusal.value):
+            assert str(refusal.value).startswith(f"structured_outputs: the grammar cannot be used: {at}{words[:3]}")
+            with pytest.raises(InvalidParameter) as same:
+                notes(StructuredOutputsParams(**form))
+            assert str(same.value) == str(refusal.value)
+
+
+OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize(("schema", "noted", "good", "bad"), [
+    ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, ["uniqueItems"], ["[1,2]", "[1,1]"], ["[3]"]),
+    ({"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "maxItems": 1}, [], ["[]", "[1]"], ["[1,1]"]),
+    ({"type": "array", "uniqueItems": False}, [], ["[1,1]"], []),
+    *(({"type": "string", "format": name}, [f"format {name}"], ['"any"'], ["1"]) for name in (
+        "path", "binary", "byte", "password", "ipv4network", "ipv6interface", "base64", "regex", "json-pointer",
+        "uri-reference", "iri", "idn-email", "unknown", "postcode")),
+    *(({"type": kind, "format": name}, [f"format {name}"], ["12"], ['"a"']) for kind, name in (
+        ("integer", "int32"), ("integer", "int64"), ("number", "float"), ("number", "double"))),
+    ({"type": "string", "format": "ipv4"}, [], ['"127.0.0.1"'], ['"127.0.0.256"']),
+    ({"type": "string", "format": "uuid4"}, [], ['"0b9a2a1e-6b6b-4f6e-8f6e-0b9a2a1e6b6b"'],
+     ['"0b9a2a1e-6b6b-1f6e-8f6e-0b9a2a1e6b6b"', '"0b9a2a1e-6b6b-4f6e-0f6e-0b9a2a1e6b6b"']),
+    ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"enum": ["a", "b"]}}, [],
+     ["{}", '{"a":1}', '{"a":1,"b":1}'], ['{"c":1}', '{"a":2}', '{"a":1,"a":1}']),
+    ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"$ref": "#/$defs/n"},
+      "$defs": {"n": {"title": "N", "const": "a"}}}, [], ["{}", '{"a":1}'], ['{"b":1}', '{"a":2}']),
+    ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"minLength": 2, "maxLength": 3}}, [],
+     ["{}", '{"ab":1}', '{"\u00e9b\u00e9":1}'], ['{"a":1}', '{"abcd":1}', '{"ab":2}']),
+    ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"pattern": "^a"}}, [], ['{"ab":1}'],
+     ['{"b":1}', '{"ab":2}']),
+    ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"format": "uuid"}},
+     ["propertyNames: format uuid"], ['{"a":1}'], ['{"a":2}']),
+    ({"not": False, "type": "null", "dependentSchemas": {}, "then": {}}, [], ["null"], []),
+], ids=str)
+def test_what_is_not_enforced_is_noted_with_its_path(schema: dict[str, Any], noted: list[str], good: list[str],
+                                                     bad: list[str]) -> None:
+    """As the form and deep inside it."""
+    defs = {"$defs": schema.get("$defs", {})}
+    within = {**OBJECT, "properties": {"tags": {"type": "array", "items": schema}}, "required": ["tags"], **defs}
+    for form, before, after, path in ((schema, "", "", ""), (within, '{"tags":[', "]}", "properties.tags.items")):
+        found = notes(StructuredOutputsParams(json=form))
+        assert [note.removeprefix(f"{path}.").removeprefix(f"{path}: ") for note in found] == noted
+        assert all(note.startswith(path) for note in found)
+        assert [text for text in good if not takes(form, before + text + after)] == []
+        assert [text for text in bad if takes(form, before + text + after)] == []
+
+
+def test_a_lenient_schema_is_taken_and_says_what_is_ignored() -> None:
+    """The same switch for a form and for a strict tool; without it a tool that is not strict is lenient."""
+    contains = {**OBJECT, "properties": {"a\r\n": {"type": "array", "contains": {"type": "null"}}}}
+    lenient = {**contains, "x-guidance": {"lenient": True}}
+    assert notes(StructuredOutputsParams(json=lenient)) == [r"properties.a\r\n: contains"]
+    assert takes(lenient, r'{"a\r\n":[1]}')
+    for parameters, strict in ((lenient, True), (contains, False)):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+        form = StructuredOutputsParams(
+            grammar=tool_grammar(OutputStyles(tools=PLAIN, reasoning=None, why=""), [tool], "required", parallel=False))
+        assert notes(form) == [r"f.parameters.properties.a\r\n: contains"]
+        COMPILER.compile(form.spec())
+
+
+ONE = {"enum": [1]}
+NAMED: dict[str, Any] = {**OBJECT, "properties": {"name": ONE, "q\n": ONE}}
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), [
+    (NAMED, ['{"name":1,"q\\n":1}'], ['{"b":1}']),
+    ({**NAMED, "additionalProperties": ONE}, ['{"name":1,"q\\n":1,"b":1}', '{"nam":1}', '{"name2":1}'], ['{"b":2}']),
+    ({**NAMED, "patternProperties": {"^q": ONE}}, ['{"name":1,"qa":1}', '{"qa":1}'], ['{"b":1}', '{"qa":2}']),
+    ({**NAMED, "patternProperties": {"^q": ONE}, "additionalProperties": {}}, ['{"qa":1}', '{"b":2}'],
+     ['{"qa":2}', r'{"\u0071a":2}']),
+    ({**OBJECT, "required": ["name", "q\n"]}, ['{"name":2,"q\\n":2,"b":3}'], ["{}"]),
+    ({"allOf": [NAMED, {"properties": {"b": ONE}, "required": ["b"]}]}, ['{"name":1,"b":1}', '{"b":1,"c":3}'], ["{}"]),
+    ({**NAMED, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]}, ['{"b":1}', '{"c":1}'], ["{}"]),
+    ({"$ref": "#/$defs/n", "required": ["b"], "$defs": {"n": NAMED}}, ['{"b":1,"c":1}'], ["{}"]),
+], ids=str)
+def test_an_object_has_no_listed_name_twice(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    """However it is spelled: JSON reads "\\u006eame" as "name", and the last value wins. Where nothing is said of other
+    names there are none, but for schemas that hold together with others."""
+    for name in ('"name"', r'"\u006eame"', r'"n\u0061me"', r'"q\n"', r'"q\u000a"', r'"q\u000A"'):
+        for before in ('{"name":1,"q\\n":1,', '{"name":1,"q\\n":1,"b":1,', '{"b":1,"name":1,"q\\n":1,'):
+            for after in (":1}", ":2}", ':1,"b":1}'):
+                assert not takes(schema, before + name + after), before + name + after
+    assert [text for text in good if not takes(schema, text)] == []
+    assert [text for text in bad if takes(schema, text)] == []
+
+
+@pytest.mark.parametrize("kind", [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], ids=str)
+@pytest.mark.parametrize("extra", [{}, {"additionalProperties": True}], ids=str)
+def test_500_properties_may_be_left_out(kind: dict[str, Any], extra: dict[str, Any]) -> None:
+    schema = {**OBJECT, "properties": {f"property_{i}": kind for i in range(500)}, **extra}
+    value = '"a"' if kind["type"] == "string" else '["a"]'
+    some = ",".join(f'"property_{i}":{value}' for i in (0, 7, 70, 499))
+    assert takes(schema, f"{{{some}}}") and takes(schema, "{}")
+    assert not takes(schema, f'{{{some},"property_8":{value}}}')
+
+
+def test_a_form_that_is_open_in_too_many_ways_says_so() -> None:
+    wide = [{**OBJECT, "properties": {f"p{n}_{i}": {"type": "string"} for i in range(500)}} for n in range(3)]
+    with pytest.raises(InvalidParameter, match="too many ways to go on are open at once.*require more properties"):
+        GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size, GrammarTrial()).compile(
+            StructuredOutputsParams(json={"anyOf": wide}).spec())
 
 
 CLASSES = ['[^"]', r"[^\\]", "[^a]", r'[^"\\]', r'[^"\n]', r"[^\n]", r"[\x00-\x1f]", r"\S", ".", r'[^\x00-\x1f"]', 

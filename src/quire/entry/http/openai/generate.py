@@ -21,15 +21,17 @@ from quire.entry.http.auth import tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange, Watch
 from quire.entry.http.openai.logprobs import TokenNames
-from quire.entry.http.openai.prompts import spell_bad_words
+from quire.entry.http.openai.prompts import away, spell_bad_words
 from quire.entry.http.openai.sampling import form_fault, request_timeout
 from quire.entry.http.openai.schema import CachedTokens, ReasoningTokens, SamplingFields, StreamOptions, Usage
 from quire.entry.http.openai.turn import Turn, TurnPlan
 from quire.entry.http.request_stream import Batch, RequestStream
 from quire.entry.http.sse import DONE, EventStream
 from quire.entry.prompts import Prompt
+from quire.text.grammar import notes
 from quire.text.tokenizer import Tokenizer
 
+MOST_NOTES = 20  # keywords that are not enforced, in one warning
 LOG = logging.getLogger("quire")
 Request = TypeVar("Request", bound=SamplingFields)
 Piece = tuple[int, CompletionOutput]  # (choice, what is new of it)
@@ -148,6 +150,10 @@ async def answer(
               include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
               running_usage=bool(options.continuous_usage_stats))
     try:
+        if (form := params.structured_outputs) is not None:
+            if found := await away(context, exchange.size, lambda: notes(form)):
+                more = f"; and {len(found) - MOST_NOTES} more" if len(found) > MOST_NOTES else ""
+                exchange.warn(f"not enforced: {'; '.join(found[:MOST_NOTES])}{more}")
         await generate(context, exchange, job, writer(job, request, text.tokenizer))
     except (RequestFailed, InvalidParameter) as error:
         raise form_fault(error, request, params, bool(turn.tools)) from error

@@ -1,0 +1,125 @@
+"""Names in a JSON text while it is written. A token that would repeat a name within its object must not come next.
+
+Knows bytes of JSON and of tokens. No grammar can say this: a name is only known once it is written.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+
+QUOTED = re.compile(rb'(?=("(?:[^"\\]|\\.)*"))', re.DOTALL)
+ESCAPE, QUOTE = ord("\\"), ord('"')
+
+
+class TokenIndex:
+    """The tokens of a vocabulary by how they begin, and by what they hold between quotes.
+
+    coded   tokens with an escape like \\u000a: names are written without it, so that each has one spelling
+    whole   by a text between quotes;  last  by what follows the last quote
+    """
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        order = sorted(range(len(tokens)), key=tokens.__getitem__)
+        self._ids, self._texts = order, [tokens[i] for i in order]
+        self.tokens, self.coded = tokens, [i for i in order if b"\\u" in tokens[i]]
+        self.whole: dict[bytes, list[int]] = {}
+        self.last: dict[bytes, list[int]] = {}
+        for i in order:
+            if b'"' in tokens[i]:
+                self.last.setdefault(tokens[i].rpartition(b'"')[2], []).append(i)
+            for quoted in {*QUOTED.findall(tokens[i])} if tokens[i].count(b'"') > 1 else ():
+                self.whole.setdefault(quoted, []).append(i)
+
+    def being(self, text: bytes) -> list[int]:
+        """The ids of all tokens that are a text."""
+        return self._ids[bisect_left(self._texts, text) : bisect_left(self._texts, text + b"\0")]
+
+    def beginning(self, text: bytes) -> list[int]:
+        """The ids of all tokens that begin with a text, whose last byte is below 255."""
+        end = text[:-1] + bytes([text[-1] + 1])
+        return self._ids[bisect_left(self._texts, text) : bisect_left(self._texts, end)]
+
+
+class Names:
+    """The names of one output, up to its last token.
+
+    _open      objects and lists that have not ended, outermost first: the names of an object, None for a list
+    _text      a string that has not ended, as it is written;  _is_name  it is a name;  _name_next  the next one is
+    """
+
+    def __init__(self, index: TokenIndex) -> None:
+        self._index = index
+        self._open: list[frozenset[bytes] | None] = []
+        self._text: bytes | None = None
+        self._escaped = self._is_name = self._name_next = False
+
+    def add(self, data: bytes) -> bool:
+        """Go on by the bytes of a token. True if they end a name that its object has."""
+        repeated = False
+        for byte in data:
+            if self._text is not None and (self._escaped or byte != QUOTE):
+                self._escaped = not self._escaped and byte == ESCAPE
+                self._text += bytes([byte])
+            elif self._text is not None:
+                if self._is_name and (names := self._names()) is not None:
+                    repeated |= self._text in names
+                    self._open[-1] = names | {self._text}
+                self._text = None
+            elif byte == QUOTE:
+                self._text, self._is_name, self._name_next = b"", self._name_next, False
+            elif byte in b"{[":
+                self._open.append(frozenset() if byte == ord("{") else None)
+                self._name_next = byte == ord("{")
+            elif byte in b"}]":
+                self._open = self._open[:-1]
+                self._name_next = False
+            elif byte == ord(","):
+                self._name_next = self._names() is not None
+        return repeated
+
+    def repeating(self) -> list[int]:
+        """The ids of tokens that would repeat a name."""
+        found: list[int] = []
+        if self._text is not None and self._is_name:
+            found += self._index.beginning(b"u") if self._escaped else self._index.coded
+            for name in self._names() or ():
+                if name.startswith(self._text):
+                    found += self._index.beginning(name[len(self._text) :] + b'"')
+        for name in {name for names in self._open for name in names or ()}:
+            found += [i for i in self._index.whole.get(b'"%b"' % name, ()) if self.copy().add(self._index.tokens[i])]
+        return found
+
+    def leading(self) -> list[int]:
+        """The ids of tokens that write a part of a name again; of those that begin a name, the ones that may do so."""
+        begun = self._text
+        if begun is not None:
+            rests = [name[len(begun) :] for name in self._names() or () if self._is_name and name.startswith(begun)]
+            texts = {rest[:end] for rest in rests for end in range(1, len(rest) + 1)}
+            return [i for text in texts for i in self._index.being(text)]
+        parts = {name[:end] for names in self._open for name in names or () for end in range(len(name) + 1)}
+        return [i for part in parts for i in self._index.last.get(part, ())]
+
+    def after(self, token: int) -> "Names":
+        """The names after a token more."""
+        copy = self.copy()
+        copy.add(self._index.tokens[token])
+        return copy
+
+    def place(self) -> object:
+        """What is equal where the same may follow."""
+        return *self._open, self._text
+
+    def is_again(self) -> bool:
+        """True in a name that may become one of its object."""
+        begun = self._text
+        return begun is not None and self._is_name and any(name.startswith(begun) for name in self._names() or ())
+
+    def _names(self) -> frozenset[bytes] | None:
+        """Those of the innermost object; None in a list and outside. A token that cannot come may end too much."""
+        return self._open[-1] if self._open else None
+
+    def copy(self) -> "Names":
+        """The same names, for tokens that may come."""
+        copy = Names(self._index)
+        copy.__dict__.update(self.__dict__, _open=[*self._open])
+        return copy
