@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
@@ -13,6 +13,7 @@ from quire.config.placement import ALONE, Parallel
 from quire.config.resolve import DTypePlan
 from quire.contracts.params import Param, Part, RawTensor
 from quire.kernels.select import here
+from quire.layers.context import Build, Loads
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.models.build import build_model
@@ -38,6 +39,14 @@ def fill(model: Model, make: Callable[[RawTensor], Tensor]) -> None:
     """Give every layer the tensors that `make` returns, in the model's type."""
     for unit in load_units(model.layout):
         model.take(unit.module, unit.place, {raw.name: _typed(model, raw, make(raw)) for raw in unit.tensors})
+
+
+def fill_layer(layer: nn.Module, build: Build, make: Callable[[RawTensor], Tensor]) -> None:
+    """Give a layer, and those below it, the tensors that `make` returns, in the type of `build` and on its device."""
+    owners = {one.at: one for one in layer.modules() if isinstance(one, Loads)}
+    for unit in load_units(param for param in build.params.values() if param.module in owners):
+        tensors = {raw.name: make(raw).to(build.device, build.dtype) for raw in unit.tensors}
+        owners[unit.module].take(tensors, unit.place)
 
 
 def normal(spread: float, seed: int = 0) -> Callable[[RawTensor], Tensor]:

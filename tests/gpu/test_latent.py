@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.step import SharedPrefix
@@ -18,9 +18,12 @@ from quire.kernels.latent import LatentView, hopper, ref, sequences, triton
 from quire.kernels.select import Kernels, select_kernels
 from quire.layers.context import Build, StepContext
 from quire.layers.latent import LatentAttention
-from quire.layers.linear import pack_layers
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotary
+from quire.models.layout import layout
+from quire.models.registry import linear_plans
+
+from ..filled_models import fill_layer
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -229,11 +232,12 @@ def test_a_layer_can_be_captured(name: str) -> None:
     args = parse_checkpoint_config(config)
     small = select_kernels("cuda", "bfloat16")
     kernels = Kernels(choices=small.choices, norm=small.norm, linear=small.linear, latent=triton)
-    build_of = Build(torch.bfloat16, DEVICE, kernels)
-    layer, norm = LatentAttention(args, build_of), RMSNorm(2048, 1e-6, build_of)
-    for parameter in (*layer.parameters(), norm.weight):
-        parameter.data.normal_(0, 0.03 if parameter.dim() > 1 else 1)
-    pack_layers(nn.ModuleList([layer]))
+    params = layout(args)
+    build_of = Build(torch.bfloat16, DEVICE, kernels, {param.name: param for param in params},
+                     linear_plans(args, params, small.choices))  # fmt: skip
+    layer, norm = LatentAttention(args, "layers.0.attention", build_of), RMSNorm("norm", 1e-6, build_of)
+    fill_layer(layer, build_of, lambda raw: torch.randn(raw.shape) * (0.03 if len(raw.shape) > 1 else 1))
+    norm.take({"weight": torch.randn(2048).to(DEVICE, torch.bfloat16)}, 0)
     _, cache, meta = build(STEPS[name], 16, 64)
     prompts, tokens = sequences(meta), sum(STEPS[name].query_lens)
     ends = [(int(meta.block_tables[meta.table_rows[s]][at // 64]) * 64 + at % 64, at)  # type: ignore[index]

@@ -15,12 +15,13 @@ from quire.kernels import pdl, triton_runtime
 from quire.kernels.select import select_kernels
 from quire.layers import moe
 from quire.layers.context import Build
-from quire.layers.linear import pack_layers
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.models.registry import operations
+from quire.models.layout import layout
+from quire.models.registry import linear_plans, operations
 from quire.worker.graphs import Graphs
 
+from ..filled_models import fill_layer
 from ..tiny_models import Tiny, hf_config
 
 if triton_runtime.missing() or triton_runtime.INTERPRETED:
@@ -50,13 +51,13 @@ def build(args: ModelArgs, device: torch.device) -> Layers:
     """Random layers in a row, each with its norm."""
     torch.manual_seed(0)
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.head_dim)
-    built = Build(torch.bfloat16, device, kernels)
-    layers = [(MoE(args, built), RMSNorm(args.hidden_size, args.norm_eps, built)) for _ in range(LAYERS)]
+    params, first = layout(args), min(args.moe.layers)
+    built = Build(torch.bfloat16, device, kernels, {param.name: param for param in params},
+                  linear_plans(args, params, kernels.choices))  # fmt: skip
+    layers = [(MoE(args, f"layers.{first}.mlp", built), RMSNorm("norm", args.norm_eps, built)) for _ in range(LAYERS)]
     for layer, norm in layers:
-        for parameter in layer.parameters():
-            parameter.normal_(0, parameter.shape[-1] ** -0.5)
-        norm.weight.uniform_(0.5, 1.5)
-        pack_layers(torch.nn.Sequential(layer))
+        fill_layer(layer, built, lambda raw: torch.randn(raw.shape) * raw.shape[-1] ** -0.5)
+        norm.take({"weight": torch.empty(args.hidden_size, device=device, dtype=torch.bfloat16).uniform_(0.5, 1.5)}, 0)
         assert layer.forks
     return layers
 
@@ -66,7 +67,7 @@ def chain(layers: Layers, given: Tensor, forks: bool) -> Tensor:
     hidden = given.clone()
     for layer, norm in layers:
         layer.forks = forks
-        hidden = layer(hidden, norm)
+        hidden = layer(hidden, norm, None)
     return hidden
 
 
@@ -138,6 +139,6 @@ def test_only_some_steps_fork(device: torch.device, monkeypatch: pytest.MonkeyPa
     side = moe.side_stream
     monkeypatch.setattr(moe, "side_stream", lambda device: taken.append(device) or side(device))
     for tokens in (1, moe.BESIDE.start - 1, moe.BESIDE.start, moe.BESIDE.stop - 1, moe.BESIDE.stop):
-        layer(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm)
+        layer(torch.zeros(tokens, norm.weight.shape[0], dtype=torch.bfloat16, device=device), norm, None)
     assert taken == [device] * 2
     assert side(device).priority < torch.cuda.Stream().priority

@@ -53,6 +53,8 @@ def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None
     began, checkpoint = perf_counter(), read_checkpoint(Path(folder))
     headers = match_tensors(checkpoint, model.layout, model.args, model.elsewhere)
     device = device or model.device
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     units = deque(load_units(model.layout))
     parts = (part for unit in units for raw in unit.tensors for part in raw.parts)
     total = sum(_stored_bytes(headers[part.stored], part) for part in parts)
