@@ -23,7 +23,8 @@ def written(*parts: bytes) -> Names:
     ('{"a":1,"', [b'a"', b'a":']), ('{"a":1,"b', []), ('{"ab":1,"a', [b'b"']), ('{"a":{"', []),
     ('{"a":1', [b',"a":1']), ('{"a":[1', [b'},"a"']), ('{"a":{"b":1', [b'},"a"']), ('{"":1,', [b'""', b'"":']),
     ('{"":"', []), ('{"":1,"', [b'"', b'"}', b'":{"', b'":1,"', b'""', b'"":', b'"a":', b'"\\""']),
-    ('{"a\\n":1,"a', [b'\\n"']), ('{"\\"":1,', [b'"\\""']), ('{"a":"', []), ('[{"a":1},{"', []), ('{"a":"{\\"b","', [b'a"', b'a":']),
+    ('{"a\\n":1,"a', [b'\\n"']), ('{"\\"":1,', [b'"\\""']), ('{"a":"', []), ('[{"a":1},{"', []),
+    ('{"a":"{\\"b","', [b'a"', b'a":']),
 ], ids=str)
 def test_what_may_not_come(text: str, repeating: list[bytes]) -> None:
     """The tokens that end a name again; and in a name none that spells a character by its number."""
