@@ -113,7 +113,8 @@ def test_no_object_has_a_name_twice(depth: int) -> None:
                 "minProperties": 1, "maxProperties": most}  # fmt: skip
 
     listed = {"type": "array", "items": few(2, {"const": 1}), "maxItems": 2}
-    schemas = [few(5, {"enum": [1]}), few(2, few(3, {"enum": [1]})), few(4, listed)] * 8
+    schemas = [few(5, {"enum": [1]}), few(2, few(3, {"enum": [1]})), few(4, listed),
+               few(5, {"const": 1}) | {"properties": {"b": {"const": 1}}, "required": ["b"]}] * 6
     with LLM(async_depth=depth, max_num_seqs=32, max_model_len=256) as llm:
         tokenizer = llm.get_tokenizer()
         bias = {i: -20.0 for i in range(tokenizer.vocab_size) if b"}" in tokenizer.token_bytes(i)}

@@ -51,11 +51,13 @@ class Reading:
     notes      keywords that are not enforced, each with its path
     optional   properties that may be left out, of all objects
     patterns   an object has names of a pattern
+    listed     an object has listed names and others
     """
 
     notes: list[str] = field(default_factory=list)
     optional: int = 0
     patterns: bool = False
+    listed: bool = False
 
     def note(self, path: str, keyword: str) -> None:
         """Remember a keyword that is not enforced; names of properties may hold anything, line breaks too."""
@@ -71,7 +73,6 @@ def holdable(schema: Any, reading: Reading | None = None) -> Any:
     lenient = isinstance(own, dict) and bool(own.get("lenient"))
     parts = [*_parts(schema)]
     beside = _beside(schema, [part for _, part in parts])
-    coded = False
     for path, part in parts:
         single = id(part) not in beside
         _drop_unheld(schema, path, part, reading, lenient, single)
@@ -81,21 +82,25 @@ def holdable(schema: Any, reading: Reading | None = None) -> Any:
                 part["pattern"] = _pattern(path, pattern)
             if isinstance(patterns := part.get("patternProperties"), dict):
                 part["patternProperties"] = {_pattern(path, pattern): each for pattern, each in patterns.items()}
-        coded |= _close(path, part, reading, single)
-    if coded and isinstance(own, dict):
-        schema["x-guidance"] = {"json_allowed_escapes": NO_CODES, **own}
+        _close(path, part, reading, single)
     return schema
 
 
 def holdable_in_lark(text: str, reading: Reading | None = None) -> str:
     """The same of every `%json` of a grammar."""
-    parts = re.split(r"(%json\s*)(?=\{)", text)
+    parts, reading = re.split(r"(%json\s*)(?=\{)", text), reading or Reading()
     for at in range(2, len(parts), 2):
         try:
             schema, end = json.JSONDecoder().raw_decode(parts[at])
         except (ValueError, RecursionError):  # which llguidance says better, if it is no text between quotes
             continue
-        parts[at] = json.dumps(holdable(schema, reading)) + parts[at][end:]
+        reading.listed = False
+        schema = holdable(schema, reading)
+        own = schema.get("x-guidance", {})
+        # Without escapes like \u0061 no other name repeats a listed one. Literals would lose their control characters.
+        if reading.listed and isinstance(own, dict) and "\\u00" not in json.dumps(schema, ensure_ascii=False):
+            schema["x-guidance"] = {"json_allowed_escapes": NO_CODES, **own}
+        parts[at] = json.dumps(schema) + parts[at][end:]
     return "".join(parts)
 
 
@@ -209,13 +214,13 @@ def _name_properties(root: Part, path: str, part: Part, reading: Reading) -> boo
     return True
 
 
-def _close(path: str, part: Part, reading: Reading, single: bool) -> bool:
+def _close(path: str, part: Part, reading: Reading, single: bool) -> None:
     """Let an object with properties have no others where the schema does not speak of others: they could repeat a name
-    without end. True where others may come: only without escapes like \\u0061 do they not repeat a listed name."""
+    without end."""
     patterns = part.get("patternProperties")
     named, required = part.get("properties", {}), part.get("required", [])
     if not isinstance(named, dict) or not isinstance(required, list):
-        return False
+        return
     optional = sum(name not in required for name in named)
     reading.optional += optional
     reading.patterns |= bool(patterns)
@@ -226,7 +231,7 @@ def _close(path: str, part: Part, reading: Reading, single: bool) -> bool:
         if all(name in named for name in required):
             part["additionalProperties"] = False
     free = part.get("additionalProperties") is not False
-    return bool((named or required) and (free or patterns) or patterns and free)
+    reading.listed |= bool((named or required) and (free or patterns) or patterns and free)
 
 
 def _check_numbers(path: str, part: Part) -> None:

@@ -20,9 +20,12 @@ TOKENIZER = Tokenizer.load(bundled_model())
 COMPILER = GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size)
 
 
-def takes(schema: Any, text: str) -> bool:
-    """Whether a text is one of a schema, judged by the masks."""
-    matcher = COMPILER.compile(StructuredOutputsParams(json=schema, disable_any_whitespace=True).spec()).fork()
+def takes(schema: Any, text: str, *, lark: bool = False) -> bool:
+    """Whether a text is one of a schema, judged by the masks. `lark`: of the schema in a grammar."""
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    if lark:
+        form = StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}")
+    matcher = COMPILER.compile(form.spec()).fork()
     for token in TOKENIZER.encode(text, add_special_tokens=False):
         masks, over = COMPILER.masks([matcher], [()])
         if over or not masks[0, token // 32] >> token % 32 & 1 or not matcher.consume_token(token):
@@ -136,14 +139,23 @@ NAMED: dict[str, Any] = {**OBJECT, "properties": {"name": ONE, "q\n": ONE}}
     ({"$ref": "#/$defs/n", "required": ["b"], "$defs": {"n": NAMED}}, ['{"b":1,"c":1}'], ["{}"]),
 ], ids=str)
 def test_an_object_has_no_listed_name_twice(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
-    """However it is spelled: JSON reads "\\u006eame" as "name", and the last value wins. Where nothing is said of other
-    names there are none, but for schemas that hold together with others."""
+    r"""In a grammar, however it is spelled: JSON reads "\u006eame" as "name", and the last value wins. In a form of JSON
+    `json_names` sees to the spelling. Where nothing is said of other names there are none, but for schemas that hold
+    together with others.
+    """
     for name in ('"name"', r'"\u006eame"', r'"n\u0061me"', r'"q\n"', r'"q\u000a"', r'"q\u000A"'):
         for before in ('{"name":1,"q\\n":1,', '{"name":1,"q\\n":1,"b":1,', '{"b":1,"name":1,"q\\n":1,'):
             for after in (":1}", ":2}", ':1,"b":1}'):
-                assert not takes(schema, before + name + after), before + name + after
-    assert [text for text in good if not takes(schema, text)] == []
-    assert [text for text in bad if takes(schema, text)] == []
+                assert not takes(schema, before + name + after, lark=True), before + name + after
+    for lark in (False, True):
+        assert [text for text in good if not takes(schema, text, lark=lark)] == []
+        assert [text for text in bad if takes(schema, text, lark=lark) and r"\u" not in text] == []
+
+
+def test_literals_keep_their_control_characters() -> None:
+    schema = {**NAMED, "additionalProperties": {"enum": ["a\u0001b", "\u0000"]}}
+    for lark in (False, True):
+        assert takes(schema, r'{"name":1,"c":"a\u0001b"}', lark=lark) and not takes(schema, '{"c":"ab"}', lark=lark)
 
 
 @pytest.mark.parametrize("kind", [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], ids=str)
