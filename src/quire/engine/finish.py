@@ -11,7 +11,8 @@ from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, Request, RequestState
 from quire.contracts.step import F32, I32, RowLogprobs, StepResult
 from quire.engine.grammar import Grammars
-from quire.engine.scheduler import InFlight, Scheduler
+from quire.engine.plan_writer import InFlight
+from quire.engine.scheduler import Scheduler
 
 FINISHED = RequestState.FINISHED
 
@@ -20,7 +21,7 @@ class Finisher:
     """Applies results to the scheduler's state. Tokens of requests that ended meanwhile are dropped."""
 
     def __init__(self, scheduler: Scheduler, grammars: Grammars, vocab_size: int) -> None:
-        self._scheduler, self._grammars = scheduler, grammars
+        self._scheduler, self._roster, self._grammars = scheduler, scheduler.roster, grammars
         self._vocab_size = vocab_size
         self._num_stopping = np.zeros(vocab_size, np.int32)  # live requests that each id may stop
 
@@ -42,8 +43,8 @@ class Finisher:
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] -= 1
         if request.new.grammar is not None:
             self._grammars.drop(request.new.handle)
-        if request.state is not FINISHED:  # else the scheduler has ended it already
-            self._scheduler.remove(request, distrust=distrust)
+        if request.state is not FINISHED:  # else the roster has ended it already
+            self._roster.remove(request, distrust=distrust)
         code, message = (error.code, str(error)) if isinstance(error, RequestFailed) else (error, None)
         return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=code, message=message,
                       vector=vector)  # fmt: skip
@@ -97,7 +98,7 @@ class Finisher:
 
     def _confirm(self, step: InFlight, tokens: I32, failed: dict[Request, str]) -> tuple[list[int], I32]:
         """Append the tokens to their requests. Returns the rows that count and the slots of those still running."""
-        table = self._scheduler.table
+        table = self._roster.table
         if step.version == table.version and not failed:
             table.known[step.sampling] += 1
             table.in_flight[step.sampling] -= 1
@@ -119,16 +120,16 @@ class Finisher:
 
     def _finish(self, step: InFlight, tokens: I32, live: list[int], slots: I32) -> tuple[list[Request], list[Finish]]:
         """End the requests that met a stop id or their length; index the blocks that the others completed."""
-        scheduler, table = self._scheduler, self._scheduler.table
-        size = scheduler.allocator.block_size
+        roster, table = self._roster, self._roster.table
+        size = roster.allocator.block_size
         mine = tokens if len(live) == len(step.requests) else tokens[live]
         held = slots >= 0
         computed = table.known[slots] - 1  # the newest token's own KV comes with the next step
         for j in np.flatnonzero(held & (computed % size == 0)).tolist():
             try:
-                scheduler.publish(step.requests[live[j]], int(computed[j]))
+                roster.publish(step.requests[live[j]], int(computed[j]))
             except Exception:
-                scheduler.fail(step.requests[live[j]])
+                roster.fail(step.requests[live[j]])
         ended: list[Request] = []
         finished: list[Finish] = []
         suspects = (self._num_stopping[mine] > 0) | (table.known[slots] >= table.end[slots]) | ~held
@@ -166,7 +167,7 @@ class Finisher:
             try:
                 new = self._new_rows(request, rows, start)
             except Exception:
-                self._scheduler.fail(request)
+                self._roster.fail(request)
                 continue
             if len(new.ranks):
                 scored[request.new.handle] = new
@@ -193,20 +194,20 @@ class Finisher:
 
     def state(self, step: InFlight | None = None, finish_s: float = 0.0) -> StepStats:
         """How things stand now and, after a step, what it did."""
-        s, pool = self._scheduler, self._scheduler.allocator.pool
+        s, roster, pool = self._scheduler, self._roster, self._roster.allocator.pool
         did: dict[str, Any] = {} if step is None else {
             "step": step.plan.step, "num_tokens": int(step.plan.num_tokens.sum()),
             "num_prefill_tokens": step.num_prefill_tokens, "num_scheduled": len(step.plan.slots),
             "num_prefills": step.num_prefills, "schedule_s": step.schedule_s, "execute_s": step.execute_s}
         return StepStats(
-            num_running=len(s.table),
-            num_waiting=len(s.queue) + s.num_blocked,
-            num_blocked=s.num_blocked,
+            num_running=len(roster.table),
+            num_waiting=len(roster.queue) + roster.num_blocked,
+            num_blocked=roster.num_blocked,
             num_preempted=s.num_preempted,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            prefix_queries=s.prefix_queries,
-            prefix_hits=s.prefix_hits,
+            prefix_queries=s.admitter.prefix_queries,
+            prefix_hits=s.admitter.prefix_hits,
             finish_s=finish_s,
             **did,
         )

@@ -66,7 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
             with pytest.raises(PromptTooLong):
                 rig.add(prompt, max_tokens, **fields)
             return
-        waiting = len(rig.scheduler.queue) + rig.scheduler.num_blocked
+        waiting = len(rig.scheduler.queue) + rig.scheduler.roster.num_blocked
         num_free = self.slots - len(rig.scheduler.table)
         if waiting + 1 + children > self.bound + num_free:
             with pytest.raises(QueueFull if 1 + children <= self.bound + self.slots else InvalidParameter):
@@ -190,7 +190,7 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int) -> None:
             seen["shared with the parent"] += parent is not None and rig.cached.get(handle, 0) > 0
         seen["preempted"] += rig.scheduler.num_preempted
         seen["evicted"] += rig.pool.evictions
-        seen["hits"] += rig.scheduler.prefix_hits
+        seen["hits"] += rig.scheduler.admitter.prefix_hits
         seen["dropped"] += sum(int((p.outputs & SAMPLE).sum()) for p in rig.plans) - sum(map(len, rig.tokens.values()))
     expected = {"preempted": 30, "evicted": 100, "hits": 500, "resumed": 100, "blocked": 50, "scored": 20,
                 "shared with the parent": 20, "dropped": 20, "abort waiting": 3, "abort running": 1,
