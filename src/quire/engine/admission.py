@@ -22,10 +22,9 @@ class Admitter:
         self._by_priority, self._headroom = by_priority, headroom
         self.prefix_queries = self.prefix_hits = 0
 
-    def admit(self, slots: I32, num_tokens: I32, budget: int) -> tuple[I32, I32, list[Admission]]:
-        """Admit waiting requests in order; never past one that does not fit. Returns slots and num_tokens with theirs
-        behind."""
-        room = budget - int(num_tokens.sum())
+    def admit(self, slots: I32, num_tokens: I32, room: int) -> tuple[I32, I32, list[Admission]]:
+        """Admit waiting requests in order, for `room` tokens; never past one that does not fit. Returns slots and
+        num_tokens with theirs behind."""
         admitted: list[Admission] = []
         new_tokens: list[int] = []
         while room > 0 and self._table.num_free and (request := self._queue.peek()) is not None:

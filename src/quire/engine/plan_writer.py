@@ -19,6 +19,7 @@ class InFlight:
     sampling: I32  # slots that sample, in plan order
     requests: list[Request]  # of `sampling`
     handles: I32
+    most: I32 | None  # tokens that each of `sampling` may get; None: one each
     version: int  # of the table when planned
     admitted: list[Request] = field(default_factory=list)  # for the first time
     scored: list[tuple[int, Request, int]] = field(default_factory=list)  # slot, request, position of its first row
@@ -32,7 +33,8 @@ class InFlight:
 class PlanWriter:
     """Writes plans. What changes only with the requests that run is written once and used until they change."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
         self._roster, self._table, self._allocator = roster, roster.table, roster.allocator
         self._sampling: tuple[int, I32, list[Request], I32] | None = None
         self._shared: tuple[int, tuple[SharedPrefix, ...]] = (-1, ())
@@ -43,8 +45,8 @@ class PlanWriter:
         before = table.planned[slots]
         table.planned[slots] = after = before + num_tokens
         catching_up = before < table.goal[slots]
-        total = table.known[slots] + table.in_flight[slots]
-        samples = (after == total) & (total < table.end[slots])
+        bound = table.upper_bound[slots]
+        samples = (after >= bound) & (bound < table.end[slots])  # a decode is past its bound by its drafts
         outputs = np.where(samples, SAMPLE, 0).astype(np.uint8)
         num_rows = samples.astype(np.int32)
         scored: list[tuple[int, Request, int]] = []
@@ -53,7 +55,7 @@ class PlanWriter:
         for i in prefills.tolist():
             request = table.requests[int(slots[i])]
             assert request is not None
-            if after[i] == total[i] and not samples[i]:
+            if after[i] == bound[i] and not samples[i]:
                 unsampled[int(slots[i])] = request
             if request.new.pool:
                 outputs[i] |= POOL
@@ -61,21 +63,33 @@ class PlanWriter:
                 outputs[i] |= PROMPT_LOGPROBS
                 num_rows[i] = num_tokens[i]
                 scored.append((int(slots[i]), request, int(before[i])))
-        sampling = slots[samples]
+        sampling, num_decodes = slots[samples], len(slots) - len(prefills)
+        most = self._most(num_tokens[:num_decodes], len(sampling))
+        if most is not None:
+            num_rows[:num_decodes] = num_tokens[:num_decodes]
         table.in_flight[sampling] += 1
+        table.upper_bound[sampling] += 1 if most is None else most
         plan = StepPlan(
-            step=step, slots=slots, num_tokens=num_tokens, num_rows=num_rows, outputs=outputs, admitted=tuple(admitted),
-            appended=appended, released=np.array(self._roster.released, np.int32), shared=self._shared_prefixes(),
-            grammar=sampling[table.masked[sampling]],
+            step=step, slots=slots, num_decodes=num_decodes, num_tokens=num_tokens, num_rows=num_rows, outputs=outputs,
+            admitted=tuple(admitted), appended=appended, released=np.array(self._roster.released, np.int32),
+            shared=self._shared_prefixes(), grammar=sampling[table.masked[sampling]],
         )  # fmt: skip
         self._roster.released.clear()
         requests, handles = self._who(sampling)
         newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None and r.num_preemptions == 0]
         return InFlight(
-            plan=plan, sampling=sampling, requests=requests, handles=handles, version=table.version, admitted=newly,
-            scored=scored, unsampled=unsampled, num_prefills=len(prefills),
+            plan=plan, sampling=sampling, requests=requests, handles=handles, most=most, version=table.version,
+            admitted=newly, scored=scored, unsampled=unsampled, num_prefills=len(prefills),
             num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
         )  # fmt: skip
+
+    def _most(self, rows: I32, num_sampling: int) -> I32 | None:
+        """Tokens that each sampling slot may get, if any has drafts: as many as it has rows, and one after a prompt."""
+        if not self._num_drafts or not (rows > 1).any():
+            return None
+        most = np.ones(num_sampling, np.int32)
+        most[: len(rows)] = rows
+        return most
 
     def _shared_prefixes(self) -> tuple[SharedPrefix, ...]:
         """Running requests whose contexts begin with the same blocks; remembered until requests come or go."""

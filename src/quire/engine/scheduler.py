@@ -31,9 +31,9 @@ class Scheduler:
         self.growth = Growth(self.roster)
         self.admitter = Admitter(self.roster, history, by_priority=by_priority,
                                  headroom=int(config.watermark * facts.num_blocks))  # fmt: skip
-        self._writer = PlanWriter(self.roster)
+        self._writer = PlanWriter(self.roster, facts.num_drafts)
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
-        self._lag = facts.decode_lag
+        self._lag, self._num_drafts = facts.decode_lag, facts.num_drafts
 
     @property
     def num_preempted(self) -> int:
@@ -44,13 +44,17 @@ class Scheduler:
         """The next step, or None when nothing can run before more results arrive."""
         preempted = self.growth.num_preempted
         budget = self._step_budget()
-        slots, num_tokens = share_budget(self.table, budget, self._lag)
+        slots, num_tokens = share_budget(self.table, budget, self._lag, self._num_drafts)
         slots, num_tokens, appended = self.growth.grow(slots, num_tokens)
         if self.admitter.offer_chunks(slots, num_tokens):
             slots, num_tokens, appended = self.growth.still_running(slots, num_tokens, appended)
         admitted: list[Admission] = []
         if self.growth.num_preempted == preempted and len(self.queue):
-            slots, num_tokens, admitted = self.admitter.admit(slots, num_tokens, budget)
+            room = budget - int(num_tokens.sum())
+            if self._num_drafts:  # they have a budget of their own
+                decodes = self.table.planned[slots] >= self.table.goal[slots]
+                room += int((num_tokens[decodes] - 1).sum())
+            slots, num_tokens, admitted = self.admitter.admit(slots, num_tokens, room)
         if not len(slots):
             return None
         return self._writer.write(step, slots, num_tokens, admitted, appended)
