@@ -31,7 +31,8 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """A request takes a slot.
 
     token_ids      [P] int32, prompt and, for a resumed request, what it had already generated
-    block_ids      one [n] int32 array per KV group: the blocks it starts with (shared ones first)
+    block_ids      one [n] int32 array per KV group: the blocks it starts with (shared ones first); NULL_BLOCK where the
+                   group's window has passed
     num_computed   tokens whose KV is already in those blocks, < P
     pool           see `NewRequest`
     """
@@ -46,7 +47,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
-    """Slots whose first `num_blocks` blocks are the same, so that attention can read them once."""
+    """Slots whose first `num_blocks` blocks are the same in groups of full attention, so that it can read them once."""
 
     slots: I32
     num_blocks: int
@@ -62,7 +63,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_rows     [S] int32, trailing positions whose logits are needed: all of a decode; of a chunk 0, 1 at the end of
                  the prompt, num_tokens for prompt logprobs
     outputs      [S] uint8, bits SAMPLE | PROMPT_LOGPROBS | POOL; a decode always has SAMPLE
-    appended     [K, 3] int32 rows (slot, group, block), in block-table order
+    appended     [K, 3] int32 rows (slot, group, block), in block-table order. Nobody is told when a group's window has
+                 passed a block: its entry stays in the device's table, and nothing reads it
     released     [R] int32 slots given back before this step
     grammar      [G] int32 those of the sampling slots, in plan order, whose masks come with `Executor.release`
     """

@@ -83,16 +83,17 @@ class Admitter:
         """
         new, match = request.new, self._match(request)
         headroom = self._headroom if len(self._table) else 0
-        if not self._allocator.can_admit(match, len(request.tokens), headroom):
+        upto = min(len(request.tokens), match.num_tokens + room)
+        if not self._allocator.can_admit(match, len(request.tokens), headroom, upto):
             return None
         if request.num_cached < 0 and new.parent is None:
             request.prefix = self._history.admit(new.request_id, self._roster.chain(request), match, request.num_prompt,
                                                  reads=new.read_prefix_cache)  # fmt: skip
         slot = self._table.enter(request, match.num_tokens, self._by_priority)
-        blocks = self._allocator.admit(slot, match, len(request.tokens))
-        self._publish_planned(request, min(len(request.tokens), match.num_tokens + room))
+        blocks = self._allocator.admit(slot, match, len(request.tokens), upto)
+        self._publish_planned(request, upto)
         admission = Admission(
-            slot=slot, request_id=new.request_id, token_ids=np.array(request.tokens, np.int32), block_ids=(blocks,),
+            slot=slot, request_id=new.request_id, token_ids=np.array(request.tokens, np.int32), block_ids=blocks,
             num_computed=match.num_tokens, sampler=new.sampler, pool=new.pool,
         )  # fmt: skip
         if request.num_cached < 0:

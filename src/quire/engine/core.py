@@ -55,6 +55,7 @@ class EngineCore:
         self._finished: list[Finish] = []  # ended between steps, to be reported with the next outputs
         self._deadlines: list[tuple[float, int]] = []
         self._prefix_caching = prefix_caching
+        self._most_in_flight = max(config.token_budget(), 1 + self.facts.decode_lag * (1 + self.facts.num_drafts))
         self._clock = clock
         self._step = 0
         self._torn = False
@@ -89,7 +90,7 @@ class EngineCore:
                 f"prompt ({num_prompt}) + max_tokens ({new.max_tokens}) = {end} tokens exceed the "
                 f"context of {self.facts.max_model_len}: shorten the prompt or lower max_tokens."
             )
-        if -(-end // self.facts.block_size) > self.facts.num_blocks:
+        if self.scheduler.allocator.most_blocks(end, self._most_in_flight) > self.facts.num_blocks:
             raise PromptTooLong(
                 f"{end} tokens need more than the {self.facts.num_blocks} KV blocks of "
                 f"{self.facts.block_size} tokens: give the KV cache more memory or lower max_tokens."

@@ -24,6 +24,8 @@ class Growth:
         """
         needed = self._table.planned[slots] + num_tokens
         try:
+            if self._allocator.has_windows:  # rows to come begin at the last token that is confirmed, or at a chunk
+                self._allocator.trim(slots, np.minimum(self._table.planned[slots], self._table.confirmed[slots] - 1))
             rows = self._allocator.grow_many(slots, needed)
         except Exception:  # whose fault it is shows below, where they grow one by one
             LOG.exception("the slots could not grow together")
@@ -41,7 +43,7 @@ class Growth:
                     self._roster.fail(request)
                     break
                 if blocks is not None:
-                    appended.extend((slot, 0, block) for block in blocks)
+                    appended += blocks
                     break
                 self.preempt_last()
         return self.still_running(slots, num_tokens, np.array(appended, np.int32).reshape(-1, 3))

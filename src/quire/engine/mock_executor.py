@@ -79,8 +79,9 @@ class _Slot:
     def __init__(self, admission: Admission) -> None:
         self.request_id, self.sampler = admission.request_id, admission.sampler
         self.seed, self.num_prompt = admission.sampler.seed, admission.sampler.num_prompt
-        self.tokens, self.blocks = admission.token_ids.tolist(), admission.block_ids[0].tolist()
-        self.computed, self.pool = admission.num_computed, admission.pool
+        self.tokens, self.blocks = admission.token_ids.tolist(), [ids.tolist() for ids in admission.block_ids]
+        self.computed = self.began = admission.num_computed  # `began`: the first position of this step
+        self.pool = admission.pool
         self.decodes = False  # it has sampled a token since it was admitted
         self.accepted = 0  # drafts of this step that are right
         self.seen: list[int] = []  # positions whose hidden states are pooled
@@ -98,6 +99,7 @@ class MockExecutor:
     """Runs plans on a model of the KV memory.
 
     sizes     those of `ExecutorFacts`, where they are not to be `SIZES`
+    windows   of the KV groups, as in `KVGroup`; each reads of every block that it wrote it
     accepts   drafts that are right, of one decode after the other, over and over; they end where a failure is planted
     verify    check every position a row may attend to (O(length) per step)
     answers   give every request its own tokens, those of `mock_tokens`; without it and without `verify` any tokens
@@ -109,7 +111,7 @@ class MockExecutor:
     """
 
     def __init__(self, *, verify: bool = True, answers: bool = False, step_seconds: float = 0.0, width: int = 8,
-                 accepts: Sequence[int] = (0,), **sizes: int) -> None:
+                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,), **sizes: int) -> None:
         given: dict[str, Any] = SIZES | sizes
         self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}
@@ -118,7 +120,7 @@ class MockExecutor:
         self.closed = False
         self._verify, self._answers = verify, verify or answers
         self._step_seconds, self._width = step_seconds, width
-        self._accepts = itertools.cycle(accepts)
+        self._accepts, self._windows = itertools.cycle(accepts), windows
         self._memory = np.zeros((given["num_blocks"] + 1, given["block_size"]) if verify else (0, 0), np.uint64)
         self._slots: dict[int, _Slot] = {}
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which it is there
@@ -250,8 +252,7 @@ class MockExecutor:
             assert a.slot not in self._slots, "the slot is taken"
             self._slots[a.slot] = _Slot(a)
         for slot, group, block in plan.appended.tolist():
-            assert group == 0
-            self._slots[slot].blocks.append(block)
+            self._slots[slot].blocks[group].append(block)
 
     def _write(self, state: _Slot, count: int) -> None:
         """Compute a chunk of a prompt."""
@@ -276,21 +277,24 @@ class MockExecutor:
         """Write KV from the first position that is not computed on."""
         if not self._verify:
             return
-        size = self._facts.block_size
-        for position, digest in enumerate(digests, state.computed):
-            block = state.blocks[position // size]
-            assert block != 0, "the null block is written"
-            self._memory[block, position % size] = digest
+        size, state.began = self._facts.block_size, state.computed
+        for group, blocks in enumerate(state.blocks):
+            for position, digest in enumerate(digests, state.computed):
+                block = blocks[position // size]
+                assert block != 0, "the null block is written"
+                self._memory[block, position % size] = digest ^ group
         self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
 
     def _attend(self, state: _Slot) -> None:
         if not self._verify:
             return
-        size = self._facts.block_size
-        blocks = state.blocks[: -(-state.computed // size)]
-        seen = self._memory[blocks].reshape(-1)[: state.computed]
-        expected = np.array(state.digests[: state.computed], np.uint64)
-        assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
+        size, end = self._facts.block_size, state.computed
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(0, state.began - window + 1)  # what the first row sees
+            blocks = state.blocks[group][first // size : -(-end // size)]
+            seen = self._memory[blocks].reshape(-1)[first % size :][: end - first]
+            expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
+            assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
 
     def _score(self, state: _Slot, rows: int) -> RowLogprobs:
         """Rows whose next token is known: that token's log-probability is -position of the row."""

@@ -60,8 +60,8 @@ class Roster:
         request.to(RequestState.FINISHED)
         if before is RequestState.WAITING:
             self.queue.drop(request)
-            if distrust:
-                self._withdraw(request)
+            if distrust:  # it was preempted and failed in a step that was still in flight
+                self.allocator.withdraw(self._chains[request.new.handle])
         if before is RequestState.BLOCKED:
             self.num_blocked -= 1
             if blocked_on is BlockReason.PARENT:
@@ -139,12 +139,6 @@ class Roster:
             self.num_blocked += 1
         else:
             self.queue.push(request)
-
-    def _withdraw(self, request: Request) -> None:
-        """Make the blocks of a preempted request unfindable: it failed in a step that was still in flight."""
-        chain, pool = self._chains[request.new.handle], self.allocator.pool
-        found = map(pool.lookup, chain.keys(chain.num_hashed))
-        pool.forget([block for block in found if block is not None])
 
     def _prompt_planned(self, parent: Request) -> bool:
         if parent.state is RequestState.RUNNING:

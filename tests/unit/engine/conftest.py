@@ -85,13 +85,15 @@ class EngineRig:
     def __init__(self, depth: int = 1, *, slots: int = 8, blocks: int = 40, block_size: int = 4, budget: int = 16,
                  max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int | None = 1000,
                  watermark: float = 0.0, caching: bool = True, mock: type[MockExecutor] = MockExecutor, drafts: int = 0,
-                 accepts: Sequence[int] = (0,)) -> None:
+                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,)) -> None:
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
-                         max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts)
+                         max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
+                         windows=windows)
         self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
         component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
-        geometry = KVGeometry(block_size=block_size, groups=(KVGroup(layers=(0,), components=(component,)),))
+        groups = tuple(KVGroup(layers=(i,), components=(component,), window=w) for i, w in enumerate(windows))
+        geometry = KVGeometry(block_size=block_size, groups=groups)
         self.pool = BlockPool(blocks)
         self.allocator = KVAllocator(self.pool, geometry, num_slots=slots)
         config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=slots, max_waiting=max_waiting,

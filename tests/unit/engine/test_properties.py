@@ -38,12 +38,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(blocks=st.integers(5, 12), slots=st.integers(1, 5), extra=st.integers(0, 20), caching=st.booleans(),
                 policy=st.sampled_from(["fcfs", "priority"]), max_waiting=st.sampled_from([2, 1000]),
-                watermark=st.sampled_from([0.0, 0.3]), accepts=st.lists(st.integers(0, 3), min_size=1, max_size=7))
+                watermark=st.sampled_from([0.0, 0.3]), accepts=st.lists(st.integers(0, 3), min_size=1, max_size=7),
+                windows=st.sampled_from([(None,), (None,), (None, 5), (9, None), (3,), (None, 16, 1)]))
     def start(self, blocks: int, slots: int, extra: int, caching: bool, policy: str, max_waiting: int,
-              watermark: float, accepts: list[int]) -> None:
-        self.rig = self.rig_class(self.depth, blocks=blocks, slots=slots, budget=slots + extra, caching=caching,
-                                  policy=policy, max_waiting=max_waiting, watermark=watermark, max_len=MAX_LEN,
-                                  vocab=VOCAB, drafts=self.drafts, accepts=accepts)
+              watermark: float, accepts: list[int], windows: tuple[int | None, ...]) -> None:
+        event(f"windows {windows}")
+        self.rig = self.rig_class(self.depth, blocks=blocks * len(windows), windows=windows, slots=slots,
+                                  budget=slots + extra, caching=caching, policy=policy, max_waiting=max_waiting,
+                                  watermark=watermark, max_len=MAX_LEN, vocab=VOCAB, drafts=self.drafts,
+                                  accepts=accepts)
         self.bound, self.slots = max_waiting, slots
 
     @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 18, 20]), seed=st.integers(0, 3), stops=MAYBE_STOPS,
@@ -62,7 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
                   "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives,
                   "pool": pool, "grammar": grammar} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
         end = len(prompt) + max_tokens
-        if end > min(MAX_LEN, rig.num_blocks * rig.block_size):
+        if end > MAX_LEN or rig.allocator.most_blocks(end, rig.core._most_in_flight) > rig.num_blocks:
             with pytest.raises(PromptTooLong):
                 rig.add(prompt, max_tokens, **fields)
             return
@@ -175,8 +178,10 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int, drafts: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(18):
         rng = random.Random(seed)
-        rig = Rig(depth, blocks=rng.choice([11, 14, 20]), slots=rng.choice([3, 6]), budget=rng.choice([7, 16]),
-                  vocab=VOCAB, caching=seed % 4 > 0, policy=rng.choice(["fcfs", "priority"]), drafts=drafts,
+        windows = (None, 6) if seed % 3 == 2 else (None,)
+        rig = Rig(depth, blocks=rng.choice([11, 14, 20]) * len(windows), windows=windows, slots=rng.choice([3, 6]),
+                  budget=rng.choice([7, 16]), vocab=VOCAB, caching=seed % 4 > 0,
+                  policy=rng.choice(["fcfs", "priority"]), drafts=drafts,
                   accepts=[rng.randint(0, drafts) for _ in range(11)])
         chaos(rig, rng, seen, num_requests=40)
         rig.drain()
