@@ -128,20 +128,20 @@ def is_bad(request: Any) -> bool:
 
 
 def taking(inside: Inside, patch: pytest.MonkeyPatch) -> None:
-    add = inside.core.scheduler.add
+    add = inside.core.scheduler.roster.add
 
     def broken(new: Any, *args: Any) -> Any:
         request = add(new, *args)
         if is_bad(request):
-            inside.core.scheduler.remove(request)
+            inside.core.scheduler.roster.remove(request)
             raise Planted
         return request
 
-    patch.setattr(inside.core.scheduler, "add", broken)
+    patch.setattr(inside.core.scheduler.roster, "add", broken)
 
 
 def admitting(inside: Inside, patch: pytest.MonkeyPatch) -> None:
-    enter = inside.core.scheduler._enter
+    enter = inside.core.scheduler.admitter._enter
 
     def broken(request: Any, room: int) -> Any:
         admission = enter(request, room)
@@ -149,7 +149,7 @@ def admitting(inside: Inside, patch: pytest.MonkeyPatch) -> None:
             raise Planted  # with a slot and blocks
         return admission
 
-    patch.setattr(inside.core.scheduler, "_enter", broken)
+    patch.setattr(inside.core.scheduler.admitter, "_enter", broken)
 
 
 def growing(inside: Inside, patch: pytest.MonkeyPatch) -> None:
@@ -171,14 +171,14 @@ def growing(inside: Inside, patch: pytest.MonkeyPatch) -> None:
 
 
 def indexing(inside: Inside, patch: pytest.MonkeyPatch) -> None:
-    publish = inside.core.scheduler.publish
+    publish = inside.core.scheduler.roster.publish
 
     def broken(request: Any, num_tokens: int) -> None:
         if is_bad(request) and num_tokens > len(BAD_IDS):
             raise Planted
         publish(request, num_tokens)
 
-    patch.setattr(inside.core.scheduler, "publish", broken)
+    patch.setattr(inside.core.scheduler.roster, "publish", broken)
 
 
 def making(inside: Inside, patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -134,11 +135,16 @@ def admission(slot: int, num_tokens: int, blocks: tuple[int, ...], **spec: objec
 
 
 def plan(
-    step: int, slots: tuple[int, ...], tokens: tuple[int, ...], outputs: tuple[int, ...], **more: object
+    step: int, slots: tuple[int, ...], tokens: tuple[int, ...], outputs: tuple[int, ...], **more: Any
 ) -> StepPlan:
+    """Slots of one token decode, but those that are admitted, or pool."""
+    fresh = {a.slot for a in more.get("admitted", ())}
+    decodes = [count == 1 and out == SAMPLE and slot not in fresh
+               for slot, count, out in zip(slots, tokens, outputs, strict=True)]  # fmt: skip
+    assert decodes == sorted(decodes, reverse=True), "decodes come first"
     rows = [count if out & PROMPT_LOGPROBS else 1 for count, out in zip(tokens, outputs, strict=True)]
-    return StepPlan(step=step, slots=i32(*slots), num_tokens=i32(*tokens), num_rows=i32(*rows),
-                    outputs=np.array(outputs, np.uint8), **more)  # type: ignore[arg-type]
+    return StepPlan(step=step, slots=i32(*slots), num_decodes=sum(decodes), num_tokens=i32(*tokens),
+                    num_rows=i32(*rows), outputs=np.array(outputs, np.uint8), **more)
 
 
 # Chunks, decodes beside a chunk, sampling of every mode, logprobs of both kinds, a slot that is given to another.
@@ -149,7 +155,7 @@ PLANS = (
          admitted=(admission(0, 5, (4,), seed=6, temperature=0.7, top_p=0.9, num_logprobs=2),)),
     plan(3, (0, 2), (1, 1), (SAMPLE, SAMPLE)),
     plan(4, (0, 2, 1), (1, 1, 20), (SAMPLE, SAMPLE, 0), admitted=(admission(1, 24, (5, 6), repetition_penalty=1.5),)),
-    plan(5, (1, 2), (4, 1), (SAMPLE, SAMPLE)),
+    plan(5, (2, 1), (1, 4), (SAMPLE, SAMPLE)),
     plan(6, (1, 3), (1, 7), (SAMPLE, SAMPLE), released=i32(0, 2), admitted=(admission(3, 7, (1,), seed=9),)),
     plan(7, (1, 3), (1, 1), (SAMPLE, SAMPLE)),
     plan(8, (1, 3), (1, 1), (SAMPLE, SAMPLE)),
@@ -361,7 +367,7 @@ def test_a_step_with_a_grammar_samples_when_its_masks_are_there(
                 admission(1, 5, (5,), seed=7, temperature=0.9, top_k=20, grammar=True))  # fmt: skip
     plans = (
         plan(1, (2, 0, 1), (30, 5, 5), (0, SAMPLE, SAMPLE), admitted=admitted, grammar=i32(1)),
-        plan(2, (2, 0, 1), (3, 1, 1), (SAMPLE, SAMPLE, SAMPLE), grammar=i32(2, 1)),
+        plan(2, (0, 1, 2), (1, 1, 3), (SAMPLE, SAMPLE, SAMPLE), grammar=i32(1, 2)),
         plan(3, (0, 1), (1, 1), (SAMPLE, SAMPLE), grammar=i32(1)),
         plan(4, (0,), (1,), (SAMPLE,), released=i32(1)),
         plan(5, (0, 2), (1, 1), (SAMPLE, SAMPLE), grammar=i32(2)),

@@ -145,6 +145,7 @@ def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
         for slot in range(num_seqs)
     )  # fmt: skip
     return StepPlan(
-        step=0, slots=slots, num_tokens=np.full(num_seqs, tokens, np.int32), num_rows=np.ones(num_seqs, np.int32),
-        outputs=np.full(num_seqs, SAMPLE, np.uint8), admitted=admitted, released=slots,
+        step=0, slots=slots, num_decodes=0, num_tokens=np.full(num_seqs, tokens, np.int32),
+        num_rows=np.ones(num_seqs, np.int32), outputs=np.full(num_seqs, SAMPLE, np.uint8), admitted=admitted,
+        released=slots,
     )  # fmt: skip

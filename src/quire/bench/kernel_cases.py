@@ -290,8 +290,8 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
                           sample_positions=some(seqs))
     drawn, codes, out = some(seqs), torch.zeros(seqs, dtype=torch.uint8, device=device), some(2, seqs).int()
     packed, ones = PackedSteps(seqs, seqs, device, 0, words=1 << 14), np.ones(seqs, np.int32)
-    plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_tokens=new * ones, num_rows=ones,
-                    outputs=np.full(seqs, SAMPLE, np.uint8))
+    plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_decodes=seqs if new == 1 else 0,
+                    num_tokens=new * ones, num_rows=ones, outputs=np.full(seqs, SAMPLE, np.uint8))
     before = np.array([context - new], np.int64).view(np.int32)
     packed.upload(plan, [change for seq in range(seqs) for change in (
         (tables.computed[seq:].data_ptr(), before), (tables.block_table[seq, -1:].data_ptr(), 7 * ones[:1]))])

@@ -107,10 +107,11 @@ def watching(core: EngineCore, advance: Callable[[int], None] = lambda count: No
 
 
 def _inter_token(steps: list[tuple[float, I32]]) -> dict[str, float]:
-    """Between the tokens of one request, over all requests."""
+    """Between the steps that bring tokens of one request, over all requests."""
     last = np.full(1 + max((int(handles.max()) for _, handles in steps if len(handles)), default=0), np.nan)
     gaps = [np.empty(0)]
     for now, handles in steps:
+        handles = np.unique(handles)
         gaps.append(now - last[handles])
         last[handles] = now
     every = np.concatenate(gaps)

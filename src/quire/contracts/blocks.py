@@ -24,12 +24,16 @@ class KVComponent(msgspec.Struct, frozen=True):
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A set of layers whose KV has the same lifetime; one block table per group.
 
-    window   None for full attention, else the number of tokens a row may look back
+    window   None for full attention; else a row sees so many tokens, its own included
     """
 
     layers: tuple[int, ...]
     components: tuple[KVComponent, ...]
     window: int | None = None
+
+    def num_behind(self, position: int, block_size: int) -> int:
+        """Leading blocks that no row at `position` or after it sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
 
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):

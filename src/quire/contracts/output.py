@@ -31,7 +31,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     step             -1: these outputs come without a step (a request was aborted); only the state is told then
     num_waiting      requests without a slot; num_blocked of them wait for another's prompt or their grammar, the rest
                      for room
-    num_tokens       computed in the step, num_prefill_tokens of them for prompts (or a resumed request's past)
+    num_tokens       computed in the step, drafts included; num_prefill_tokens of them for prompts (or a resumed
+                     request's past)
     num_scheduled    requests in the step, num_prefills of them not yet past their prompt
     num_free_blocks  KV blocks that nobody holds; num_cached_blocks of them keep a content that can be hit
     num_preempted    since the start, and so are prefix_queries and prefix_hits (prompt tokens looked up and found)
@@ -57,12 +58,13 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one step, in columns: request `handles[i]` got `tokens[i]`.
+    """New tokens of one step, in columns: request `handles[i]` got `tokens[i]`. A request that got several has as many
+    entries, one after the other.
 
     preempted    handles of requests that lost their place since the outputs before
     cached       handle -> prompt tokens found in the prefix cache, once, with the first admission
     prefixes     handle -> why those were not more, likewise, where there is anything to say
-    logprobs     handle -> rows of this step's token;  prompt_logprobs  handle -> rows of this step's chunk
+    logprobs     handle -> a row for each of its tokens;  prompt_logprobs  handle -> rows of this step's chunk
     """
 
     handles: I32

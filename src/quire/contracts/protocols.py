@@ -13,6 +13,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     depth         steps that may be submitted and not yet collected
     decode_lag    in-flight steps a decoding slot may have (1: wait for each token; 2: one step ahead)
     num_slots     requests that can hold a slot;  num_blocks  usable KV blocks, the reserved block 0 not counted
+    num_drafts    drafts that a decode may verify at most (k); 0: every decode advances by one token
     prompt_chunk  prompt tokens that about double the time of a step of few answers; 0: steps are not kept short
     plans         resolved choices by name (attention, linear, memory, ...), each a printable value
     """
@@ -24,6 +25,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     max_model_len: int
     vocab_size: int
+    num_drafts: int = 0
     prompt_chunk: int = 0
     plans: dict[str, object] = msgspec.field(default_factory=dict)
 

@@ -1,8 +1,9 @@
 """The two records that cross between brain and muscle: a plan goes down, a result comes up.
 
 Both carry a `step` number; results arrive in the order of the plans. A plan never names the position of a running
-decode: the device owns lengths, the plan says how many tokens each slot advances. Rows (positions whose logits are
-wanted) are not slots.
+decode: the device owns lengths. A decode advances its slot by 1 to 1 + k tokens, where k drafts are verified, and the
+host learns how many with the result; a chunk of a prompt is exact. Rows (positions whose logits are wanted) are not
+slots.
 """
 
 from typing import Any
@@ -19,16 +20,19 @@ U8 = np.ndarray[Any, np.dtype[np.uint8]]
 NO_MASKS: I32 = np.empty((0, 0), np.int32)  # what `Executor.release` gets for a step without a grammar
 
 # What a scheduled slot outputs: bits of StepPlan.outputs.
-SAMPLE = 1  # sample one token from the slot's last row
+SAMPLE = 1  # sample a token from the slot's last row; of a decode from every row
 PROMPT_LOGPROBS = 2  # score the next prompt token at each row
 POOL = 4  # sum hidden states instead of computing logits
+
+MAX_VERIFY_ROWS = 1024  # of the decodes of a step together: drafts are planned only as far as they fit
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """A request takes a slot.
 
     token_ids      [P] int32, prompt and, for a resumed request, what it had already generated
-    block_ids      one [n] int32 array per KV group: the blocks it starts with (shared ones first)
+    block_ids      one [n] int32 array per KV group: the blocks it starts with (shared ones first); NULL_BLOCK where the
+                   group's window has passed
     num_computed   tokens whose KV is already in those blocks, < P
     pool           see `NewRequest`
     """
@@ -43,7 +47,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
-    """Slots whose first `num_blocks` blocks are the same, so that attention can read them once."""
+    """Slots whose first `num_blocks` blocks are the same in groups of full attention, so that it can read them once."""
 
     slots: I32
     num_blocks: int
@@ -52,18 +56,22 @@ class SharedPrefix(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step. Order on the device: `released`, `admitted`, `appended`, then the forward pass over `slots`.
 
-    slots        [S] int32, each at most once
-    num_tokens   [S] int32, tokens the slot advances (>= 1)
-    num_rows     [S] int32, trailing positions whose logits are needed: 0 for an unfinished chunk, 1 for a decode,
-                 k+1 for verification, num_tokens for prompt logprobs
-    outputs      [S] uint8, bits SAMPLE | PROMPT_LOGPROBS | POOL
-    appended     [K, 3] int32 rows (slot, group, block), in block-table order
+    slots        [S] int32, each at most once: first those that decode, then those with a chunk of their prompt
+    num_decodes  how many of `slots` decode; the others have a chunk, be it of one token
+    num_tokens   [S] int32, tokens to compute (>= 1): of a decode its last token and k drafts, an upper bound of what it
+                 advances; of a prompt exactly the chunk
+    num_rows     [S] int32, trailing positions whose logits are needed: all of a decode; of a chunk 0, 1 at the end of
+                 the prompt, num_tokens for prompt logprobs
+    outputs      [S] uint8, bits SAMPLE | PROMPT_LOGPROBS | POOL; a decode always has SAMPLE
+    appended     [K, 3] int32 rows (slot, group, block), in block-table order. Nobody is told when a group's window has
+                 passed a block: its entry stays in the device's table, and nothing reads it
     released     [R] int32 slots given back before this step
     grammar      [G] int32 those of the sampling slots, in plan order, whose masks come with `Executor.release`
     """
 
     step: int
     slots: I32
+    num_decodes: int
     num_tokens: I32
     num_rows: I32
     outputs: U8
@@ -96,8 +104,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one plan.
 
     slots            [N] int32, the plan's slots with SAMPLE, in plan order
-    tokens           [N, 1+k] int32 sampled tokens;  num_accepted [N] int32 how many of them count (1 without drafts)
-    logprobs         slot -> its sampled rows;  prompt_logprobs  slot -> the rows of this chunk
+    tokens           [N, 1+k] int32 sampled tokens, k the most drafts of any slot
+    num_accepted     [N] int32 how many of them count, from the first on: 1 and as many as there were right drafts
+    logprobs         slot -> its rows that count;  prompt_logprobs  slot -> the rows of this chunk
     pooled           slot -> [hidden] float32, of prompts with POOL that ended in this step
     failed           slot -> code; what came of those slots is meaningless ("nan_logits", "nan_hidden", "bad_token")
     num_computed     tokens the forward pass really computed, summed over slots

@@ -2,27 +2,36 @@
 
 import numpy as np
 
-from quire.contracts.step import I32
+from quire.contracts.step import I32, MAX_VERIFY_ROWS
 from quire.engine.table import RunningTable
 
 
-def share_budget(table: RunningTable, budget: int, decode_lag: int) -> tuple[I32, I32]:
-    """Choose the running slots of the next step and how many tokens each advances.
+def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: int = 0) -> tuple[I32, I32]:
+    """Choose the running slots of the next step and how many tokens each computes at most.
 
-    Every decoding slot gets its one token first, so that a long prompt never delays running answers; what is left of
-    the budget goes to the slots that are catching up, in order. Returns (slots [S], num_tokens [S]), both int32.
+    Every decoding slot comes first, so that a long prompt never delays running answers; what is left of the budget, of
+    which a decode takes one token, goes to the slots that are catching up, in order. Drafts have a budget of their own,
+    `MAX_VERIFY_ROWS`. Returns (slots [S], num_tokens [S]), both int32, decodes first.
     """
     order = table.order()
-    planned = table.planned[order]
-    total = table.known[order] + table.in_flight[order]
+    planned, bound = table.planned[order], table.upper_bound[order]
     catching_up = planned < table.goal[order]
-    decoding = ~catching_up & (total > planned) & (total < table.end[order]) & (table.in_flight[order] < decode_lag)
+    decoding = ~catching_up & (bound < table.end[order]) & (table.in_flight[order] < decode_lag)
     decodes = order[decoding]
+    rows = _rows(table, decodes, num_drafts) if num_drafts else np.ones(len(decodes), np.int32)
     if not catching_up.any():
-        return decodes, np.ones(len(decodes), np.int32)
-    pending = total[catching_up] - planned[catching_up]
+        return decodes, rows
+    pending = bound[catching_up] - planned[catching_up]
     room = budget - len(decodes)
     chunks = pending - np.clip(np.cumsum(pending) - room, 0, pending)
     prompts = order[catching_up][chunks > 0]
-    slots = np.concatenate([decodes, prompts])
-    return slots, np.concatenate([np.ones(len(decodes), np.int32), chunks[chunks > 0]]).astype(np.int32)
+    return np.concatenate([decodes, prompts]), np.concatenate([rows, chunks[chunks > 0]]).astype(np.int32)
+
+
+def _rows(table: RunningTable, decodes: I32, num_drafts: int) -> I32:
+    """The last token of each decode and its drafts: none that could go past its end, none under a grammar (the mask of
+    a draft's row is unknown before the draft is), and of all together not too many."""
+    most = min(1 + num_drafts, max(1, MAX_VERIFY_ROWS // max(1, len(decodes))))
+    rows: I32 = np.minimum(table.end[decodes] - table.upper_bound[decodes], most)
+    rows[table.masked[decodes]] = 1
+    return rows

@@ -16,8 +16,9 @@ from quire.contracts.request import FinishReason, NewRequest, Request, RequestSt
 from quire.contracts.step import I32, NO_MASKS
 from quire.engine.finish import Finisher
 from quire.engine.grammar import Grammars
+from quire.engine.plan_writer import InFlight
 from quire.engine.queue import SLACK
-from quire.engine.scheduler import InFlight, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import TENANT, Tags
 from quire.kv.misses import PrefixHistory
@@ -46,6 +47,7 @@ class EngineCore:
         self.facts = executor.facts()
         history = PrefixHistory(allocator.pool, enabled=prefix_caching, clock=clock)
         self.scheduler = Scheduler(self.facts, config, allocator, root_key, history)
+        self._roster = self.scheduler.roster
         self._grammars = Grammars(compiler, clock)
         self._finisher = Finisher(self.scheduler, self._grammars, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
@@ -53,6 +55,7 @@ class EngineCore:
         self._finished: list[Finish] = []  # ended between steps, to be reported with the next outputs
         self._deadlines: list[tuple[float, int]] = []
         self._prefix_caching = prefix_caching
+        self._most_in_flight = max(config.token_budget(), 1 + self.facts.decode_lag * (1 + self.facts.num_drafts))
         self._clock = clock
         self._step = 0
         self._torn = False
@@ -87,21 +90,21 @@ class EngineCore:
                 f"prompt ({num_prompt}) + max_tokens ({new.max_tokens}) = {end} tokens exceed the "
                 f"context of {self.facts.max_model_len}: shorten the prompt or lower max_tokens."
             )
-        if -(-end // self.facts.block_size) > self.facts.num_blocks:
+        if self.scheduler.allocator.most_blocks(end, self._most_in_flight) > self.facts.num_blocks:
             raise PromptTooLong(
                 f"{end} tokens need more than the {self.facts.num_blocks} KV blocks of "
                 f"{self.facts.block_size} tokens: give the KV cache more memory or lower max_tokens."
             )
         assert new.handle not in self._requests, f"handle {new.handle} is live"
         parent = self._requests.get(new.parent) if new.parent is not None else None
-        request = self.scheduler.add(new, self._tags(new), parent, places)
+        request = self._roster.add(new, self._tags(new), parent, places)
         try:
             if new.grammar is not None:
                 self._grammars.start(new, bounded=places > 0)
             self._finisher.watch(request)
         except Exception:
             self._grammars.drop(new.handle)
-            self.scheduler.remove(request)
+            self._roster.remove(request)
             raise
         self._requests[new.handle] = request
         if new.deadline is not None:
@@ -177,7 +180,7 @@ class EngineCore:
         """Requests whose grammar is compiled may run; those whose grammar cannot be end."""
         for handle, failure in self._grammars.settled():
             if failure is None:
-                self.scheduler.compiled(self._requests[handle])
+                self._roster.compiled(self._requests[handle])
             else:
                 request = self._requests.pop(handle)
                 self._finished.append(self._finisher.end(request, FinishReason.ERROR, error=failure))
@@ -195,12 +198,12 @@ class EngineCore:
 
     def check(self) -> None:
         """Every invariant of the bookkeeping; when idle, also that nothing is held."""
-        self.scheduler.check()
+        self._roster.check()
         running = [r for r in self._requests.values() if r.state is RequestState.RUNNING]
         assert len(running) == len(self.scheduler.table)
         assert len(self._grammars) == sum(r.new.grammar is not None for r in self._requests.values())
         if not self._requests:
-            assert len(self.scheduler.queue) == 0 and self.scheduler.num_blocked == 0
+            assert len(self.scheduler.queue) == 0 and self._roster.num_blocked == 0
             pool = self.scheduler.allocator.pool
             assert pool.num_free == self.facts.num_blocks, f"{self.facts.num_blocks - pool.num_free} blocks leaked"
 
@@ -216,7 +219,7 @@ class EngineCore:
 
     def _report_broken(self) -> None:
         """Requests whose own bookkeeping met an exception end alone."""
-        for request in self.scheduler.take_broken():
+        for request in self._roster.take_broken():
             self._requests.pop(request.new.handle, None)
             self._finished.append(self._finisher.end(request, FinishReason.ERROR, error="internal"))
 

@@ -1,5 +1,7 @@
 """What becomes of a step's result: tokens are confirmed, requests end, blocks are indexed, outputs are written."""
 
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -11,16 +13,19 @@ from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, Request, RequestState
 from quire.contracts.step import F32, I32, RowLogprobs, StepResult
 from quire.engine.grammar import Grammars
-from quire.engine.scheduler import InFlight, Scheduler
+from quire.engine.plan_writer import InFlight
+from quire.engine.scheduler import Scheduler
 
 FINISHED = RequestState.FINISHED
+Ending = tuple[Request, Callable[[], Finish]]  # what ends it, when called
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Finisher:
     """Applies results to the scheduler's state. Tokens of requests that ended meanwhile are dropped."""
 
     def __init__(self, scheduler: Scheduler, grammars: Grammars, vocab_size: int) -> None:
-        self._scheduler, self._grammars = scheduler, grammars
+        self._scheduler, self._roster, self._grammars = scheduler, scheduler.roster, grammars
         self._vocab_size = vocab_size
         self._num_stopping = np.zeros(vocab_size, np.int32)  # live requests that each id may stop
 
@@ -42,8 +47,8 @@ class Finisher:
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] -= 1
         if request.new.grammar is not None:
             self._grammars.drop(request.new.handle)
-        if request.state is not FINISHED:  # else the scheduler has ended it already
-            self._scheduler.remove(request, distrust=distrust)
+        if request.state is not FINISHED:  # else the roster has ended it already
+            self._roster.remove(request, distrust=distrust)
         code, message = (error.code, str(error)) if isinstance(error, RequestFailed) else (error, None)
         return Finish(handle=request.new.handle, reason=reason, stop_id=stop_id, error=code, message=message,
                       vector=vector)  # fmt: skip
@@ -52,11 +57,17 @@ class Finisher:
         """Confirm one step. Returns the outputs and the requests that ended in it."""
         started = perf_counter()
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
-        tokens = result.tokens[:, 0]
         failed = self._failures(step, result)
         scored, (cached, prefixes) = self._score_prompts(step, result), self._reused(step)
-        live, slots = self._confirm(step, tokens, failed)
-        ended, finished = self._finish(step, tokens, live, slots)
+        live, slots = self._arrive(step, failed)
+        all_live = len(live) == len(step.requests)
+        handles, tokens = step.handles, result.tokens
+        if not all_live:
+            handles, tokens = handles[live], tokens[live]
+        counts = None if step.most is None else result.num_accepted[live]
+        endings = self._confirm(step, live, slots, tokens, counts)
+        going = [(request, end) for request, end in endings if request.state is not FINISHED]
+        ended, finished = [request for request, _ in going], [end() for _, end in going]
         for request, code in failed.items():
             if request.state is not FINISHED:
                 finished.append(self.end(request, FinishReason.ERROR, error=code, distrust=True))
@@ -66,17 +77,15 @@ class Finisher:
                 reason = FinishReason.STOP if request.new.pool else FinishReason.LENGTH
                 finished.append(self.end(request, reason, vector=result.pooled.get(slot)))
                 ended.append(request)
-        logprobs = {r.new.handle: result.logprobs[s] for r, s in self._with_logprobs(step, live, result)}
-        preempted, self._scheduler.preempted = tuple(self._scheduler.preempted), []
-        all_live = len(live) == len(step.requests)
+        preempted, self._scheduler.roster.preempted = tuple(self._scheduler.roster.preempted), []
         outputs = StepOutputs(
-            handles=step.handles if all_live else step.handles[live],
-            tokens=tokens if all_live else tokens[live],
+            handles=handles if counts is None else np.repeat(handles, counts),
+            tokens=tokens[:, 0] if counts is None else tokens[_counting(tokens, counts)],
             finished=tuple(finished),
             preempted=preempted,
             cached=cached,
             prefixes=prefixes,
-            logprobs=logprobs,
+            logprobs=self._logprobs(step, live, counts, result) if result.logprobs else {},
             prompt_logprobs=scored,
             stats=self.state(step, perf_counter() - started),
         )
@@ -85,8 +94,12 @@ class Finisher:
     def _failures(self, step: InFlight, result: StepResult) -> dict[Request, str]:
         """Requests that the device, or a token outside the vocabulary, has failed."""
         failed: dict[Request, str] = {}
-        tokens = result.tokens[:, 0]
-        bad = (tokens < 0) | (tokens >= self._vocab_size)
+        tokens, counts = result.tokens, result.num_accepted
+        outside = (tokens < 0) | (tokens >= self._vocab_size)
+        if step.most is None:
+            bad = outside[:, 0]
+        else:
+            bad = (outside & _counting(tokens, counts)).any(1) | (counts < 1) | (counts > step.most)
         if not result.failed and not bad.any():
             return failed
         owner = dict(zip(step.sampling.tolist(), step.requests, strict=True))
@@ -97,66 +110,93 @@ class Finisher:
             failed.setdefault(step.requests[i], "bad_token")
         return failed
 
-    def _confirm(self, step: InFlight, tokens: I32, failed: dict[Request, str]) -> tuple[list[int], I32]:
-        """Append the tokens to their requests. Returns the rows that count and the slots of those still running."""
-        table = self._scheduler.table
+    def _arrive(self, step: InFlight, failed: dict[Request, str]) -> tuple[list[int], I32]:
+        """The step is no longer in flight. Returns the rows that count, and their slots: -1 of a preempted request."""
+        table = self._roster.table
         if step.version == table.version and not failed:
-            table.known[step.sampling] += 1
             table.in_flight[step.sampling] -= 1
-            for request, token in zip(step.requests, tokens.tolist(), strict=True):
-                request.tokens.append(token)
             return list(range(len(step.requests))), step.sampling
         slots = np.array([r.slot for r in step.requests], np.int32)
         running = slots >= 0
         table.in_flight[slots[running]] -= 1
         for i in np.flatnonzero(~running).tolist():
             step.requests[i].in_flight -= 1
-        counts = np.array([r.state is not FINISHED and r not in failed for r in step.requests], bool)
-        live = np.flatnonzero(counts).tolist()
-        values = tokens.tolist()
-        for i in live:
-            step.requests[i].tokens.append(values[i])
-        table.known[slots[counts & running]] += 1
-        return live, slots[counts]
+        live = [i for i, r in enumerate(step.requests) if r.state is not FINISHED and r not in failed]
+        return live, slots[live]
 
-    def _finish(self, step: InFlight, tokens: I32, live: list[int], slots: I32) -> tuple[list[Request], list[Finish]]:
-        """End the requests that met a stop id or their length; index the blocks that the others completed."""
-        scheduler, table = self._scheduler, self._scheduler.table
-        size = scheduler.allocator.block_size
-        mine = tokens if len(live) == len(step.requests) else tokens[live]
-        held = slots >= 0
-        computed = table.known[slots] - 1  # the newest token's own KV comes with the next step
-        for j in np.flatnonzero(held & (computed % size == 0)).tolist():
-            try:
-                scheduler.publish(step.requests[live[j]], int(computed[j]))
-            except Exception:
-                scheduler.fail(step.requests[live[j]])
-        ended: list[Request] = []
-        finished: list[Finish] = []
-        suspects = (self._num_stopping[mine] > 0) | (table.known[slots] >= table.end[slots]) | ~held
+    def _confirm(self, step: InFlight, live: list[int], slots: I32, tokens: I32, counts: I32 | None) -> list[Ending]:
+        """Append the tokens to their requests and index the blocks that they completed. Returns the requests that end
+        with them, still to be ended.
+
+        tokens [L, 1+k] of the rows `live`;  counts [L] how many of them count (None: one each), cut here where a
+        request ends before
+        """
+        table, requests, endings = self._roster.table, step.requests, list[Ending]()
+        now = table.confirmed[slots] + (1 if counts is None else counts)
+        suspects = self._may_stop(tokens, counts) | (now >= table.end[slots])
+        held = None if step.version == table.version else slots >= 0
+        if held is not None:
+            suspects |= ~held
         if len(step.plan.grammar):
             suspects |= np.isin(slots, step.plan.grammar)
         for j in np.flatnonzero(suspects).tolist():
-            request, token = step.requests[live[j]], int(mine[j])
-            if request.state is FINISHED:
-                continue
-            finish = self._ending(request, token)
-            if finish is not None:
-                finished.append(finish)
-                ended.append(request)
-        return ended, finished
+            request, run = requests[live[j]], tokens[j, : 1 if counts is None else counts[j]].tolist()
+            count, end = self._ending(request, run)
+            if end is not None:
+                endings.append((request, end))
+            if counts is not None and count < len(run):
+                now[j] -= len(run) - count
+                counts[j] = count
+        if counts is None:
+            for i, token in zip(live, tokens[:, 0].tolist(), strict=True):
+                requests[i].tokens.append(token)
+        else:
+            for i, run, count in zip(live, tokens.tolist(), counts.tolist(), strict=True):
+                requests[i].tokens.extend(run[:count])
+        self._advance(step, live, slots, now, counts)
+        return endings
 
-    def _ending(self, request: Request, token: int) -> Finish | None:
-        """The end of a request, if this token is its last."""
-        num_outputs = len(request.tokens) - request.num_prompt
-        if token in request.stop_ids and num_outputs > request.new.min_tokens:
-            return self.end(request, FinishReason.STOP, stop_id=token)
-        try:
-            if request.new.grammar is not None and self._grammars.advance(request.new.handle, token):
-                return self.end(request, FinishReason.STOP)
-        except RequestFailed as failure:
-            return self.end(request, FinishReason.ERROR, error=failure)
-        return self.end(request, FinishReason.LENGTH) if len(request.tokens) >= request.end else None
+    def _advance(self, step: InFlight, live: list[int], slots: I32, now: I32, counts: I32 | None) -> None:
+        """Bring the table up to `now` [L] confirmed tokens of the rows `live`, and index the blocks that are full."""
+        table, allocator, rows = self._roster.table, self._roster.allocator, live
+        unused = None if counts is None or step.most is None else step.most[live] - counts
+        if step.version != table.version and not (held := slots >= 0).all():
+            slots, now, unused = slots[held], now[held], None if unused is None else unused[held]
+            rows = [i for i, running in zip(live, held.tolist(), strict=True) if running]
+        table.confirmed[slots] = now
+        if unused is not None:
+            table.upper_bound[slots] -= unused
+            table.planned[slots] -= unused
+        computed = now - 1  # the newest token's own KV comes with the next step
+        full = computed // allocator.block_size > allocator.published[slots]
+        for j in np.flatnonzero(full).tolist():
+            try:
+                self._roster.publish(step.requests[rows[j]], int(computed[j]))
+            except Exception:
+                self._roster.fail(step.requests[rows[j]])
+
+    def _may_stop(self, tokens: I32, counts: I32 | None) -> Bools:
+        """Rows with a token that stops some request."""
+        if counts is None:
+            return self._num_stopping[tokens[:, 0]] > 0
+        counting = _counting(tokens, counts)
+        stopping: Bools = np.logical_or.reduce((self._num_stopping[np.where(counting, tokens, 0)] > 0) & counting, 1)
+        return stopping
+
+    def _ending(self, request: Request, run: list[int]) -> tuple[int, Callable[[], Finish] | None]:
+        """How many tokens of the run count, and the end of the request, if the last of those is its last."""
+        length = len(request.tokens)
+        for count, token in enumerate(run, 1):
+            if token in request.stop_ids and length + count - request.num_prompt > request.new.min_tokens:
+                return count, partial(self.end, request, FinishReason.STOP, stop_id=token)
+            try:
+                if request.new.grammar is not None and self._grammars.advance(request.new.handle, token):
+                    return count, partial(self.end, request, FinishReason.STOP)
+            except RequestFailed as failure:
+                return count, partial(self.end, request, FinishReason.ERROR, error=failure)
+            if length + count >= request.end:
+                return count, partial(self.end, request, FinishReason.LENGTH)
+        return len(run), None
 
     def _score_prompts(self, step: InFlight, result: StepResult) -> dict[int, RowLogprobs]:
         """New prompt rows by handle; rows past the prompt's end, or already delivered, are cut."""
@@ -168,7 +208,7 @@ class Finisher:
             try:
                 new = self._new_rows(request, rows, start)
             except Exception:
-                self._scheduler.fail(request)
+                self._roster.fail(request)
                 continue
             if len(new.ranks):
                 scored[request.new.handle] = new
@@ -181,11 +221,16 @@ class Finisher:
         return RowLogprobs(rows.ids[new], rows.logprobs[new], rows.ranks[new])
 
     @staticmethod
-    def _with_logprobs(step: InFlight, live: list[int], result: StepResult) -> list[tuple[Request, int]]:
-        if not result.logprobs:
-            return []
-        slots = step.sampling.tolist()
-        return [(step.requests[i], slots[i]) for i in live if slots[i] in result.logprobs]
+    def _logprobs(step: InFlight, live: list[int], counts: I32 | None, result: StepResult) -> dict[int, RowLogprobs]:
+        """The rows of the tokens that count, by handle."""
+        named, slots = {}, step.sampling.tolist()
+        for j, i in enumerate(live):
+            if (rows := result.logprobs.get(slots[i])) is None:
+                continue
+            if counts is not None and counts[j] < len(rows.ranks):
+                rows = RowLogprobs(rows.ids[: counts[j]], rows.logprobs[: counts[j]], rows.ranks[: counts[j]])
+            named[step.requests[i].new.handle] = rows
+        return named
 
     @staticmethod
     def _reused(step: InFlight) -> tuple[dict[int, int], dict[int, PrefixReport]]:
@@ -195,20 +240,26 @@ class Finisher:
 
     def state(self, step: InFlight | None = None, finish_s: float = 0.0) -> StepStats:
         """How things stand now and, after a step, what it did."""
-        s, pool = self._scheduler, self._scheduler.allocator.pool
+        s, roster, pool = self._scheduler, self._roster, self._roster.allocator.pool
         did: dict[str, Any] = {} if step is None else {
             "step": step.plan.step, "num_tokens": int(step.plan.num_tokens.sum()),
             "num_prefill_tokens": step.num_prefill_tokens, "num_scheduled": len(step.plan.slots),
             "num_prefills": step.num_prefills, "schedule_s": step.schedule_s, "execute_s": step.execute_s}
         return StepStats(
-            num_running=len(s.table),
-            num_waiting=len(s.queue) + s.num_blocked,
-            num_blocked=s.num_blocked,
+            num_running=len(roster.table),
+            num_waiting=len(roster.queue) + roster.num_blocked,
+            num_blocked=roster.num_blocked,
             num_preempted=s.num_preempted,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            prefix_queries=s.prefix_queries,
-            prefix_hits=s.prefix_hits,
+            prefix_queries=s.admitter.prefix_queries,
+            prefix_hits=s.admitter.prefix_hits,
             finish_s=finish_s,
             **did,
         )
+
+
+def _counting(tokens: I32, counts: I32) -> Bools:
+    """Which of tokens [N, 1+k] are among the first `counts` [N] of their row."""
+    counting: Bools = np.arange(tokens.shape[1]) < counts[:, None]
+    return counting

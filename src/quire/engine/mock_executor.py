@@ -6,6 +6,7 @@ and the seed (`mock_tokens`), so every request's answer is known beforehand. Lik
 state and hands the tokens over only at `collect`.
 """
 
+import itertools
 import math
 import time
 from collections import deque
@@ -31,7 +32,8 @@ from quire.contracts.step import (
 MASK = 2**64 - 1
 FIRST = 0x9E3779B97F4A7C15
 HALVING = math.log(2)
-SIZES = {"num_slots": 8, "num_blocks": 64, "block_size": 4, "vocab_size": 1000, "max_model_len": 128, "depth": 1}
+SIZES = {"num_slots": 8, "num_blocks": 64, "block_size": 4, "vocab_size": 1000, "max_model_len": 128, "depth": 1,
+         "num_drafts": 0}
 
 
 def chain(previous: int, token: int) -> int:
@@ -77,8 +79,11 @@ class _Slot:
     def __init__(self, admission: Admission) -> None:
         self.request_id, self.sampler = admission.request_id, admission.sampler
         self.seed, self.num_prompt = admission.sampler.seed, admission.sampler.num_prompt
-        self.tokens, self.blocks = admission.token_ids.tolist(), admission.block_ids[0].tolist()
-        self.computed, self.pool = admission.num_computed, admission.pool
+        self.tokens, self.blocks = admission.token_ids.tolist(), [ids.tolist() for ids in admission.block_ids]
+        self.computed = self.began = admission.num_computed  # `began`: the first position of this step
+        self.pool = admission.pool
+        self.decodes = False  # it has sampled a token since it was admitted
+        self.accepted = 0  # drafts of this step that are right
         self.seen: list[int] = []  # positions whose hidden states are pooled
         self.digests: list[int] = []
         self.extend()
@@ -94,6 +99,8 @@ class MockExecutor:
     """Runs plans on a model of the KV memory.
 
     sizes     those of `ExecutorFacts`, where they are not to be `SIZES`
+    windows   of the KV groups, as in `KVGroup`; each reads of every block that it wrote it
+    accepts   drafts that are right, of one decode after the other, over and over; they end where a failure is planted
     verify    check every position a row may attend to (O(length) per step)
     answers   give every request its own tokens, those of `mock_tokens`; without it and without `verify` any tokens
               come, at no cost per request, for timing the engine
@@ -104,7 +111,7 @@ class MockExecutor:
     """
 
     def __init__(self, *, verify: bool = True, answers: bool = False, step_seconds: float = 0.0, width: int = 8,
-                 **sizes: int) -> None:
+                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,), **sizes: int) -> None:
         given: dict[str, Any] = SIZES | sizes
         self._facts = ExecutorFacts(decode_lag=given["depth"], **given)
         self.fail: dict[str, int] = {}
@@ -113,6 +120,7 @@ class MockExecutor:
         self.closed = False
         self._verify, self._answers = verify, verify or answers
         self._step_seconds, self._width = step_seconds, width
+        self._accepts, self._windows = itertools.cycle(accepts), windows
         self._memory = np.zeros((given["num_blocks"] + 1, given["block_size"]) if verify else (0, 0), np.uint64)
         self._slots: dict[int, _Slot] = {}
         self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which it is there
@@ -164,17 +172,17 @@ class MockExecutor:
     def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         self._enter(plan)
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot is scheduled twice"
-        for slot, count in zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True):
-            self._write(self._slots[slot], count)  # all KV before any row attends
-        tokens: list[int] = []
-        slots: list[int] = []
+        for i, (slot, count) in enumerate(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True)):
+            state = self._slots[slot]  # all KV before any row attends
+            assert state.decodes == (i < plan.num_decodes), "a prompt is taken for a decode, or a decode for a prompt"
+            self._decode(state, count) if state.decodes else self._write(state, count)
+        runs: dict[int, list[int]] = {}
         failed: dict[int, str] = {}
         named: dict[int, RowLogprobs] = {}
         scored: dict[int, RowLogprobs] = {}
         pooled: dict[int, F32] = {}
         for i, slot in enumerate(plan.slots.tolist()):
             state, rows = self._slots[slot], int(plan.num_rows[i])
-            self._attend(state)
             if plan.outputs[i] & PROMPT_LOGPROBS:
                 scored[slot] = self._score(state, rows)
             if plan.outputs[i] & POOL:
@@ -183,24 +191,19 @@ class MockExecutor:
                     pooled[slot] = self._pool(state)
                     failed |= {slot: "nan_hidden"} if self.fail.get(state.request_id) == 0 else {}
             if plan.outputs[i] & SAMPLE:
-                assert rows >= 1 and state.computed == len(state.tokens), "sampling before the end of the sequence"
-                token = allowed_token(next_token(state.digests[-1], state.seed, self._facts.vocab_size),
-                                      masks.get(slot), self._facts.vocab_size)  # fmt: skip
-                if token < 0:
-                    failed[slot], token = "no_token", 0
-                if self.fail.get(state.request_id, -1) == len(state.tokens) - state.num_prompt:
-                    failed[slot] = "nan_logits"
+                assert rows >= 1 and not state.decodes or rows == plan.num_tokens[i], "a row's logits are not asked for"
+                runs[slot] = self._sample_run(state, masks.get(slot), slot, failed)
                 if state.sampler.num_logprobs is not None:
-                    named[slot] = self._alternatives(state, [token], [-HALVING], state.sampler.num_logprobs)
-                state.tokens.append(token)
-                state.extend()
-                tokens.append(token)
-                slots.append(slot)
+                    named[slot] = self._alternatives(state, runs[slot], [-HALVING] * len(runs[slot]),
+                                                     state.sampler.num_logprobs)
+            self._attend(state)  # also with the drafts that were right
+        counts = np.array([len(run) for run in runs.values()], np.int32)
+        width = int(plan.num_tokens[: plan.num_decodes].max(initial=1))
         return StepResult(
             step=plan.step,
-            slots=np.array(slots, np.int32),
-            tokens=np.array(tokens, np.int32).reshape(-1, 1),
-            num_accepted=np.ones(len(slots), np.int32),
+            slots=np.array(list(runs), np.int32),
+            tokens=np.array([self._padded(run, width) for run in runs.values()], np.int32).reshape(-1, width),
+            num_accepted=counts,
             logprobs=named,
             failed=failed,
             prompt_logprobs=scored,
@@ -208,17 +211,39 @@ class MockExecutor:
             num_computed=int(plan.num_tokens.sum()),
         )
 
+    def _sample_run(self, state: _Slot, mask: I32 | None, slot: int, failed: dict[int, str]) -> list[int]:
+        """The tokens that a slot's rows come to: those of its right drafts and one more."""
+        run, state.decodes = list[int](), True
+        for at in range(1 + state.accepted):
+            assert state.computed == len(state.tokens) + state.accepted - at, "sampling before the end of the sequence"
+            vocab = self._facts.vocab_size
+            token = allowed_token(next_token(state.digests[-1], state.seed, vocab), mask, vocab)
+            if token < 0:
+                failed[slot], token = "no_token", 0
+            if self.fail.get(state.request_id, -1) == len(state.tokens) - state.num_prompt:
+                failed[slot] = "nan_logits"
+            state.tokens.append(token)
+            state.extend()
+            run.append(token)
+        state.accepted = 0
+        return run
+
+    def _padded(self, run: list[int], width: int) -> list[int]:
+        """A row of `StepResult.tokens`: what stands behind the tokens that count means nothing."""
+        others = ((run[-1] + 1) % self._facts.vocab_size, -1, self._facts.vocab_size)
+        return (run + list(others) * width)[:width]
+
     def _run_fast(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
         slots = plan.slots[(plan.outputs & SAMPLE) > 0]
         tokens = (slots * 31 + plan.step) % self._facts.vocab_size
         for slot, mask in masks.items():
             tokens[slots == slot] = allowed_token(int(tokens[slots == slot][0]), mask, self._facts.vocab_size)
-        return StepResult(
-            step=plan.step,
-            slots=slots,
-            tokens=tokens.astype(np.int32)[:, None],
-            num_accepted=np.ones(len(slots), np.int32),
-        )
+        counts, tokens = np.ones(len(slots), np.int32), tokens.astype(np.int32)[:, None]
+        if (width := int(plan.num_tokens[: plan.num_decodes].max(initial=1))) > 1:
+            drafts = plan.num_tokens[: plan.num_decodes] - 1
+            counts[: len(drafts)] += np.minimum(list(itertools.islice(self._accepts, len(drafts))), drafts)
+            tokens = np.repeat(tokens, width, 1)
+        return StepResult(step=plan.step, slots=slots, tokens=tokens, num_accepted=counts)
 
     def _enter(self, plan: StepPlan) -> None:
         for slot in plan.released.tolist():
@@ -227,28 +252,49 @@ class MockExecutor:
             assert a.slot not in self._slots, "the slot is taken"
             self._slots[a.slot] = _Slot(a)
         for slot, group, block in plan.appended.tolist():
-            assert group == 0
-            self._slots[slot].blocks.append(block)
+            self._slots[slot].blocks[group].append(block)
 
     def _write(self, state: _Slot, count: int) -> None:
-        size = self._facts.block_size
+        """Compute a chunk of a prompt."""
         assert state.computed + count <= len(state.tokens), "computing a token that does not exist yet"
-        for position in range(state.computed, state.computed + count) if self._verify else ():
-            block = state.blocks[position // size]
-            assert block != 0, "the null block is written"
-            self._memory[block, position % size] = state.digests[position]
+        self._store(state, state.digests[state.computed : state.computed + count])
         state.computed += count
-        if self._verify:
-            self.computed[state.request_id] = self.computed.get(state.request_id, 0) + count
+
+    def _decode(self, state: _Slot, count: int) -> None:
+        """Compute the last token of a slot and its drafts, of which some are right."""
+        assert state.computed + 1 == len(state.tokens), "a decode that does not begin with the last token"
+        assert count <= 1 + self._facts.num_drafts, "more drafts than are verified"
+        before_failure = self.fail.get(state.request_id, MASK) - (len(state.tokens) - state.num_prompt) - 1
+        if count > 1:
+            state.accepted = max(0, min(next(self._accepts), count - 1, before_failure))
+        digests = [state.digests[-1]]
+        for _ in range(state.accepted):
+            digests.append(chain(digests[-1], next_token(digests[-1], state.seed, self._facts.vocab_size)))
+        self._store(state, digests + [digest ^ MASK for digest in range(count - len(digests))])
+        state.computed += 1 + state.accepted
+
+    def _store(self, state: _Slot, digests: list[int]) -> None:
+        """Write KV from the first position that is not computed on."""
+        if not self._verify:
+            return
+        size, state.began = self._facts.block_size, state.computed
+        for group, blocks in enumerate(state.blocks):
+            for position, digest in enumerate(digests, state.computed):
+                block = blocks[position // size]
+                assert block != 0, "the null block is written"
+                self._memory[block, position % size] = digest ^ group
+        self.computed[state.request_id] = self.computed.get(state.request_id, 0) + len(digests)
 
     def _attend(self, state: _Slot) -> None:
         if not self._verify:
             return
-        size = self._facts.block_size
-        blocks = state.blocks[: -(-state.computed // size)]
-        seen = self._memory[blocks].reshape(-1)[: state.computed]
-        expected = np.array(state.digests[: state.computed], np.uint64)
-        assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
+        size, end = self._facts.block_size, state.computed
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(0, state.began - window + 1)  # what the first row sees
+            blocks = state.blocks[group][first // size : -(-end // size)]
+            seen = self._memory[blocks].reshape(-1)[first % size :][: end - first]
+            expected = np.array(state.digests[first:end], np.uint64) ^ np.uint64(group)
+            assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
 
     def _score(self, state: _Slot, rows: int) -> RowLogprobs:
         """Rows whose next token is known: that token's log-probability is -position of the row."""

@@ -13,19 +13,20 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 class RunningTable:
     """One row per slot.
 
-    planned    tokens whose computation has been planned
-    known      prompt and confirmed output tokens
-    in_flight  sampling steps planned and not collected; known + in_flight is the upper bound of the length
-    goal       tokens known at admission: until they are computed the slot is catching up, then it decodes
-    end        length at which the request is finished
-    masked     whether its rows wait for masks of a grammar
+    planned      tokens whose computation has been planned; once the slot decodes, all but the last up to `upper_bound`
+    confirmed    prompt and confirmed output tokens
+    upper_bound  `confirmed` and all tokens that the steps in flight may bring; never past `end`
+    in_flight    sampling steps planned and not collected
+    goal         tokens confirmed at admission: until they are computed the slot is catching up, then it decodes
+    end          length at which the request is finished
+    masked       whether its rows wait for masks of a grammar
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.requests: list[Request | None] = [None] * num_slots
-        self.planned, self.known, self.in_flight, self.goal, self.end, self.handle = (
-            np.zeros(num_slots, np.int32) for _ in range(6)
+        self.planned, self.confirmed, self.upper_bound, self.in_flight, self.goal, self.end, self.handle = (
+            np.zeros(num_slots, np.int32) for _ in range(7)
         )
         self._priority, self._arrival = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
         self.masked = np.zeros(num_slots, bool)
@@ -53,7 +54,7 @@ class RunningTable:
         """Give `request` a slot; `computed` tokens of it need no computation."""
         slot = self._free[-1]
         self.planned[slot] = computed
-        self.known[slot] = self.goal[slot] = len(request.tokens)
+        self.confirmed[slot] = self.upper_bound[slot] = self.goal[slot] = len(request.tokens)
         self.in_flight[slot] = 0
         self.end[slot] = request.end
         self.handle[slot] = request.new.handle
@@ -88,8 +89,12 @@ class RunningTable:
         for slot in self._active:
             request = self.requests[slot]
             assert request is not None and request.slot == slot
-            assert self.known[slot] == len(request.tokens) <= request.end
-            assert 0 <= self.planned[slot] <= self.known[slot] + self.in_flight[slot]
+            bound = self.upper_bound[slot]
+            assert self.confirmed[slot] == len(request.tokens) and bound <= request.end
+            assert bound >= self.confirmed[slot] + self.in_flight[slot] and (bound == self.confirmed[slot]) == (
+                self.in_flight[slot] == 0), "the bound is not that of the steps in flight"
+            assert 0 <= self.planned[slot] <= bound
+            assert self.planned[slot] < self.goal[slot] or self.planned[slot] == max(self.goal[slot], bound - 1)
         assert all(self.requests[slot] is None for slot in self._free)
 
     def _changed(self) -> None:

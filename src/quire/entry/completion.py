@@ -149,13 +149,13 @@ class Generation:
                 return False
         return True
 
-    def add_logprobs(self, completion: Completion, rows: RowLogprobs) -> None:
+    def add_logprobs(self, completion: Completion, rows: RowLogprobs, row: int) -> None:
         """Keep one token's alternatives; `logprobs` may be asked for with k = 0: the token's own only."""
         if completion.logprobs is None:
             completion.logprobs, completion.cumulative_logprob = [], 0.0
         assert completion.cumulative_logprob is not None
-        completion.logprobs.append(self._named(rows, 0))
-        completion.cumulative_logprob += float(rows.logprobs[0, 0])
+        completion.logprobs.append(self._named(rows, row))
+        completion.cumulative_logprob += float(rows.logprobs[row, 0])
 
     def add_prompt_logprobs(self, rows: RowLogprobs) -> None:
         """Keep the next prompt tokens' alternatives; the first token has none."""

@@ -7,8 +7,10 @@ import logging
 import random
 import time
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Self
 
 import msgspec
@@ -49,7 +51,7 @@ class Taken:
     touched    have something to hand on;  stopped  handles to abort in the core
     started    got their first token;  finished  have ended as a whole
     broken     lost a completion to an exception, once for each;  num_stop_strings  completions that one ended
-    gaps       time of the token before -> completions that now got their next;  num_tokens  that counted
+    gaps       time of the tokens before -> completions that now got their next;  num_tokens  that counted
     """
 
     now: float
@@ -163,16 +165,20 @@ class FrontEnd:
         touched: dict[Generation, None] = {}
         finishes = {f.handle: f for f in outputs.finished}
         self._take_prompts(outputs, taken)
-        by_handle, logprobs, now, gaps = self._by_handle, outputs.logprobs, taken.now, taken.gaps
-        for handle, token in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
+        by_handle, now, gaps, handles = self._by_handle, taken.now, taken.gaps, outputs.handles.tolist()
+        logprobs, end = outputs.logprobs and {h: (rows, count()) for h, rows in outputs.logprobs.items()}, finishes.get
+        if finishes and len(set(handles)) < len(handles):  # a request ends with the last of its tokens
+            end = _Last(handles, finishes).get
+        for handle, token in zip(handles, outputs.tokens.tolist(), strict=True):
             found = by_handle.get(handle)
             if found is None:
                 continue  # ended by a stop string; the core had not heard of it yet
             generation, completion = found
             try:
                 if logprobs and handle in logprobs:
-                    generation.add_logprobs(completion, logprobs[handle])
-                ended = completion.push(token, finishes.get(handle) if finishes else None)
+                    rows, numbers = logprobs[handle]
+                    generation.add_logprobs(completion, rows, next(numbers))
+                ended = completion.push(token, end(handle) if finishes else None)
             except Exception:
                 self._break(generation, completion, taken)
             else:
@@ -190,9 +196,10 @@ class FrontEnd:
                     generation.metrics.first_token_time = now
                     taken.started.append(generation)
             taken.num_tokens += 1
-            if (count := len(completion.token_ids)) >= generation.due:
+            if (length := len(completion.token_ids)) >= generation.due:
                 touched[generation] = None
-                generation.wait_on(count)
+                generation.wait_on(length)
+        gaps.pop(now, None)  # those that came with the token before
         for generation in (*self._end(finishes.values(), taken), *taken.finished, *taken.broken):
             if generation.wanted:
                 touched[generation] = None
@@ -333,6 +340,18 @@ class FrontEnd:
             num_prompt_logprobs=params.prompt_logprobs,
             grammar=params.structured_outputs is not None,
         )
+
+
+class _Last:
+    """The ends of requests, each with the last token that a step brings."""
+
+    def __init__(self, handles: list[int], finishes: dict[int, Finish]) -> None:
+        self._left, self._finishes = Counter(handles), finishes
+
+    def get(self, handle: int) -> Finish | None:
+        """To be asked once for each token."""
+        self._left[handle] -= 1
+        return None if self._left[handle] else self._finishes.get(handle)
 
 
 def check_ids(name: str, ids: Collection[int], size: int) -> None:

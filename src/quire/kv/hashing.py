@@ -3,6 +3,7 @@
     root       = sha256("quire.kv.namespace.v1" + fields)          model, revision, dtype, block size, geometry
     key[0]     = sha256(root     + tokens of block 0 + extras)     tokens: packed little-endian uint32
     key[i]     = sha256(key[i-1] + tokens of block i)              so a key names everything before it, too
+    of a group = key[i] + the group's number, but for group 0      one block per group has the same tokens
     extras     = sha256("quire.kv.extras.v1" + tagged values)      adapter, salt, ...; empty when there are none
 
 Every variable-length field is prefixed with its length and carries its tag, so that no adapter name can be mistaken
@@ -48,6 +49,11 @@ def block_key(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"
     """Key of one full block: `parent` is the previous block's key (the root for the first), `token_bytes` its tokens
     as packed little-endian uint32."""
     return sha256(b"".join((parent, token_bytes, extras))).digest()
+
+
+def group_key(key: bytes, group: int) -> bytes:
+    """Key of a block that holds the KV of one group: what the block before it says of tokens, and whose layers."""
+    return key + bytes((group,)) if group else key
 
 
 def _pack(fields: Iterable[tuple[str, str]]) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from quire.contracts.prefix import Miss, PrefixReport
-from quire.kv.hashing import TENANT, KeyChain
+from quire.kv.hashing import DIGEST_BYTES, TENANT, KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixMatch
 
@@ -37,7 +37,7 @@ class PrefixHistory:
         The prompt is then remembered, with what it generates; call this before its blocks are in the pool. reads: it
         was looked up at all
         """
-        at, num_blocks = len(match.blocks), num_prompt // chain.block_size
+        at, num_blocks = match.num_blocks, num_prompt // chain.block_size
         say = partial(PrefixReport, num_reused=at, num_blocks=num_blocks, block=at, position=at * chain.block_size)
         report = None
         if at < num_blocks and (not self._enabled or not reads):
@@ -91,6 +91,7 @@ class PrefixHistory:
         return found
 
     def _note_drop(self, key: bytes, why: str) -> None:
+        key = key[:DIGEST_BYTES]  # of any group: one that is missing ends the match for all
         self._dropped[key] = (why, self._clock())
         self._dropped.move_to_end(key)
         if len(self._dropped) > DROPPED:

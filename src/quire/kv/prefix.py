@@ -5,7 +5,8 @@ Walks a request's key chain through a pool's index. Has no effect: `KVAllocator.
 
 import msgspec
 
-from quire.kv.hashing import KeyChain
+from quire.contracts.blocks import NULL_BLOCK, KVGroup
+from quire.kv.hashing import KeyChain, group_key
 from quire.kv.pool import BlockPool
 
 _STRIDE = 64  # keys hashed at a time, so that a cold 128k prompt is not hashed to the end to learn that it misses
@@ -14,39 +15,77 @@ _STRIDE = 64  # keys hashed at a time, so that a cold 128k prompt is not hashed 
 class PrefixMatch(msgspec.Struct, frozen=True):
     """The longest reusable beginning of a request.
 
-    blocks       ids, in table order;  num_tokens  that they hold, a multiple of the block size
+    blocks       of each KV group, ids in table order; NULL_BLOCK where the group's window has passed at the end of them
+    num_tokens   that they hold, a multiple of the block size
     broke_at     index of the first block that is not there; None when the limit, not a miss, ended the walk
     generation   of the pool: `admit` refuses a match that is older than the last dropped key
     """
 
-    blocks: list[int]
+    blocks: tuple[list[int], ...]
     num_tokens: int
     broke_at: int | None
     generation: int
 
+    @property
+    def num_blocks(self) -> int:
+        """Of each group."""
+        return len(self.blocks[0])
+
 
 class PrefixIndex:
-    """Longest-prefix lookup of full blocks over one pool."""
+    """Longest-prefix lookup of full blocks over one pool.
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self._pool = pool
-        self._block_size = block_size
+    A beginning of n blocks is there when every group has those that later rows see: of full attention all n, of a
+    window the last ones.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, groups: tuple[KVGroup, ...]) -> None:
+        self._pool, self._block_size, self._groups = pool, block_size, groups
+        self._full = [g for g, group in enumerate(groups) if group.window is None]
+        self._windows = [(g, group) for g, group in enumerate(groups) if group.window is not None]
 
     def match(self, chain: KeyChain, max_tokens: int) -> PrefixMatch:
         """Blocks of the first full blocks of `chain`, at most `max_tokens` tokens (the caller keeps at least the last
         token out: someone has to compute its logits)."""
         assert chain.block_size == self._block_size, "a chain of another block size"
+        limit = num = max(0, min(max_tokens, len(chain.tokens)) // self._block_size)
+        found: list[list[int]] = [[]] * len(self._groups)
+        for index in self._full:
+            found[index] = self._walk(chain, num, index)
+            num = len(found[index])
+        if self._windows:
+            num = self._shrink(chain, num)
+            keys = chain.keys(num)
+            for index, group in self._windows:
+                first = group.num_behind(num * self._block_size, self._block_size)
+                seen = [self._pool.lookup(group_key(key, index)) or NULL_BLOCK for key in keys[first:]]
+                found[index] = [NULL_BLOCK] * first + seen
+        if len(found) > 1:
+            found = [blocks[:num] for blocks in found]
+        return PrefixMatch(tuple(found), num * self._block_size, num if num < limit else None, self._pool.generation)
+
+    def _walk(self, chain: KeyChain, limit: int, group: int) -> list[int]:
+        """The blocks of a group from the first on, up to `limit` or one that is not there."""
         lookup = self._pool.lookup
-        limit = max(0, min(max_tokens, len(chain.tokens)) // self._block_size)
         blocks: list[int] = []
-        missed = False
-        while not missed and len(blocks) < limit:
-            start = len(blocks)
-            for key in chain.keys(min(start + _STRIDE, limit), start):
+        while (start := len(blocks)) < limit:
+            keys = chain.keys(min(start + _STRIDE, limit), start)
+            for key in [group_key(key, group) for key in keys] if group else keys:
                 block = lookup(key)
                 if block is None:
-                    missed = True
-                    break
+                    return blocks
                 blocks.append(block)
-        num = len(blocks)
-        return PrefixMatch(blocks, num * self._block_size, num if missed else None, self._pool.generation)
+        return blocks
+
+    def _shrink(self, chain: KeyChain, num: int) -> int:
+        """The longest beginning of at most `num` blocks behind which no window misses any."""
+        before = -1
+        while num != before:
+            before = num
+            for index, group in self._windows:
+                at = num - 1
+                while at >= group.num_behind(num * self._block_size, self._block_size):
+                    if self._pool.lookup(group_key(chain.keys(at + 1, at)[0], index)) is None:
+                        num = at
+                    at -= 1
+        return num

@@ -216,9 +216,8 @@ class CudaWorker:
         """What the kernels need of the prefixes that decodes share."""
         if not plan.shared:
             return None
-        decodes = plan.num_tokens == 1
         members = np.zeros(self.limits.num_slots, bool)
-        members[plan.slots[decodes]] = True
+        members[plan.slots[: plan.num_decodes]] = True
         if not any(members[group.slots].sum() > 1 for group in plan.shared):
             return None
         return pack_shared(plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS,
@@ -226,7 +225,8 @@ class CudaWorker:
 
     def _bucket(self, plan: StepPlan) -> int:
         """The size of the graph that a step runs in; 0: it is launched one by one."""
-        if (plan.num_tokens == 1).all() and (plan.outputs & SAMPLE).all():
+        assert plan.num_tokens[: plan.num_decodes].max(initial=1) == 1, "this worker verifies no drafts"
+        if plan.num_decodes == len(plan.slots):
             return self._round_up(len(plan.slots))
         return 0
 
@@ -249,10 +249,9 @@ class CudaWorker:
 
     def _prompts(self, plan: StepPlan) -> tuple[Prompt, ...]:
         """The sequences behind the decodes; of a prompt the host knows how much of it was computed before."""
-        ends, many = np.cumsum(plan.num_tokens), np.flatnonzero(plan.num_tokens > 1)
+        ends = np.cumsum(plan.num_tokens)
         starts, past = ends - plan.num_tokens, self._lengths[plan.slots] - plan.num_tokens
-        places = range(many[0], len(ends)) if len(many) else ()
-        return tuple((int(starts[s]), int(ends[s]), s, int(past[s])) for s in places)
+        return tuple((int(starts[s]), int(ends[s]), s, int(past[s])) for s in range(plan.num_decodes, len(ends)))
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> dict[int, RowLogprobs]:
         """Waits for the device, in steps where somebody asked for the log-probabilities of a prompt."""

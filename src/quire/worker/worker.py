@@ -45,6 +45,7 @@ class Worker:
     @torch.inference_mode()
     def run(self, plan: StepPlan, late: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
         """Run one plan to its end. `late` waits for its masks, see `Executor.release`; asked when it has any."""
+        assert plan.num_tokens[: plan.num_decodes].max(initial=1) == 1, "this worker verifies no drafts"
         began = time.perf_counter()
         self.tables.apply(plan)
         self._pooler.apply(plan)

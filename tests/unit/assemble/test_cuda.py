@@ -56,7 +56,7 @@ def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch:
     prompt = Admission(slot=1, request_id="", token_ids=np.arange(5, dtype=np.int32), num_computed=0,
                        block_ids=(np.array([1], np.int32),), sampler=SamplerSpec(seed=0, num_prompt=5))  # fmt: skip
     one = np.array([1], np.int32)
-    executor.submit(StepPlan(step=1, slots=one, num_tokens=5 * one, num_rows=one, admitted=(prompt,),
+    executor.submit(StepPlan(step=1, slots=one, num_decodes=0, num_tokens=5 * one, num_rows=one, admitted=(prompt,),
                              outputs=np.array([SAMPLE], np.uint8)))  # fmt: skip
     assert executor.collect().tokens.shape == (1, 1)
     executor.shutdown()

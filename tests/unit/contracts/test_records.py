@@ -39,9 +39,9 @@ def test_a_new_request_has_every_default_and_cannot_change() -> None:
 
 def test_a_plan_has_empty_columns_of_the_right_shape() -> None:
     one = np.ones(1, np.int32)
-    plan = StepPlan(step=3, slots=one, num_tokens=one, num_rows=one, outputs=np.ones(1, np.uint8))
+    plan = StepPlan(step=3, slots=one, num_decodes=1, num_tokens=one, num_rows=one, outputs=np.ones(1, np.uint8))
     assert plan.appended.shape == (0, 3) and plan.released.shape == (0,) and plan.admitted == () and plan.shared == ()
-    other = StepPlan(step=4, slots=one, num_tokens=one, num_rows=one, outputs=np.ones(1, np.uint8))
+    other = StepPlan(step=4, slots=one, num_decodes=1, num_tokens=one, num_rows=one, outputs=np.ones(1, np.uint8))
     assert plan.appended is not other.appended
     with pytest.raises(AttributeError):
         plan.step = 5  # type: ignore[misc]

@@ -19,7 +19,7 @@ from quire.contracts.output import Finish, StepOutputs
 from quire.contracts.prefix import PrefixReport
 from quire.contracts.request import FinishReason, NewRequest
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.step import MAX_VERIFY_ROWS, StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import FIRST, MockExecutor, allowed_token, chain, mock_hidden, mock_tokens, next_token
 from quire.kv.allocator import KVAllocator
@@ -79,17 +79,21 @@ class EngineRig:
     rows       handle -> prompt rows so far, as (how many came before, id, value)
     cached     handle -> reused prompt tokens, as reported;  prefixes  handle -> why they were not more
     plans      every plan submitted;  events  ("submit" | "collect", step number), in order
-    now        what the core's clock shows
+    num_sampled   tokens that the device came to;  now  what the core's clock shows
     """
 
     def __init__(self, depth: int = 1, *, slots: int = 8, blocks: int = 40, block_size: int = 4, budget: int = 16,
                  max_len: int = 128, vocab: int = 1000, policy: str = "fcfs", max_waiting: int | None = 1000,
-                 watermark: float = 0.0, caching: bool = True, mock: type[MockExecutor] = MockExecutor) -> None:
+                 watermark: float = 0.0, caching: bool = True, mock: type[MockExecutor] = MockExecutor, drafts: int = 0,
+                 accepts: Sequence[int] = (0,), windows: Sequence[int | None] = (None,)) -> None:
         self.mock = mock(num_slots=slots, num_blocks=blocks, block_size=block_size, vocab_size=vocab,
-                         max_model_len=max_len, depth=depth)
+                         max_model_len=max_len, depth=depth, num_drafts=drafts, accepts=accepts,
+                         windows=windows)
+        self.budget = budget
         self.vocab, self.block_size, self.num_blocks, self.num_slots = vocab, block_size, blocks, slots
         component = KVComponent("kv", num_heads=1, head_dim=1, dtype="float32", item_bytes=4)
-        geometry = KVGeometry(block_size=block_size, groups=(KVGroup(layers=(0,), components=(component,)),))
+        groups = tuple(KVGroup(layers=(i,), components=(component,), window=w) for i, w in enumerate(windows))
+        geometry = KVGeometry(block_size=block_size, groups=groups)
         self.pool = BlockPool(blocks)
         self.allocator = KVAllocator(self.pool, geometry, num_slots=slots)
         config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=slots, max_waiting=max_waiting,
@@ -109,6 +113,7 @@ class EngineRig:
         self.prefixes: dict[int, PrefixReport] = {}
         self.plans: list[StepPlan] = []
         self.events: list[tuple[str, int]] = []
+        self.num_sampled = 0
         self.outputs = StepOutputs(handles=np.empty(0, np.int32), tokens=np.empty(0, np.int32))
         self._listen()
 
@@ -117,12 +122,16 @@ class EngineRig:
 
         def submitted(plan: StepPlan) -> None:
             self.plans.append(plan)
+            rows, prompts = plan.num_tokens[: plan.num_decodes], plan.num_tokens[plan.num_decodes :]
+            assert prompts.sum() + plan.num_decodes <= self.budget
+            assert rows.sum() <= max(MAX_VERIFY_ROWS, plan.num_decodes)
             self.events.append(("submit", plan.step))
             submit(plan)
 
         def collected() -> StepResult:
             result = collect()
             self.events.append(("collect", result.step))
+            self.num_sampled += int(result.num_accepted.sum())
             return result
 
         self.mock.submit, self.mock.collect = submitted, collected  # type: ignore[method-assign]
@@ -170,7 +179,7 @@ class EngineRig:
         assert self.pool.num_free == self.num_blocks and self.table.num_free == self.num_slots
         assert len(self.events) == 2 * len(self.plans), "a step was not collected"
         assert not self.core._finisher._num_stopping.any(), "stop ids of requests that are gone are watched"
-        assert not self.core._grammars._compiling and not self.scheduler._compiling, "grammars are waited for"
+        assert not self.core._grammars._compiling and not self.scheduler.roster._compiling, "grammars are waited for"
         assert self.finish.keys() == self.asked.keys(), "a request was never reported as finished"
         return self
 

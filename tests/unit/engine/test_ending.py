@@ -31,7 +31,7 @@ def test_abort_while_blocked(Rig: Any, depth: int) -> None:
     rig.step()
     assert rig.request(child).state is RequestState.BLOCKED
     rig.abort(child)
-    assert rig.scheduler.num_blocked == 0
+    assert rig.scheduler.roster.num_blocked == 0
     rig.drain().judge(parent)
     assert rig.finish[child].reason is FinishReason.ABORT and child not in rig.cached
 

@@ -68,7 +68,7 @@ def test_a_fault_while_it_is_admitted(
 ) -> None:
     rig = Rig(depth)
     name, _, after = point.partition(" ")
-    chains, mine = rig.scheduler._chains, by_slot(rig)
+    chains, mine = rig.scheduler.roster._chains, by_slot(rig)
     if name in ("match", "can_admit"):
         times = plant(rig.allocator, name, lambda *args: rig.scheduler.queue.peek().new.handle == VICTIM)
     elif name == "take":  # half of `admit` is done then
@@ -120,7 +120,7 @@ def test_a_fault_while_a_later_chunk_is_published(Rig: Any, depth: int) -> None:
 
 def test_a_fault_while_a_generated_block_is_published(Rig: Any, depth: int) -> None:
     rig = Rig(depth)
-    times = plant(rig.scheduler, "publish", lambda request, num: request.new.handle == VICTIM and num > 10)
+    times = plant(rig.scheduler.roster, "publish", lambda request, num: request.new.handle == VICTIM and num > 10)
     for i, prompt in enumerate(PROMPTS):
         rig.add(prompt, max_tokens=12, handle=i)
     survive(rig, times, tokens_before=3)
@@ -154,16 +154,17 @@ def test_a_fault_while_its_prompt_is_scored(Rig: Any, depth: int) -> None:
     survive(rig, times)
 
 
-@pytest.mark.parametrize("owner, name", [("scheduler", "add"), ("core", "_tags"), ("finisher", "watch"),
+@pytest.mark.parametrize("owner, name", [("roster", "add"), ("core", "_tags"), ("finisher", "watch"),
                                          ("queue", "push")])
 def test_a_fault_while_it_is_added_leaves_nothing(Rig: Any, depth: int, owner: str, name: str) -> None:
     rig = Rig(depth)
     rig.add(PROMPTS[0], max_tokens=6, handle=0)
-    part = {"scheduler": rig.scheduler, "core": rig.core, "finisher": rig.core._finisher, "queue": rig.scheduler.queue}
+    part = {"roster": rig.scheduler.roster, "core": rig.core, "finisher": rig.core._finisher,
+            "queue": rig.scheduler.queue}
     fault = plant(part[owner], name, lambda *args: True, once=True)
     with pytest.raises(Broken):
         rig.add(PROMPTS[1], max_tokens=6, handle=VICTIM, stop_ids=(3,))
-    assert fault and rig.scheduler._chains.keys() == {0}
+    assert fault and rig.scheduler.roster._chains.keys() == {0}
     rig.core.check()
     rig.add(PROMPTS[1], max_tokens=6, handle=2)
     rig.drain()

@@ -16,9 +16,13 @@ def admission(slot: int, tokens: list[int], blocks: list[int], computed: int = 0
                      block_ids=(np.array(blocks, np.int32),), sampler=SamplerSpec(seed=slot, num_prompt=len(tokens)))
 
 
-def plan(step: int, slots: dict[int, int], *, admitted: tuple[Admission, ...] = (), samples: bool = True,
-         appended: list[tuple[int, int, int]] | None = None, released: list[int] | None = None) -> StepPlan:
-    return StepPlan(step=step, slots=np.array(list(slots), np.int32),
+def plan(step: int, slots: dict[int, int], *, decodes: int | None = None, admitted: tuple[Admission, ...] = (),
+         samples: bool = True, appended: list[tuple[int, int, int]] | None = None,
+         released: list[int] | None = None) -> StepPlan:
+    """All rows decode, but those of slots that are admitted now."""
+    if decodes is None:
+        decodes = len(slots.keys() - {a.slot for a in admitted})
+    return StepPlan(step=step, slots=np.array(list(slots), np.int32), num_decodes=decodes,
                     num_tokens=np.array(list(slots.values()), np.int32),
                     num_rows=np.full(len(slots), int(samples), np.int32),
                     outputs=np.full(len(slots), SAMPLE if samples else 0, np.uint8), admitted=admitted,
@@ -97,7 +101,10 @@ def test_a_block_written_in_the_same_step_counts_as_computed() -> None:
 
 
 @pytest.mark.parametrize(("broken", "message"), [
-    (plan(1, {0: 2}), "a token that does not exist yet"),
+    (plan(1, {1: 4}, admitted=(admission(1, [1, 2, 3], [3]),)), "a token that does not exist yet"),
+    (plan(1, {0: 2}), "more drafts than are verified"),
+    (plan(1, {0: 1}, decodes=0), "a decode for a prompt"),
+    (plan(1, {1: 3}, decodes=1, admitted=(admission(1, [1, 2, 3], [3]),)), "a prompt is taken for a decode"),
     (plan(1, {1: 2}, admitted=(admission(1, [1, 2, 3], [3]),)), "sampling before the end"),
     (plan(1, {1: 3}, admitted=(admission(1, [1, 2, 3], [0]),)), "null block is written"),
     (plan(1, {0: 3}, admitted=(admission(0, [1, 2, 3], [3]),)), "the slot is taken"),

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from quire.contracts.errors import InvalidParameter, PromptTooLong, QueueFull
 from quire.contracts.request import BlockReason, FinishReason, RequestState
-from quire.contracts.step import SAMPLE
 from quire.contracts.structured import StructuredOutputsParams
 
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
@@ -26,24 +25,28 @@ FORMS = [StructuredOutputsParams(**form).spec() for form in (
 MAYBE_STOPS = st.sampled_from([(), (), (), (3,), (1, 5)])
 
 
-every_depth = pytest.mark.parametrize("depth", [1, 2, 3])  # from 3 on a preempted request can be due before its token
+# From depth 3 on a preempted request can be due before its token.
+every_depth = pytest.mark.parametrize(("depth", "drafts"), [(1, 0), (2, 0), (3, 0), (1, 3), (2, 3)])
 
 
 class EngineMachine(RuleBasedStateMachine):
     """The core of one depth on the mock; the rig keeps the record, and checks it and the pool after every step."""
 
-    def __init__(self, rig_class: Any, depth: int) -> None:
+    def __init__(self, rig_class: Any, depth: int, drafts: int) -> None:
         super().__init__()
-        self.rig_class, self.depth = rig_class, depth
+        self.rig_class, self.depth, self.drafts = rig_class, depth, drafts
 
     @initialize(blocks=st.integers(5, 12), slots=st.integers(1, 5), extra=st.integers(0, 20), caching=st.booleans(),
                 policy=st.sampled_from(["fcfs", "priority"]), max_waiting=st.sampled_from([2, 1000]),
-                watermark=st.sampled_from([0.0, 0.3]))
+                watermark=st.sampled_from([0.0, 0.3]), accepts=st.lists(st.integers(0, 3), min_size=1, max_size=7),
+                windows=st.sampled_from([(None,), (None,), (None, 5), (9, None), (3,), (None, 16, 1)]))
     def start(self, blocks: int, slots: int, extra: int, caching: bool, policy: str, max_waiting: int,
-              watermark: float) -> None:
-        self.rig = self.rig_class(self.depth, blocks=blocks, slots=slots, budget=slots + extra, caching=caching,
-                                  policy=policy, max_waiting=max_waiting, watermark=watermark, max_len=MAX_LEN,
-                                  vocab=VOCAB)
+              watermark: float, accepts: list[int], windows: tuple[int | None, ...]) -> None:
+        event(f"windows {windows}")
+        self.rig = self.rig_class(self.depth, blocks=blocks * len(windows), windows=windows, slots=slots,
+                                  budget=slots + extra, caching=caching, policy=policy, max_waiting=max_waiting,
+                                  watermark=watermark, max_len=MAX_LEN, vocab=VOCAB, drafts=self.drafts,
+                                  accepts=accepts)
         self.bound, self.slots = max_waiting, slots
 
     @rule(prompt=PROMPTS, max_tokens=st.sampled_from([0, 1, 5, 16, 18, 20]), seed=st.integers(0, 3), stops=MAYBE_STOPS,
@@ -62,11 +65,11 @@ class EngineMachine(RuleBasedStateMachine):
                   "read_prefix_cache": reads, "deadline": None if lives is None else rig.now + lives,
                   "pool": pool, "grammar": grammar} | ({"read_prefix_cache": False} if pool in ("mean", "cls") else {})
         end = len(prompt) + max_tokens
-        if end > min(MAX_LEN, rig.num_blocks * rig.block_size):
+        if end > MAX_LEN or rig.allocator.most_blocks(end, rig.core._most_in_flight) > rig.num_blocks:
             with pytest.raises(PromptTooLong):
                 rig.add(prompt, max_tokens, **fields)
             return
-        waiting = len(rig.scheduler.queue) + rig.scheduler.num_blocked
+        waiting = len(rig.scheduler.queue) + rig.scheduler.roster.num_blocked
         num_free = self.slots - len(rig.scheduler.table)
         if waiting + 1 + children > self.bound + num_free:
             with pytest.raises(QueueFull if 1 + children <= self.bound + self.slots else InvalidParameter):
@@ -117,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         """At an output that the device has not reached yet."""
         rig = self.rig
         handle = data.draw(st.sampled_from(sorted(rig.core._requests)))
-        rig.mock.fail.setdefault(str(handle), len(rig.tokens[handle]) + self.depth + after)
+        rig.mock.fail.setdefault(str(handle), len(rig.tokens[handle]) + self.depth * (1 + self.drafts) + after)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -133,9 +136,9 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 @every_depth
-def test_state_machine(Rig: Any, depth: int, full: bool) -> None:
+def test_state_machine(Rig: Any, depth: int, drafts: int, full: bool) -> None:
     run_state_machine_as_test(
-        lambda: EngineMachine(Rig, depth),
+        lambda: EngineMachine(Rig, depth, drafts),
         settings=settings(max_examples=3000 if full else 150, stateful_step_count=40, deadline=None))
 
 
@@ -170,13 +173,16 @@ def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int) -
 
 
 @every_depth
-def test_a_long_run_meets_everything(Rig: Any, depth: int) -> None:
+def test_a_long_run_meets_everything(Rig: Any, depth: int, drafts: int) -> None:
     """The same on fixed seeds, so that what was exercised can be counted and compared with zero."""
     seen: Counter[str] = Counter()
     for seed in range(18):
         rng = random.Random(seed)
-        rig = Rig(depth, blocks=rng.choice([11, 14, 20]), slots=rng.choice([3, 6]), budget=rng.choice([7, 16]),
-                  vocab=VOCAB, caching=seed % 4 > 0, policy=rng.choice(["fcfs", "priority"]))
+        windows = (None, 6) if seed % 3 == 2 else (None,)
+        rig = Rig(depth, blocks=rng.choice([11, 14, 20]) * len(windows), windows=windows, slots=rng.choice([3, 6]),
+                  budget=rng.choice([7, 16]), vocab=VOCAB, caching=seed % 4 > 0,
+                  policy=rng.choice(["fcfs", "priority"]), drafts=drafts,
+                  accepts=[rng.randint(0, drafts) for _ in range(11)])
         chaos(rig, rng, seen, num_requests=40)
         rig.drain()
         for handle in rig.asked:
@@ -190,12 +196,15 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int) -> None:
             seen["shared with the parent"] += parent is not None and rig.cached.get(handle, 0) > 0
         seen["preempted"] += rig.scheduler.num_preempted
         seen["evicted"] += rig.pool.evictions
-        seen["hits"] += rig.scheduler.prefix_hits
-        seen["dropped"] += sum(int((p.outputs & SAMPLE).sum()) for p in rig.plans) - sum(map(len, rig.tokens.values()))
+        seen["hits"] += rig.scheduler.admitter.prefix_hits
+        seen["dropped"] += rig.num_sampled - sum(map(len, rig.tokens.values()))
+        seen["drafted"] += sum(int(p.num_tokens[: p.num_decodes].sum()) - p.num_decodes for p in rig.plans)
     expected = {"preempted": 30, "evicted": 100, "hits": 500, "resumed": 100, "blocked": 50, "scored": 20,
                 "shared with the parent": 20, "dropped": 20, "abort waiting": 3, "abort running": 1,
                 "compiled": 50, "masked tokens": 200, "ended by its form": 20,
                 **{f"finish {reason.value}": 10 for reason in FinishReason}}
+    if drafts:
+        expected["drafted"] = 1000
     if depth >= 2:
         expected |= {"token after preemption": 10, "abort running in flight": 5}
     if depth >= 3:

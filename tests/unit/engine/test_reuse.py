@@ -85,11 +85,11 @@ def test_children_wait_for_the_prompt_and_compute_only_its_tail(Rig: Any, depth:
     rig = Rig(depth, budget=16)
     parent = rig.add(PROMPT, 3)
     children = [rig.add(PROMPT, 3, parent=parent) for _ in range(3)]
-    assert rig.scheduler.num_blocked == 3 and len(rig.scheduler.queue) == 1
+    assert rig.scheduler.roster.num_blocked == 3 and len(rig.scheduler.queue) == 1
     rig.step()
     assert [rig.request(c).state for c in children] == [RequestState.BLOCKED] * 3  # 16 of 22 tokens planned
     rig.step()
-    assert rig.scheduler.num_blocked == 0
+    assert rig.scheduler.roster.num_blocked == 0
     assert rig.plan_of() == {rig.request(h).slot: n for h, n in zip([parent, *children], (6, 2, 2, 2), strict=True)}
     rig.drain()
     for child in children:
@@ -158,7 +158,8 @@ def test_a_resumed_request_finds_its_own_blocks(Rig: Any, depth: int, reads: boo
     rig.drain()
     rig.judge(second)
     assert rig.cached[second] == 0  # of its prompt, at its first admission
-    assert (rig.scheduler.prefix_hits, rig.scheduler.prefix_queries) == (0, 24)  # its own blocks are no hits
+    admitter = rig.scheduler.admitter
+    assert (admitter.prefix_hits, admitter.prefix_queries) == (0, 24)  # its own blocks are no hits
 
 
 def test_reused_tokens_are_reported_once_and_survive_an_early_preemption(Rig: Any) -> None:
@@ -323,7 +324,7 @@ def test_an_engine_without_prefix_caching_says_so(Rig: Any, depth: int) -> None:
     rig.drain()
     second = rig.add(PROMPT, 1)
     rig.drain()
-    assert why(rig, second) == ("off", 0, None, "") and not rig.scheduler._history._prompts
+    assert why(rig, second) == ("off", 0, None, "") and not rig.scheduler.admitter._history._prompts
 
 
 @pytest.mark.parametrize(("pool", "cached", "count"), [("last", 20, 2), ("mean", 0, 22), ("cls", 0, 22)])
@@ -350,7 +351,7 @@ def test_a_vector_whose_prompt_was_preempted_is_computed_from_its_beginning(Rig:
     vector = rig.add(PROMPT, 0, pool="mean", read_prefix_cache=False)
     while rig.request(vector).slot < 0:
         rig.step()
-    rig.scheduler._preempt_last()
+    rig.scheduler.growth.preempt_last()
     assert rig.request(vector).num_preemptions == 1
     rig.drain()
     assert computed(rig, vector) > 22

@@ -81,7 +81,7 @@ def test_the_time_of_each_part_is_told(Rig: Any, depth: int, monkeypatch: pytest
     slow(rig.scheduler, "plan", 4.0)
     slow(rig.mock, "submit", 2.0)
     slow(rig.mock, "collect", 1.0)
-    slow(rig.core._finisher, "_finish", 0.5)
+    slow(rig.core._finisher, "_confirm", 0.5)
     rig.add(range(4), 2)
     told = []
     while rig.core.has_work:

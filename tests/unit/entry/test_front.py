@@ -91,6 +91,47 @@ def test_what_a_step_changed_is_told(front: FrontEnd) -> None:
     assert third.num_tokens == 1 and third.gaps == {second.now: 1}
 
 
+def runs(tokens: dict[int, bytes], *finished: Finish, **columns: Any) -> StepOutputs:
+    """A step that brings some requests several tokens."""
+    return StepOutputs(handles=np.repeat(np.array(list(tokens), np.int32), list(map(len, tokens.values()))),
+                       tokens=np.frombuffer(b"".join(tokens.values()), np.uint8).astype(np.int32), finished=finished,
+                       **columns)
+
+
+def row_of(*tokens: int) -> RowLogprobs:
+    return RowLogprobs(np.array(tokens, np.int32)[:, None], -np.array(tokens, np.float32)[:, None],
+                       np.ones(len(tokens), np.int32))
+
+
+def test_several_tokens_of_one_step_are_taken_in_order(front: FrontEnd) -> None:
+    """Each with its own logprobs; they came together, so nobody waited for the later ones."""
+    one, two, three = start(front, logprobs=0), start(front), start(front, logprobs=0)
+    first = front.take(runs({0: b"ab", 1: b"x", 2: b"uvw"}, logprobs={0: row_of(97, 98), 2: row_of(117, 118, 119)}))
+    assert (first.num_tokens, first.started, first.gaps) == (6, [one, two, three], {})
+    assert [g.output().outputs[0].text for g in (one, two, three)] == ["ab", "x", "uvw"]
+    assert [list(found) for found in one.completions[0].logprobs or ()] == [[97], [98]]
+    assert three.completions[0].cumulative_logprob == -117 - 118 - 119
+    second = front.take(runs({0: b"c", 2: b"xyz"}, logprobs={0: row_of(99), 2: row_of(120, 121, 122)}))
+    assert second.gaps == {first.now: 2} and second.num_tokens == 4
+
+
+def test_a_request_ends_with_the_last_of_several_tokens(front: FrontEnd) -> None:
+    one, two = start(front), start(front, output_kind=OutputKind.CUMULATIVE)
+    end = Finish(handle=1, reason=FinishReason.STOP, stop_id=ord("d"))
+    pairs, stopped = front.apply(runs({0: b"abc", 1: b"abcd"}, end))
+    assert texts(pairs) == {0: "abc", 1: "abc"} and stopped == [] and two.finished and not one.finished
+    assert two.completions[0].token_ids == list(b"abcd") and two.completions[0].stop_reason == ord("d")
+
+
+def test_a_stop_string_among_several_tokens_drops_the_rest(front: FrontEnd) -> None:
+    one, two = start(front, stop="b", logprobs=0), start(front, logprobs=0)
+    columns = {"logprobs": {0: row_of(97, 98, 99), 1: row_of(120, 121)}}
+    pairs, stopped = front.apply(runs({0: b"abc", 1: b"xy"}, **columns))
+    assert texts(pairs) == {0: "a", 1: "xy"} and stopped == [0] and one.finished
+    assert [list(found) for found in one.completions[0].logprobs or ()] == [[97], [98]]
+    assert [list(found) for found in two.completions[0].logprobs or ()] == [[120], [121]]
+
+
 @pytest.mark.parametrize("where", ["text", "logprobs", "prompt_logprobs", "end", "output"])
 def test_an_exception_over_the_text_of_one_request(front: FrontEnd, where: str, monkeypatch: pytest.MonkeyPatch,
                                                    caplog: pytest.LogCaptureFixture) -> None:

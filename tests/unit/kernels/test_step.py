@@ -50,7 +50,8 @@ def make_buffers() -> StepBuffers:
 def make_plan(slots: list[int], tokens: list[int], sampled: list[bool]) -> StepPlan:
     i32: Any = lambda values: np.array(values, np.int32)  # noqa: E731
     outputs = np.array([SAMPLE if one else 0 for one in sampled], np.uint8)
-    return StepPlan(step=1, slots=i32(slots), num_tokens=i32(tokens), num_rows=i32(sampled), outputs=outputs)
+    return StepPlan(step=1, slots=i32(slots), num_decodes=0, num_tokens=i32(tokens), num_rows=i32(sampled),
+                    outputs=outputs)
 
 
 STEPS = [

@@ -2,11 +2,11 @@
 
 from array import array
 
+import msgspec
 import numpy as np
 import pytest
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
-from quire.contracts.errors import UnsupportedModel
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import KeyChain
 from quire.kv.pool import BlockPool
@@ -27,7 +27,7 @@ def chain(tokens) -> KeyChain:
 def serve(alloc: KVAllocator, slot: int, tokens) -> np.ndarray:
     """Admit with matching and publish every full block, as a plan for a whole prompt does."""
     keys = chain(tokens)
-    ids = alloc.admit(slot, alloc.match(keys, len(tokens) - 1), len(tokens))
+    (ids,) = alloc.admit(slot, alloc.match(keys, len(tokens) - 1), len(tokens))
     alloc.publish(slot, keys, len(tokens) // SIZE)
     alloc.check()
     return ids
@@ -55,7 +55,7 @@ def test_blocks_survive_their_request():
     serve(alloc, 0, range(10))
     alloc.free(0)
     assert alloc.pool.num_free == 8 and alloc.capacity[0] == 0 and alloc.table(0) == []
-    assert alloc.match(chain(range(10)), 9).blocks == [1, 2]
+    assert alloc.match(chain(range(10)), 9).blocks == ([1, 2],)
     assert serve(alloc, 3, range(10)).tolist() == [1, 2, 3]
 
 
@@ -81,8 +81,8 @@ def test_what_is_matched_is_not_evicted_for_the_rest_of_the_same_request():
     serve(alloc, 0, range(12))
     alloc.free(0)
     match = alloc.match(chain(range(8)), 8)
-    ids = alloc.admit(0, match, 16).tolist()
-    assert ids[:2] == match.blocks and len(set(ids)) == 4
+    ids = alloc.admit(0, match, 16)[0].tolist()
+    assert (ids[:2],) == match.blocks and len(set(ids)) == 4
     alloc.check()
 
 
@@ -100,7 +100,7 @@ def test_grow_gives_only_what_is_missing():
     alloc = allocator(num_blocks=4)
     serve(alloc, 0, range(5))
     assert alloc.grow(0, 8) == []
-    assert alloc.grow(0, 9) == [3]
+    assert alloc.grow(0, 9) == [(0, 0, 3)]
     assert alloc.capacity[0] == 12
     assert alloc.grow(0, 17) is None
     assert alloc.table(0) == [1, 2, 3] and alloc.pool.num_free == 1 and alloc.capacity[0] == 12
@@ -113,7 +113,7 @@ def test_grow_many_equals_growing_one_by_one():
         for slot, length in enumerate((4, 5, 8, 1)):
             serve(alloc, slot, range(slot * 100, slot * 100 + length))
     wanted = {3: 9, 0: 5, 1: 8, 2: 9}
-    expected = [(slot, 0, block) for slot, num in wanted.items() for block in one.grow(slot, num) or []]
+    expected = [row for slot, num in wanted.items() for row in one.grow(slot, num) or []]
     rows = many.grow_many(np.array(list(wanted)), np.array(list(wanted.values())))
     assert rows is not None and rows.dtype == np.int32
     assert [tuple(row) for row in rows.tolist()] == expected and len(expected) == 4
@@ -140,12 +140,12 @@ def test_publishing_goes_on_where_it_stopped():
     keys = KeyChain(bytes(32), SIZE, tokens)
     alloc.admit(0, alloc.match(keys, 5), 6)
     alloc.publish(0, keys, 1)
-    assert alloc.match(chain(range(8)), 8).blocks == [1]
+    assert alloc.match(chain(range(8)), 8).blocks == ([1],)
     tokens.extend([6, 7])
     alloc.publish(0, keys, 2)
     alloc.publish(0, keys, 1)
     assert alloc.published[0] == 2
-    assert alloc.match(chain(range(8)), 8).blocks == [1, 2]
+    assert alloc.match(chain(range(8)), 8).blocks == ([1, 2],)
     with pytest.raises(AssertionError):
         alloc.publish(0, keys, 3)
 
@@ -157,10 +157,10 @@ def test_content_computed_twice_is_findable_once():
         alloc.admit(slot, alloc.match(keys[slot], 3), 4)
     alloc.publish(0, keys[0], 1)
     alloc.publish(1, keys[1], 1)
-    assert alloc.match(chain(range(5)), 4).blocks == [1]
+    assert alloc.match(chain(range(5)), 4).blocks == ([1],)
     alloc.check()
     alloc.forget(1)
-    assert alloc.match(chain(range(5)), 4).blocks == [1]
+    assert alloc.match(chain(range(5)), 4).blocks == ([1],)
     alloc.check()
 
 
@@ -170,7 +170,7 @@ def test_a_failed_request_takes_back_only_what_it_published():
     serve(alloc, 1, range(16))
     alloc.forget(1)
     alloc.check()
-    assert alloc.match(chain(range(16)), 16).blocks == [1, 2]
+    assert alloc.match(chain(range(16)), 16).blocks == ([1, 2],)
     assert alloc.pool.num_free == 6 and alloc.pool.num_cached == 0
 
 
@@ -180,7 +180,7 @@ def test_forgetting_keeps_the_blocks_of_those_who_share_them():
     serve(alloc, 1, range(9))
     alloc.forget(0)
     alloc.check()
-    assert alloc.match(chain(range(9)), 8).blocks == [] and alloc.table(1)[:2] == [1, 2]
+    assert alloc.match(chain(range(9)), 8).blocks == ([],) and alloc.table(1)[:2] == [1, 2]
     assert alloc.pool.refs(1) == 1
     alloc.free(1)
     alloc.check()
@@ -206,9 +206,118 @@ def test_check_counts_references_from_elsewhere():
         alloc.check()
 
 
-def test_several_groups_are_refused():
-    with pytest.raises(UnsupportedModel, match="2 KV cache groups.*not implemented"):
-        KVAllocator(BlockPool(1), KVGeometry(block_size=SIZE, groups=(GROUP, GROUP)), num_slots=1)
+# --- several groups -----------------------------------------------------------------------------------------------
+
+
+def grouped(*windows: int | None, num_blocks: int = 40, num_slots: int = 4) -> KVAllocator:
+    """An allocator of groups with these windows."""
+    groups = tuple(msgspec.structs.replace(GROUP, window=window) for window in windows)
+    geometry = KVGeometry(block_size=SIZE, groups=groups)
+    return KVAllocator(BlockPool(num_blocks), geometry, num_slots=num_slots)
+
+
+def test_every_group_has_a_table_of_its_own():
+    alloc = grouped(None, 6)
+    full, window = alloc.admit(0, alloc.match(chain(range(10)), 9), 10)
+    assert full.tolist() == [1, 2, 3] == alloc.table(0) and window.tolist() == [4, 5, 6] == alloc.table(0, 1)
+    assert alloc.grow(0, 13) == [(0, 0, 7), (0, 1, 8)] and alloc.capacity[0] == 16
+    alloc.check()
+    alloc.free(0)
+    alloc.check()
+
+
+def test_a_window_takes_blocks_chunk_by_chunk_and_gives_back_what_it_has_passed():
+    alloc = grouped(None, 6)
+    keys = chain(range(20))
+    full, window = alloc.admit(0, alloc.match(keys, 19), 20, 8)
+    assert (len(full), len(window), alloc.capacity[0]) == (5, 2, 8)
+    alloc.publish(0, keys, 2)
+    alloc.trim(np.array([0]), np.array([8]))  # sees 3 to 8
+    assert alloc.table(0, 1) == window.tolist()
+    alloc.trim(np.array([0]), np.array([9]))
+    assert alloc.table(0, 1) == [0, 7] and alloc.table(0) == full.tolist()
+    assert alloc.pool.num_cached == 1, "it can be hit until it is needed"
+    rows = alloc.grow_many(np.array([0]), np.array([17]))
+    assert rows is not None and [(slot, group) for slot, group, _ in rows.tolist()] == [(0, 1)] * 3
+    alloc.check()
+    alloc.trim(np.array([0]), np.array([100]))
+    assert alloc.table(0, 1) == [0] * 5
+    alloc.check()
+    alloc.free(0)
+    alloc.check()
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (6, None), (None, None, 6)])
+def test_a_hit_needs_of_a_window_only_what_later_rows_see(windows: tuple[int | None, ...]):
+    alloc, at = grouped(*windows), windows.index(6)
+    keys = chain(range(17))
+    alloc.admit(0, alloc.match(keys, 16), 17)
+    alloc.publish(0, keys, 4)
+    tables = [list(alloc.table(0, group)) for group in range(len(windows))]
+    alloc.free(0)
+    match = alloc.match(chain(range(17)), 16)
+    assert match.num_tokens == 16 and match.broke_at is None
+    assert match.blocks == tuple([0, 0, *table[2:4]] if g == at else table[:4] for g, table in enumerate(tables))
+    alloc.pool.forget(tables[at][:2])
+    assert alloc.match(chain(range(17)), 16).num_tokens == 16, "nobody sees them any more"
+    assert alloc.match(chain(range(17)), 8).num_tokens == 0, "rows from 8 on see from 3 on"
+    alloc.pool.forget(tables[at][3:4])
+    match = alloc.match(chain(range(17)), 16)
+    assert (match.num_tokens, match.broke_at) == (0, 0), "12 to 15 are not there, and 7 to 11 need block 1"
+    ids = alloc.admit(0, match, 17)
+    assert all(ids[at]) and len(ids) == len(windows)
+    alloc.check()
+
+
+def test_a_hit_takes_only_what_it_needs():
+    alloc = grouped(None, 6, num_blocks=12)
+    keys = chain(range(17))
+    alloc.admit(0, alloc.match(keys, 16), 17)
+    alloc.publish(0, keys, 4)
+    alloc.free(0)
+    match = alloc.match(chain(range(17)), 16)
+    full, window = alloc.admit(1, match, 17)
+    assert window.tolist()[:2] == [0, 0] and all(window[2:]) and all(full)
+    assert alloc.pool.num_free == 12 - 5 - 3
+    alloc.check()
+    alloc.forget(1)
+    assert alloc.match(chain(range(17)), 16).num_tokens == 16, "what it shared stays"
+    alloc.check()
+
+
+def test_two_groups_never_take_each_others_blocks():
+    """The same tokens, so the same key but for the group."""
+    alloc = grouped(None, None)
+    keys = chain(range(9))
+    alloc.admit(0, alloc.match(keys, 8), 9)
+    alloc.publish(0, keys, 2)
+    first, second = alloc.match(chain(range(9)), 8).blocks
+    assert first == alloc.table(0)[:2] and second == alloc.table(0, 1)[:2]
+
+
+def test_admission_counts_the_window_and_the_chunk_in_flight():
+    """A prompt of 40 tokens: all of its 10 blocks in full attention, 4 in a window of 6 with chunks of 6."""
+    for free, fits in ((13, False), (14, True)):
+        alloc = grouped(None, 6, num_blocks=free)
+        match = alloc.match(chain(range(40)), 39)
+        assert alloc.can_admit(match, 40, 0, 6) is fits
+        assert alloc.most_blocks(40, 6) == 14
+    alloc.admit(0, match, 40, 6)
+    for start in range(6, 40, 6):  # and that is enough to the end, wherever chunks begin
+        alloc.trim(np.array([0]), np.array([start]))
+        assert alloc.grow(0, min(start + 6, 40)) is not None
+    alloc.check()
+
+
+def test_what_is_withdrawn_is_found_in_no_group():
+    alloc = grouped(None, 6)
+    keys = chain(range(17))
+    alloc.admit(0, alloc.match(keys, 16), 17)
+    alloc.publish(0, keys, 4)
+    alloc.free(0)
+    alloc.withdraw(keys)
+    assert alloc.pool.num_cached == 0
+    alloc.check()
 
 
 def test_slots_that_begin_with_the_same_blocks_are_found():

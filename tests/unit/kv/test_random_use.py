@@ -9,13 +9,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import KeyChain
+from quire.kv.hashing import KeyChain, group_key
 from quire.kv.pool import BlockPool
 
 SIZE = 2
 NUM_SLOTS = 4
 ROOT = bytes(32)
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
+Content = tuple[int, str, tuple[int, ...]]  # group, salt, tokens
 SALTS = st.sampled_from(["", "", "", "a", "b"])
 
 
@@ -28,57 +29,62 @@ class Running:
         self.chain = KeyChain(ROOT, SIZE, self.tokens, [("salt", salt)] if salt else [])
         self.num_computed = 0
 
-    def content(self, block: int) -> tuple[str, tuple[int, ...]]:
-        """What block `block` of the table must contain: everything up to its last token decides its KV."""
-        return self.salt, tuple(self.tokens[: (block + 1) * SIZE])
+    def content(self, block: int, group: int) -> Content:
+        """What block `block` of a group's table must contain: everything up to its last token decides its KV."""
+        return group, self.salt, tuple(self.tokens[: (block + 1) * SIZE])
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(3, 12))
-    def start(self, num_blocks: int) -> None:
-        geometry = KVGeometry(
-            block_size=SIZE, groups=(KVGroup(layers=(0,), components=(KVComponent("k", 1, 8, "float32", 4),)),)
-        )
-        self.alloc = KVAllocator(BlockPool(num_blocks), geometry, num_slots=NUM_SLOTS)
+    @initialize(num_blocks=st.integers(3, 12), windows=st.sampled_from([(None,), (None, 3), (4,), (2, None, 5)]))
+    def start(self, num_blocks: int, windows: tuple[int | None, ...]) -> None:
+        component = KVComponent("k", 1, 8, "float32", 4)
+        self.groups = tuple(KVGroup(layers=(i,), components=(component,), window=w) for i, w in enumerate(windows))
+        geometry = KVGeometry(block_size=SIZE, groups=self.groups)
+        self.alloc = KVAllocator(BlockPool(num_blocks * len(windows)), geometry, num_slots=NUM_SLOTS)
         self.running: dict[int, Running] = {}
-        self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.written: dict[int, Content] = {}
+
+    def tables(self, slot: int) -> list[list[int]]:
+        return [list(self.alloc.table(slot, group)) for group in range(len(self.groups))]
 
     def compute(self, slot: int, upto: int) -> None:
         """Write the KV of tokens [num_computed, upto), as the forward pass does."""
-        request, table = self.running[slot], self.alloc.table(slot)
-        for position in range(request.num_computed, upto):
-            index = position // SIZE
-            block = table[index]
-            assert self.alloc.pool.refs(block) == 1, "a shared block is written"
-            if index >= self.alloc.published[slot]:
-                assert self.alloc.pool.key(block) is None, "a findable block is written outside its plan"
-            self.written[block] = (request.salt, tuple(request.tokens[: position + 1]))
+        request = self.running[slot]
+        for group, table in enumerate(self.tables(slot)):
+            for position in range(request.num_computed, upto):
+                index = position // SIZE
+                block = table[index]
+                assert self.alloc.pool.refs(block) == 1, "a shared block is written"
+                if index >= self.alloc.published[slot]:
+                    assert self.alloc.pool.key(block) is None, "a findable block is written outside its plan"
+                self.written[block] = (group, request.salt, tuple(request.tokens[: position + 1]))
         request.num_computed = max(upto, request.num_computed)
 
     @precondition(lambda self: len(self.running) < NUM_SLOTS)
-    @rule(prompt=PROMPTS, salt=SALTS, headroom=st.integers(0, 2), use_cache=st.booleans())
-    def admit(self, prompt: list[int], salt: str, headroom: int, use_cache: bool) -> None:
+    @rule(prompt=PROMPTS, salt=SALTS, headroom=st.integers(0, 2), use_cache=st.booleans(), chunk=st.integers(1, 12))
+    def admit(self, prompt: list[int], salt: str, headroom: int, use_cache: bool, chunk: int) -> None:
         slot = min(set(range(NUM_SLOTS)) - set(self.running))
         request = Running(prompt, salt)
         match = self.alloc.match(request.chain, len(prompt) - 1 if use_cache else 0)
         assert match.num_tokens <= max(0, len(prompt) - 1)
-        for index, block in enumerate(match.blocks):
-            assert self.written[block] == request.content(index), "a hit on a block with other tokens"
-        free = self.alloc.pool.num_free
-        if not self.alloc.can_admit(match, len(prompt), headroom):
+        for group, blocks in enumerate(match.blocks):
+            for index in range(self.groups[group].num_behind(match.num_tokens, SIZE), match.num_blocks):
+                assert self.written[blocks[index]] == request.content(index, group), "a hit on other tokens"
+        free, upto = self.alloc.pool.num_free, min(len(prompt), match.num_tokens + chunk)
+        if not self.alloc.can_admit(match, len(prompt), headroom, upto):
             assert self.alloc.pool.num_free == free
             return
-        ids = self.alloc.admit(slot, match, len(prompt)).tolist()
+        for ids, blocks in zip(self.alloc.admit(slot, match, len(prompt), upto), match.blocks, strict=True):
+            assert ids.tolist()[: len(blocks)] == blocks
+            self.poison(ids.tolist()[len(blocks) :])
         assert self.alloc.pool.num_free >= headroom
-        assert ids[: len(match.blocks)] == match.blocks
-        self.poison(ids[len(match.blocks) :])
         request.num_computed = match.num_tokens
         self.running[slot] = request
 
     def poison(self, blocks: list[int]) -> None:
         for block in blocks:
             assert self.alloc.pool.refs(block) == 1 and self.alloc.pool.key(block) is None
-            self.written[block] = ("poison", ())
+            self.written[block] = (-1, "poison", ())
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), chunk=st.integers(1, 5))
@@ -87,6 +93,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.running)))
         request = self.running[slot]
         upto = min(request.num_computed + chunk, len(request.tokens))
+        if not self.grow(slot, request.num_computed, upto):
+            return
         self.alloc.publish(slot, request.chain, upto // SIZE)
         self.compute(slot, upto)
 
@@ -96,26 +104,33 @@ class AllocatorMachine(RuleBasedStateMachine):
         """Sampled tokens are written, and published when their block is full."""
         slot = data.draw(st.sampled_from(sorted(self.running)))
         request = self.running[slot]
-        free, before = self.alloc.pool.num_free, list(self.alloc.table(slot))
-        grown = self.alloc.grow(slot, len(request.tokens) + len(tokens))
-        if grown is None:
-            assert self.alloc.pool.num_free == free and self.alloc.table(slot) == before
+        if not self.grow(slot, request.num_computed, len(request.tokens) + len(tokens)):
             return
-        self.poison(grown)
         self.compute(slot, len(request.tokens))
         request.tokens.extend(tokens)
         self.compute(slot, len(request.tokens))
         self.alloc.publish(slot, request.chain, len(request.tokens) // SIZE)
+
+    def grow(self, slot: int, position: int, length: int) -> bool:
+        """Blocks for rows from `position` on, up to `length` tokens; False when there are not enough."""
+        self.alloc.trim(np.array([slot]), np.array([position]))
+        free, before = self.alloc.pool.num_free, self.tables(slot)
+        grown = self.alloc.grow(slot, length)
+        if grown is None:
+            assert self.alloc.pool.num_free == free and self.tables(slot) == before
+            return False
+        self.poison([block for _, _, block in grown])
+        return True
 
     @precondition(lambda self: self.running)
     @rule(extra=st.integers(0, 5))
     def grow_all(self, extra: int) -> None:
         slots = np.array(sorted(self.running))
         wanted = np.array([len(self.running[slot].tokens) + extra for slot in slots.tolist()])
-        before = [list(self.alloc.table(slot)) for slot in slots.tolist()]
+        before = [self.tables(slot) for slot in slots.tolist()]
         rows = self.alloc.grow_many(slots, wanted)
         if rows is None:
-            assert [self.alloc.table(slot) for slot in slots.tolist()] == before
+            assert [self.tables(slot) for slot in slots.tolist()] == before
             return
         assert (self.alloc.capacity[slots] >= wanted).all()
         self.poison(rows[:, 2].tolist())
@@ -125,11 +140,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     def exhaust(self, data: st.DataObject) -> None:
         """One slot takes all there is; the next block is refused."""
         slot = data.draw(st.sampled_from(sorted(self.running)))
-        room = int(self.alloc.capacity[slot]) + self.alloc.pool.num_free * SIZE
-        taken = self.alloc.grow(slot, room)
-        assert taken is not None and self.alloc.pool.num_free == 0
-        self.poison(taken)
-        assert self.alloc.grow(slot, room + 1) is None
+        while (taken := self.alloc.grow(slot, int(self.alloc.capacity[slot]) + 1)) is not None:
+            self.poison([block for _, _, block in taken])
+        assert self.alloc.pool.num_free < len(self.groups)
         assert not self.alloc.can_admit(self.alloc.match(Running([1], "").chain, 0), 1)
 
     @precondition(lambda self: self.running)
@@ -143,11 +156,11 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.running)))
-        table = list(self.alloc.table(slot))
-        before = {block: self.alloc.pool.key(block) for block in table}
-        kept = set(table[: self.alloc._num_shared[slot]])
+        tables = self.tables(slot)
+        before = {block: self.alloc.pool.key(block) for table in tables for block in table}
+        kept = {block for table in tables for block in table[: self.alloc._num_shared[slot]]}
         self.alloc.forget(slot)
-        for block in table:
+        for block in before:
             assert self.alloc.pool.key(block) == (before[block] if block in kept else None)
         del self.running[slot]
 
@@ -161,13 +174,16 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.alloc.check()
         pool = self.alloc.pool
         for key, block in pool._index.items():
-            salt, tokens = self.written[block]
+            group, salt, tokens = self.written[block]
             assert len(tokens) % SIZE == 0 and tokens, "an unfinished block is findable"
             truth = KeyChain(ROOT, SIZE, array("I", tokens), [("salt", salt)] if salt else [])
-            assert truth.keys(len(tokens) // SIZE)[-1] == key, "a block contains other tokens than its key says"
+            own = group_key(truth.keys(len(tokens) // SIZE)[-1], group)
+            assert own == key, "a block contains other tokens than its key says"
         for slot, request in self.running.items():
-            for index in range(request.num_computed // SIZE):
-                assert self.written[self.alloc.table(slot)[index]] == request.content(index), "KV was overwritten"
+            for group, table in enumerate(self.tables(slot)):
+                first = self.groups[group].num_behind(request.num_computed, SIZE)
+                for index in range(first, request.num_computed // SIZE):
+                    assert self.written[table[index]] == request.content(index, group), "KV was overwritten"
 
 
 AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -21,7 +21,7 @@ NONE = np.zeros(0, np.int32)
 
 
 def plan(step: int) -> StepPlan:
-    return StepPlan(step=step, slots=NONE, num_tokens=NONE, num_rows=NONE, outputs=NONE.astype(np.uint8))
+    return StepPlan(step=step, slots=NONE, num_decodes=0, num_tokens=NONE, num_rows=NONE, outputs=NONE.astype(np.uint8))
 
 
 def echo(plan: StepPlan, late: Late) -> StepResult:

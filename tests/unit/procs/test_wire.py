@@ -38,7 +38,8 @@ def same(a: object, b: object) -> bool:
 
 
 PLAN = StepPlan(
-    step=12, slots=ints(3, 1), num_tokens=ints(1, 64), num_rows=ints(1, 0), outputs=np.array([1, 0], np.uint8),
+    step=12, slots=ints(3, 1), num_decodes=1, num_tokens=ints(1, 64), num_rows=ints(1, 0),
+    outputs=np.array([1, 0], np.uint8),
     admitted=(Admission(slot=1, request_id="ü", token_ids=np.arange(100, dtype=np.int32), block_ids=(ints(4, 5),),
                         num_computed=16, sampler=SPEC, pool="mean"),),
     appended=ints(3, 0, 9, 3, 0, 10).reshape(2, 3), released=ints(7), shared=(SharedPrefix(ints(1, 3), 2),))
@@ -56,7 +57,8 @@ OUTPUTS = StepOutputs(
 REQUEST = NewRequest(handle=1, request_id="r", token_ids=bytes(range(12)), max_tokens=4, sampler=SPEC, stop_ids=(7,),
                      min_tokens=1, priority=-3, parent=0, deadline=1.5, cache_salt="s", read_prefix_cache=False,
                      pool="cls")
-EMPTY_PLAN = StepPlan(step=0, slots=ints(), num_tokens=ints(), num_rows=ints(), outputs=np.empty(0, np.uint8))
+EMPTY_PLAN = StepPlan(step=0, slots=ints(), num_decodes=0, num_tokens=ints(), num_rows=ints(),
+                      outputs=np.empty(0, np.uint8))
 EMPTY_OUTPUTS = StepOutputs(handles=ints(), tokens=ints())
 
 

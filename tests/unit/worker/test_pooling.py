@@ -37,7 +37,8 @@ def admission(slot: int, length: int, pool: str, computed: int = 0) -> Admission
 def plan(tokens: dict[int, int], *admitted: Admission, outputs: dict[int, int] | None = None,
          released: tuple[int, ...] = ()) -> StepPlan:  # fmt: skip
     bits = [(outputs or {}).get(slot, POOL) for slot in tokens]
-    return StepPlan(step=0, slots=np.array(list(tokens), np.int32), num_tokens=np.array([*tokens.values()], np.int32),
+    return StepPlan(step=0, slots=np.array(list(tokens), np.int32), num_decodes=0,
+                    num_tokens=np.array([*tokens.values()], np.int32),
                     num_rows=np.zeros(len(tokens), np.int32), outputs=np.array(bits, np.uint8), admitted=admitted,
                     released=np.array(released, np.int32))  # fmt: skip
 

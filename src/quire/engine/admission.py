@@ -1,0 +1,107 @@
+"""Who is admitted to the next step, and which blocks it finds there."""
+
+import numpy as np
+
+from quire.contracts.request import Request, RequestState
+from quire.contracts.step import I32, Admission
+from quire.engine.roster import Roster
+from quire.kv.misses import PrefixHistory
+from quire.kv.prefix import PrefixMatch
+
+
+class Admitter:
+    """Moves waiting requests into slots, as long as tokens, slots and blocks last.
+
+    headroom   blocks that stay free while anybody runs
+    prefix_queries, prefix_hits   prompt tokens looked up in the prefix cache and found, since the start
+    """
+
+    def __init__(self, roster: Roster, history: PrefixHistory, *, by_priority: bool, headroom: int) -> None:
+        self._roster, self._history = roster, history
+        self._table, self._queue, self._allocator = roster.table, roster.queue, roster.allocator
+        self._by_priority, self._headroom = by_priority, headroom
+        self.prefix_queries = self.prefix_hits = 0
+
+    def admit(self, slots: I32, num_tokens: I32, room: int) -> tuple[I32, I32, list[Admission]]:
+        """Admit waiting requests in order, for `room` tokens; never past one that does not fit. Returns slots and
+        num_tokens with theirs behind."""
+        admitted: list[Admission] = []
+        new_tokens: list[int] = []
+        while room > 0 and self._table.num_free and (request := self._queue.peek()) is not None:
+            if request.in_flight:
+                break  # preempted, and its last result is still to come
+            try:
+                admission = self._enter(request, room)
+            except Exception:
+                self._roster.fail(request)
+                continue
+            if admission is None:
+                break
+            self._queue.pop()
+            request.to(RequestState.RUNNING)
+            admitted.append(admission)
+            count = min(len(request.tokens) - admission.num_computed, room)
+            new_tokens.append(count)
+            room -= count
+            if admission.num_computed + count == len(request.tokens):
+                self._roster.unblock_children(request)
+        if not admitted:
+            return slots, num_tokens, admitted
+        return (np.concatenate([slots, np.array([a.slot for a in admitted], np.int32)]),
+                np.concatenate([num_tokens, np.array(new_tokens, np.int32)]), admitted)  # fmt: skip
+
+    def offer_chunks(self, slots: I32, num_tokens: I32) -> bool:
+        """Let the requests admitted next share what running prompts are about to compute. True when one failed."""
+        planned = self._table.planned[slots]
+        failed = False
+        for i in np.flatnonzero(planned < self._table.goal[slots]).tolist():
+            request = self._table.requests[int(slots[i])]
+            assert request is not None
+            try:
+                self._publish_planned(request, int(planned[i] + num_tokens[i]))
+            except Exception:
+                self._roster.fail(request)
+                failed = True
+                continue
+            if planned[i] + num_tokens[i] == len(request.tokens):
+                self._roster.unblock_children(request)
+        return failed
+
+    def _match(self, request: Request) -> PrefixMatch:
+        """Blocks to reuse; at least the last token is computed, and every prompt row that is still to be scored."""
+        limit = len(request.tokens) - 1
+        if request.new.sampler.num_prompt_logprobs is not None:
+            limit = min(limit, request.prompt_scored)
+        elif not request.new.read_prefix_cache and (request.num_preemptions == 0 or request.new.pool):
+            limit = 0
+        return self._allocator.match(self._roster.chain(request), limit)
+
+    def _enter(self, request: Request, room: int) -> Admission | None:
+        """Give a waiting request a slot, blocks and up to `room` planned tokens; None when it does not fit.
+
+        Until the caller moves it to RUNNING it still stands in the queue, and `Roster.fail` can undo all of this.
+        """
+        new, match = request.new, self._match(request)
+        headroom = self._headroom if len(self._table) else 0
+        upto = min(len(request.tokens), match.num_tokens + room)
+        if not self._allocator.can_admit(match, len(request.tokens), headroom, upto):
+            return None
+        if request.num_cached < 0 and new.parent is None:
+            request.prefix = self._history.admit(new.request_id, self._roster.chain(request), match, request.num_prompt,
+                                                 reads=new.read_prefix_cache)  # fmt: skip
+        slot = self._table.enter(request, match.num_tokens, self._by_priority)
+        blocks = self._allocator.admit(slot, match, len(request.tokens), upto)
+        self._publish_planned(request, upto)
+        admission = Admission(
+            slot=slot, request_id=new.request_id, token_ids=np.array(request.tokens, np.int32), block_ids=blocks,
+            num_computed=match.num_tokens, sampler=new.sampler, pool=new.pool,
+        )  # fmt: skip
+        if request.num_cached < 0:
+            request.num_cached = match.num_tokens
+            self.prefix_queries += request.num_prompt
+            self.prefix_hits += match.num_tokens
+        return admission
+
+    def _publish_planned(self, request: Request, num_tokens: int) -> None:
+        # Valid in the same step: each layer writes all KV before any row attends (a kernel contract).
+        self._roster.publish(request, min(num_tokens, len(request.tokens)))

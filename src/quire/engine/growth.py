@@ -1,0 +1,62 @@
+"""Blocks for the tokens of the next step, and who gives way when the pool is short of them."""
+
+import logging
+
+import numpy as np
+
+from quire.contracts.step import I32
+from quire.engine.roster import Roster
+
+LOG = logging.getLogger("quire")
+
+
+class Growth:
+    """Gives running slots the blocks they need; preempts by recompute. `num_preempted` counts since the start."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster, self._table, self._allocator = roster, roster.table, roster.allocator
+        self.num_preempted = 0
+
+    def grow(self, slots: I32, num_tokens: I32) -> tuple[I32, I32, I32]:
+        """Give every slot the blocks for its tokens; take them from the last in order when the pool is short.
+
+        Returns slots and num_tokens of those that still run, and the rows of `StepPlan.appended`.
+        """
+        needed = self._table.planned[slots] + num_tokens
+        try:
+            if self._allocator.has_windows:  # rows to come begin at the last token that is confirmed, or at a chunk
+                self._allocator.trim(slots, np.minimum(self._table.planned[slots], self._table.confirmed[slots] - 1))
+            rows = self._allocator.grow_many(slots, needed)
+        except Exception:  # whose fault it is shows below, where they grow one by one
+            LOG.exception("the slots could not grow together")
+            rows = None
+        if rows is not None:
+            return slots, num_tokens, rows
+        short = np.flatnonzero(needed > self._allocator.capacity[slots])
+        appended: list[tuple[int, int, int]] = []
+        for i in short.tolist():
+            slot = int(slots[i])
+            while (request := self._table.requests[slot]) is not None:
+                try:
+                    blocks = self._allocator.grow(slot, int(needed[i]))
+                except Exception:
+                    self._roster.fail(request)
+                    break
+                if blocks is not None:
+                    appended += blocks
+                    break
+                self.preempt_last()
+        return self.still_running(slots, num_tokens, np.array(appended, np.int32).reshape(-1, 3))
+
+    def still_running(self, slots: I32, num_tokens: I32, appended: I32) -> tuple[I32, I32, I32]:
+        """Leave out the slots whose requests have just been preempted or have failed."""
+        running = np.array([request is not None for request in self._table.requests], bool)
+        kept = running[slots]
+        return slots[kept], num_tokens[kept], appended[running[appended[:, 0]]]
+
+    def preempt_last(self) -> None:
+        """Preempt the running request that comes last in order."""
+        request = self._table.requests[int(self._table.order()[-1])]
+        assert request is not None
+        self._roster.preempt(request)
+        self.num_preempted += 1

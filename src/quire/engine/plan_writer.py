@@ -1,0 +1,109 @@
+"""The plan of a step as a record, and what the core remembers of it until its result comes."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.contracts.request import Request
+from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan
+from quire.engine.roster import Roster
+
+SHARED_TOKENS = 1024  # reading fewer once instead of for each request saves nothing
+
+
+@dataclass(kw_only=True)
+class InFlight:
+    """One submitted step: the plan, and whose slots they were when it was planned."""
+
+    plan: StepPlan
+    sampling: I32  # slots that sample, in plan order
+    requests: list[Request]  # of `sampling`
+    handles: I32
+    most: I32 | None  # tokens that each of `sampling` may get; None: one each
+    version: int  # of the table when planned
+    admitted: list[Request] = field(default_factory=list)  # for the first time
+    scored: list[tuple[int, Request, int]] = field(default_factory=list)  # slot, request, position of its first row
+    unsampled: dict[int, Request] = field(default_factory=dict)  # by slot: prompt done, nothing to sample
+    num_prefills: int = 0  # slots that are catching up
+    num_prefill_tokens: int = 0
+    schedule_s: float = 0.0  # seconds of planning
+    execute_s: float = 0.0  # seconds in the executor, so far
+
+
+class PlanWriter:
+    """Writes plans. What changes only with the requests that run is written once and used until they change."""
+
+    def __init__(self, roster: Roster, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        self._roster, self._table, self._allocator = roster, roster.table, roster.allocator
+        self._sampling: tuple[int, I32, list[Request], I32] | None = None
+        self._shared: tuple[int, tuple[SharedPrefix, ...]] = (-1, ())
+
+    def write(self, step: int, slots: I32, num_tokens: I32, admitted: list[Admission], appended: I32) -> InFlight:
+        """Advance the table by the chosen tokens and write the plan."""
+        table = self._table
+        before = table.planned[slots]
+        table.planned[slots] = after = before + num_tokens
+        catching_up = before < table.goal[slots]
+        bound = table.upper_bound[slots]
+        samples = (after >= bound) & (bound < table.end[slots])  # a decode is past its bound by its drafts
+        outputs = np.where(samples, SAMPLE, 0).astype(np.uint8)
+        num_rows = samples.astype(np.int32)
+        scored: list[tuple[int, Request, int]] = []
+        unsampled: dict[int, Request] = {}
+        prefills = np.flatnonzero(catching_up)
+        for i in prefills.tolist():
+            request = table.requests[int(slots[i])]
+            assert request is not None
+            if after[i] == bound[i] and not samples[i]:
+                unsampled[int(slots[i])] = request
+            if request.new.pool:
+                outputs[i] |= POOL
+            if request.new.sampler.num_prompt_logprobs is not None and before[i] < request.num_prompt - 1:
+                outputs[i] |= PROMPT_LOGPROBS
+                num_rows[i] = num_tokens[i]
+                scored.append((int(slots[i]), request, int(before[i])))
+        sampling, num_decodes = slots[samples], len(slots) - len(prefills)
+        most = self._most(num_tokens[:num_decodes], len(sampling))
+        if most is not None:
+            num_rows[:num_decodes] = num_tokens[:num_decodes]
+        table.in_flight[sampling] += 1
+        table.upper_bound[sampling] += 1 if most is None else most
+        plan = StepPlan(
+            step=step, slots=slots, num_decodes=num_decodes, num_tokens=num_tokens, num_rows=num_rows, outputs=outputs,
+            admitted=tuple(admitted), appended=appended, released=np.array(self._roster.released, np.int32),
+            shared=self._shared_prefixes(), grammar=sampling[table.masked[sampling]],
+        )  # fmt: skip
+        self._roster.released.clear()
+        requests, handles = self._who(sampling)
+        newly = [r for r in (table.requests[a.slot] for a in admitted) if r is not None and r.num_preemptions == 0]
+        return InFlight(
+            plan=plan, sampling=sampling, requests=requests, handles=handles, most=most, version=table.version,
+            admitted=newly, scored=scored, unsampled=unsampled, num_prefills=len(prefills),
+            num_prefill_tokens=int(num_tokens[prefills].sum()) if len(prefills) else 0,
+        )  # fmt: skip
+
+    def _most(self, rows: I32, num_sampling: int) -> I32 | None:
+        """Tokens that each sampling slot may get, if any has drafts: as many as it has rows, and one after a prompt."""
+        if not self._num_drafts or not (rows > 1).any():
+            return None
+        most = np.ones(num_sampling, np.int32)
+        most[: len(rows)] = rows
+        return most
+
+    def _shared_prefixes(self) -> tuple[SharedPrefix, ...]:
+        """Running requests whose contexts begin with the same blocks; remembered until requests come or go."""
+        if self._shared[0] != self._table.version:
+            groups = self._allocator.shared_prefixes(self._table.order().tolist(), SHARED_TOKENS)
+            self._shared = (self._table.version, tuple(SharedPrefix(np.array(s, np.int32), n) for s, n in groups))
+        return self._shared[1]
+
+    def _who(self, sampling: I32) -> tuple[list[Request], I32]:
+        """The requests and handles of the sampling slots; remembered, since a decoding batch rarely changes."""
+        last = self._sampling
+        if last is not None and last[0] == self._table.version and np.array_equal(last[1], sampling):
+            return last[2], last[3]
+        requests = [r for r in (self._table.requests[s] for s in sampling.tolist()) if r is not None]
+        handles = self._table.handle[sampling]
+        self._sampling = (self._table.version, sampling, requests, handles)
+        return requests, handles

@@ -1,0 +1,149 @@
+"""The live requests: who waits, who is blocked, who runs, and what each of them holds."""
+
+import logging
+
+from quire.contracts.request import BlockReason, NewRequest, Request, RequestState
+from quire.engine.queue import WaitingQueue
+from quire.engine.table import RunningTable
+from quire.kv.allocator import KVAllocator
+from quire.kv.hashing import KeyChain, Tags
+
+LOG = logging.getLogger("quire")
+
+
+class Roster:
+    """Requests come and go here; nothing is planned.
+
+    table, queue, allocator   the running requests, the waiting ones, and the blocks of the running ones
+    num_blocked   requests that wait for another's prompt or for their grammar
+    released      slots that running requests gave back since the last plan
+    preempted     handles of requests that gave way, until the next outputs tell of them
+    """
+
+    def __init__(self, table: RunningTable, queue: WaitingQueue, allocator: KVAllocator, root_key: bytes) -> None:
+        self.table, self.queue, self.allocator = table, queue, allocator
+        self.num_blocked = 0
+        self.released: list[int] = []
+        self.preempted: list[int] = []
+        self._root = root_key
+        self._chains: dict[int, KeyChain] = {}
+        self._children: dict[int, dict[int, Request]] = {}  # parent's handle -> those blocked on its prompt, by handle
+        self._compiling: set[int] = set()  # handles of those whose grammar is not there yet
+        self._broken: list[Request] = []
+        self._arrivals = 0
+
+    def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1) -> Request:
+        """Queue a request. With a parent still before the end of its prompt, it is blocked until that is planned.
+
+        places   as in `EngineCore.add`
+        """
+        if new.parent is None:
+            self.queue.check_room(places, self.num_blocked, self.table.num_free)
+        request = Request(new, self._arrivals)
+        self._arrivals += 1
+        chain = KeyChain(self._root, self.allocator.block_size, request.tokens, tags)
+        if new.grammar is not None:
+            self._compiling.add(new.handle)
+        if parent is not None and not self._prompt_planned(parent):
+            request.to(RequestState.BLOCKED, BlockReason.PARENT)
+            self._children.setdefault(parent.new.handle, {})[new.handle] = request
+            self.num_blocked += 1
+        else:
+            self._line_up(request)
+        self._chains[new.handle] = chain
+        return request
+
+    def remove(self, request: Request, *, distrust: bool = False) -> None:
+        """End a request in any state and free what it holds; `distrust` also withdraws the blocks it published."""
+        before, blocked_on = request.state, request.blocked_on
+        if before is RequestState.RUNNING:
+            (self.allocator.forget if distrust else self.allocator.free)(request.slot)
+            self.released.append(self.table.leave(request))
+        request.to(RequestState.FINISHED)
+        if before is RequestState.WAITING:
+            self.queue.drop(request)
+            if distrust:  # it was preempted and failed in a step that was still in flight
+                self.allocator.withdraw(self._chains[request.new.handle])
+        if before is RequestState.BLOCKED:
+            self.num_blocked -= 1
+            if blocked_on is BlockReason.PARENT:
+                assert request.new.parent is not None
+                del self._children[request.new.parent][request.new.handle]
+        self._compiling.discard(request.new.handle)
+        self.unblock_children(request)
+        del self._chains[request.new.handle]
+
+    def preempt(self, request: Request) -> None:
+        """Send a running request back to the queue, to be recomputed later."""
+        self.allocator.free(request.slot)
+        self.released.append(self.table.leave(request))
+        request.to(RequestState.WAITING)
+        request.num_preemptions += 1
+        self.preempted.append(request.new.handle)
+        self.queue.push(request)
+
+    def compiled(self, request: Request) -> None:
+        """Its grammar is there: it may run as soon as nothing else blocks it."""
+        self._compiling.remove(request.new.handle)
+        if request.blocked_on is BlockReason.GRAMMAR:
+            self.num_blocked -= 1
+            request.to(RequestState.WAITING)
+            self.queue.push(request)
+
+    def unblock_children(self, parent: Request) -> None:
+        """The prompt of `parent` is planned to its end, or will never be: its children may run."""
+        for child in self._children.pop(parent.new.handle, {}).values():
+            self.num_blocked -= 1
+            child.to(RequestState.WAITING)
+            self._line_up(child)
+
+    def chain(self, request: Request) -> KeyChain:
+        """The keys of the request's blocks."""
+        return self._chains[request.new.handle]
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Index the full blocks among the first `num_tokens` tokens, which are known and computed, or will be by the
+        plan that is being made."""
+        full = num_tokens // self.allocator.block_size
+        self.allocator.publish(request.slot, self._chains[request.new.handle], full)
+
+    def fail(self, request: Request) -> None:
+        """End a request alone whose bookkeeping met an exception (call this while it is handled); see `take_broken`.
+
+        What it has published may never be computed, so nobody may find it any more.
+        """
+        LOG.exception("request %s failed; the others go on", request.new.request_id)
+        if request.state is RequestState.WAITING and request.slot >= 0:  # its admission broke off: no device knows it
+            if self.allocator.num_blocks(request.slot):
+                self.allocator.forget(request.slot)
+            self.table.leave(request)
+        self.remove(request, distrust=request.state is RequestState.RUNNING)
+        self._broken.append(request)
+
+    def take_broken(self) -> list[Request]:
+        """The requests that `fail` has ended since the last call."""
+        broken, self._broken = self._broken, []
+        return broken
+
+    def check(self) -> None:
+        """Every invariant of the table and the pool, and that only running requests hold slots and blocks."""
+        self.table.check()
+        self.allocator.check()
+        for request in self.table.active():
+            assert request.state is RequestState.RUNNING
+            assert self.allocator.capacity[request.slot] >= self.table.planned[request.slot]
+        idle = [s for s in range(self.table.num_slots) if self.table.requests[s] is None]
+        assert not self.allocator.capacity[idle].any()
+
+    def _line_up(self, request: Request) -> None:
+        """Queue a WAITING request, or block it until its grammar is there."""
+        if request.new.handle in self._compiling:
+            request.to(RequestState.BLOCKED, BlockReason.GRAMMAR)
+            self.num_blocked += 1
+        else:
+            self.queue.push(request)
+
+    def _prompt_planned(self, parent: Request) -> bool:
+        if parent.state is RequestState.RUNNING:
+            return bool(self.table.planned[parent.slot] >= parent.num_prompt)
+        return parent.state is RequestState.FINISHED or len(parent.tokens) > parent.num_prompt

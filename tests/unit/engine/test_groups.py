@@ -1,0 +1,89 @@
+"""Several KV groups with different lifetimes: the mock notices a row that sees what is not there any more."""
+
+from typing import Any
+
+import pytest
+
+from quire.contracts.errors import PromptTooLong
+
+BOTH = (None, 8)
+
+
+def held(rig: Any, handle: int, group: int) -> int:
+    """Blocks that a request holds in a group."""
+    return sum(block != 0 for block in rig.allocator.table(rig.request(handle).slot, group))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_window_holds_what_its_rows_see_and_no_more(Rig: Any, depth: int, drafts: int) -> None:
+    """7 tokens before the row and those in flight, in blocks of 4; full attention holds all."""
+    rig = Rig(depth, windows=BOTH, blocks=80, budget=12, drafts=drafts, accepts=(3, 0, 2))
+    handle = rig.add(range(50), 60)
+    most = 0
+    while True:
+        rig.step()
+        if handle in rig.finish:
+            break
+        most = max(most, held(rig, handle, 1))
+        assert held(rig, handle, 0) * 4 >= len(rig.request(handle).tokens) - 1
+        if len(rig.tokens[handle]) > 8:
+            assert held(rig, handle, 1) <= (7 + 1 + depth * (1 + drafts)) // 4 + 2
+    assert most <= (7 + 12) // 4 + 2
+    rig.judge(handle)
+    rig.drain()
+
+
+def test_steps_say_which_group_a_block_belongs_to(Rig: Any) -> None:
+    rig = Rig(windows=BOTH, budget=6)
+    rig.add(range(20), 3)
+    rig.drain()
+    (admission,) = rig.plans[0].admitted
+    assert [len(ids) for ids in admission.block_ids] == [5, 2]
+    assert [[group for _, group, _ in p.appended.tolist()] for p in rig.plans] == [[], [1], [1, 1], [], [0, 1], []]
+
+
+def test_a_request_that_does_not_fit_in_all_groups_is_refused(Rig: Any) -> None:
+    """64 tokens need 16 blocks of full attention, and 5 of a window of 8 with chunks of 8."""
+    for windows, fits in (((None, 8), True), ((None, None), False), ((None, 8, 8), False), ((8, 8), True)):
+        rig = Rig(windows=windows, blocks=21, budget=8)
+        if fits:
+            rig.add(range(44), 20)
+            rig.drain()
+            rig.judge(0)
+        else:
+            with pytest.raises(PromptTooLong, match="need more than the 21 KV blocks"):
+                rig.add(range(44), 20)
+
+
+def test_a_later_turn_finds_what_it_needs_of_each_group(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, windows=BOTH, blocks=40)
+    first = rig.add(range(30), 10)
+    rig.drain()
+    second = rig.add([*range(30), *rig.tokens[first], 7, 8], 10)
+    rig.drain()
+    rig.judge(second)
+    assert rig.cached[second] == 36
+    (admission,) = [a for p in rig.plans for a in p.admitted][1:]
+    full, window = (ids.tolist() for ids in admission.block_ids)
+    assert all(full) and window[:7] == [0] * 7 and all(window[7:])
+
+
+def test_completions_of_one_prompt_share_its_blocks_in_each_group(Rig: Any, depth: int) -> None:
+    rig = Rig(depth, windows=BOTH, blocks=60)
+    parent = rig.add(range(30), 10)
+    children = [rig.add(range(30), 10, parent=parent, seed=50 + i) for i in range(3)]
+    rig.drain()
+    for handle in (parent, *children):
+        rig.judge(handle)
+    assert [rig.cached[child] for child in children] == [28] * 3
+
+
+def test_prefixes_that_are_read_once_are_those_of_full_attention(Rig: Any) -> None:
+    for windows, shared in ((BOTH, True), ((8, None), True), ((8,), False)):
+        rig = Rig(windows=windows, blocks=1800, slots=4, budget=4000, max_len=2000)
+        prompt = list(range(1400))
+        parent = rig.add(prompt, 8)
+        rig.add(prompt, 8, parent=parent)
+        rig.step(4)
+        assert bool(rig.plans[-1].shared) is shared
+        rig.drain()
