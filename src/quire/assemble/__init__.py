@@ -3,7 +3,9 @@
 import gc
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,7 +27,7 @@ from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
 from quire.models.obtain import obtain_weights, read_model
-from quire.models.plan import Machine, resolve_engine
+from quire.models.plan import EnginePlan, Machine, resolve_engine
 from quire.models.report import PlanReport
 from quire.observe.progress import Progress
 from quire.platforms.cpu import read_cpu_facts
@@ -112,19 +114,9 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     unread = () if config.load.load_format == "dummy" else unread_head(folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
-        loading = on_loading or progress.update
-        if device.device == "cuda":
-            from quire.assemble.cuda import assemble_cuda
-
-            facts = read_cuda_facts()
-            machine = Machine(device="cuda", words=f"{device}, {facts}", total_memory=facts.total_memory)
-            plan = resolve_engine(config, folder, args, machine, dtype, here, served=served)
-            parts = assemble_cuda(plan, facts, on_loading=loading, end_phase=phases.end)
-        else:
-            machine = Machine(device="cpu", words=str(device), total_memory=cpu.total_memory)
-            plan = resolve_engine(config, folder, args, machine, dtype, here, served=served)
-            parts = assemble_plain(plan, on_loading=loading, end_phase=phases.end,
-                                   free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
+        parts = _build(partial(resolve_engine, config, folder, args, dtype=dtype, probe=here, served=served), device,
+                       on_loading or progress.update, phases.end)  # fmt: skip
+    plan = parts.plan
     tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
     compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size, GrammarTrial(),
                                cpu.cores)  # fmt: skip
@@ -154,6 +146,20 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
         phases=phases.seconds,
         notes=notes,
     )
+
+
+def _build(plan_for: Callable[..., EnginePlan], device: DevicePlan, on_loading: Loading,
+           end_phase: Callable[[str], None]) -> Parts:
+    """Plan the engine for this machine, and build it. `plan_for` makes the plan, given `machine`."""
+    if device.device == "cuda":
+        from quire.assemble.cuda import assemble_cuda
+
+        gpu = read_cuda_facts()
+        machine = Machine(device="cuda", words=f"{device}, {gpu}", total_memory=gpu.total_memory)
+        return assemble_cuda(plan_for(machine=machine), gpu, on_loading=on_loading, end_phase=end_phase)
+    machine = Machine(device="cpu", words=str(device), total_memory=read_cpu_facts().total_memory)
+    return assemble_plain(plan_for(machine=machine), on_loading=on_loading, end_phase=end_phase,
+                          free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
 
 
 def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:

@@ -13,7 +13,7 @@ from rich.tree import Tree
 from quire.config.missing import not_runnable
 from quire.entry.cli.table import format_bytes as size
 from quire.models.facts import fact_lines
-from quire.models.plan import NEVER
+from quire.models.report import NEVER
 
 Plan = Mapping[str, Any]
 WEIGH = {"experts": "experts kernel", "combine": "combine step"}

@@ -27,6 +27,7 @@ FLAGS = """
 --model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
 --dtype --max-model-len --generation-config --override-generation-config --seed --max-logprobs --chat-template
 --pooler-config --override-pooler-config
+--load-device --weights-load-device
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
 --block-size --kv-cache-memory-bytes --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching
@@ -90,7 +91,7 @@ def _fields() -> list[tuple[dataclasses.Field, str]]:
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if not flag.startswith("--no-")])
 def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
-    texts = {"--dtype": "half", "--load-format": "dummy",
+    texts = {"--dtype": "half", "--load-format": "dummy", "--load-device": "cpu", "--weights-load-device": "cpu",
              "--routing": "uniform", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
              "--override-pooler-config": '{"pooling_type": "MEAN"}'}

@@ -139,7 +139,7 @@ NAMED: dict[str, Any] = {**OBJECT, "properties": {"name": ONE, "q\n": ONE}}
     ({"$ref": "#/$defs/n", "required": ["b"], "$defs": {"n": NAMED}}, ['{"b":1,"c":1}'], ["{}"]),
 ], ids=str)
 def test_an_object_has_no_listed_name_twice(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
-    r"""In a grammar, however it is spelled: JSON reads "\u006eame" as "name", and the last value wins. In a form of JSON
+    r"""In a grammar, however it is spelled: JSON reads "\u006eame" as "name", and the last value wins. In a JSON form
     `json_names` sees to the spelling. Where nothing is said of other names there are none, but for schemas that hold
     together with others.
     """
