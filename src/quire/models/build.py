@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.errors import ConfigError
-from quire.kernels.routing import uniform
+from quire.kernels import routing
 from quire.kernels.select import load_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
@@ -35,5 +35,5 @@ def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = No
     model = Decoder(args, plan.params, build, elsewhere=everything)
     if plan.config.load.routing == "uniform" and args.moe is not None:
         for layer in args.moe.layers:
-            model.layers[layer].mlp.choose = partial(uniform, kernels.routing, args.moe.routing)
+            model.layers[layer].mlp.choose = partial(routing.uniform, kernels.routing, args.moe.routing)
     return model

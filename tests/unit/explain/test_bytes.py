@@ -248,7 +248,7 @@ def test_sizes_of_other_formats_are_those_of_the_headers(shared: Path, tmp_path:
     assert qkv["bytes"] == sum(stored[name].num_bytes for name in qkv["stored"]) and qkv["dtype"] == "awq"
     assert len(bias["stored"]) == 3 and bias["dtype"] == "float16" and bias["run"] != qkv["run"]
     shared_out = engine_plan(tmp_path, Parallel(tp=4))
-    own = {param.name: param for param in layout(shared_out.args, shared_out.held[0][0])}
+    own = {param.name: param for param in layout(shared_out.plan.args, shared_out.held[0][0])}
     assert shared_out.num_bytes(own["layers.2.mlp.down.weight"]) == found["layers.2.mlp.down.weight"]["bytes"] / 4
 
 
