@@ -53,6 +53,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One step. Order on the device: `released`, `admitted`, `appended`, then the forward pass over `slots`.
 
     slots        [S] int32, each at most once
+    num_decodes  the first so many slots decode; the others are chunks of prompts, whatever their length
     num_tokens   [S] int32, tokens the slot advances (>= 1)
     num_rows     [S] int32, trailing positions whose logits are needed: 0 for an unfinished chunk, 1 for a decode,
                  k+1 for verification, num_tokens for prompt logprobs
@@ -67,6 +68,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: I32
     num_rows: I32
     outputs: U8
+    num_decodes: int = 0
     admitted: tuple[Admission, ...] = ()
     appended: I32 = msgspec.field(default_factory=lambda: np.empty((0, 3), np.int32))
     released: I32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))

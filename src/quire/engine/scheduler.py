@@ -341,8 +341,9 @@ class Scheduler:
         sampling = slots[samples]
         table.in_flight[sampling] += 1
         plan = StepPlan(
-            step=step, slots=slots, num_tokens=num_tokens, num_rows=num_rows, outputs=outputs, admitted=tuple(admitted),
-            appended=appended, released=np.array(self._released, np.int32), shared=self._shared_prefixes(),
+            step=step, slots=slots, num_tokens=num_tokens, num_rows=num_rows, outputs=outputs,
+            num_decodes=len(slots) - len(prefills), admitted=tuple(admitted), appended=appended,
+            released=np.array(self._released, np.int32), shared=self._shared_prefixes(),
             grammar=sampling[table.masked[sampling]],
         )  # fmt: skip
         requests, handles = self._who(sampling)
