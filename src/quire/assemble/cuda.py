@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quire.assemble.parts import Loading, Parts
+from quire.assemble.parts import Loading, Parts, RunnerReport
 from quire.assemble.plain import assemble_plain
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
@@ -37,8 +37,11 @@ from quire.platforms.cuda import read_cuda_facts
 from quire.procs.launching import LaunchingExecutor
 from quire.weights.dummy import load_dummy
 from quire.weights.stream import stream_weights
-from quire.worker.cuda_worker import CudaWorker, Limits, graph_sizes, graph_tokens
+from quire.worker.construct import make_runner
+from quire.worker.device_state import Limits
+from quire.worker.graphs import graph_sizes, graph_tokens
 from quire.worker.packed import WORDS
+from quire.worker.runner import StepRunner
 
 DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
@@ -107,7 +110,7 @@ def assemble_cuda(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DT
         prompt_chunk=PROMPT_CHUNK,
         hardware=str(facts),
         plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
-               "graphs": f"{len(worker.graphs)}, decode steps of up to {max(limits.graph_sizes, default=0)} sequences"},
+               "graphs": f"{len(worker.recorder)}", "runner": RunnerReport(worker)},
         notes=(note,) if note else (),
     )
 
@@ -152,10 +155,10 @@ def _graph_tokens(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
     return graph_tokens(min(most, config.device.max_cudagraph_capture_size or most, config.scheduler.token_budget()))
 
 
-def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> CudaWorker:
+def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> StepRunner:
     arena = KVArena(geometry, num_blocks, DEVICE)
     views = kv_views(model.args, map(arena.views, range(model.args.num_layers)))
-    return CudaWorker(model, views, limits, DEVICE)
+    return make_runner(model, views, limits, DEVICE, target="cuda")
 
 
 def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, int, int, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quire.assemble.parts import Loading, Parts
+from quire.assemble.parts import Loading, Parts, RunnerReport
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.resolve import DTypePlan, resolve_geometry, resolve_memory
@@ -16,10 +16,8 @@ from quire.platforms.cuda import CudaFacts
 from quire.procs.in_process import InProcessExecutor
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
-from quire.worker.sampler import Sampler
-from quire.worker.sampling_table import SamplingTable
-from quire.worker.slots import SlotTables
-from quire.worker.worker import Worker
+from quire.worker.construct import make_runner
+from quire.worker.device_state import Limits
 
 
 def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, facts: CpuFacts | CudaFacts,
@@ -49,9 +47,9 @@ def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
     )
     arena = KVArena(geometry, memory.num_blocks + 1, device)
     views = kv_views(args, map(arena.views, range(args.num_layers)))
-    sampling = SamplingTable(num_slots, args.vocab_size, memory.max_model_len, facts.device)
-    tables = SlotTables(sampling, num_slots, geometry.num_blocks(memory.max_model_len), device)
-    worker = Worker(model, views, tables, Sampler(sampling), block_size=geometry.block_size)
+    limits = Limits(num_slots=num_slots, max_tokens=config.scheduler.token_budget(), block_size=geometry.block_size,
+                    max_model_len=memory.max_model_len)  # fmt: skip
+    worker = make_runner(model, views, limits, device, target=facts.device)
     return Parts(
         config=config,
         model=model,
@@ -60,4 +58,5 @@ def assemble_plain(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
         depth=config.device.async_depth or 1,
         memory=memory,
         weight_bytes=weight_bytes,
+        plans={"runner": RunnerReport(worker)},
     )

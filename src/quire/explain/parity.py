@@ -203,7 +203,7 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], _Run]:
     moe = engine.args.moe
     for layer in sorted(moe.layers) if moe is not None else ():
         engine.worker.model.layers[layer].mlp.on_routing = partial(keep_routing, layer)
-    engine.worker.on_hidden = keep
+    engine.worker.programs.on_hidden = keep
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     front = front_end(engine)
     generation, requests = front.start(Prompt(token_ids=prompt_ids), params)
