@@ -116,12 +116,12 @@ class PackedUpload:
         at = self._fixed + 4 * len(runs)
         if runs:
             table = words[self._fixed : at].reshape(-1, 4)
-            addresses = np.array([run.table.data_ptr() + 4 * run.offset for run in runs], np.int64)
+            addresses = np.array([target.data_ptr() + 4 * offset for target, offset, _ in runs], np.int64)
             table[:, :2] = addresses.view(np.int32).reshape(-1, 2)
-            for row, run in zip(table, runs, strict=True):
-                row[2:] = len(run.words), at
-                words[at : at + len(run.words)] = run.words
-                at += len(run.words)
+            for row, (_, _, data) in zip(table, runs, strict=True):
+                row[2:] = len(data), at
+                words[at : at + len(data)] = data
+                at += len(data)
         self.step.words[:at].copy_(staging.buffer[:at], non_blocking=True)
         if staging.copied is not None:
             staging.copied.record()
@@ -131,14 +131,16 @@ class PackedUpload:
         """As many changes as fit, in runs; and the others."""
         room = len(self.step.words) - self._fixed
         runs: list[Change] = []
-        for i, (table, offset, data) in enumerate(changes):
-            count = -(-len(data) // RUN_WORDS)
-            room -= 4 * count + len(data)
+        for i, change in enumerate(changes):
+            table, offset, data = change
+            size = len(data)
+            room -= 4 * -(-size // RUN_WORDS) + size
             if room < 0:
                 if not runs:
-                    half = len(data) // 2
+                    half = size // 2
                     rest = [Change(table, offset, data[:half]), Change(table, offset + half, data[half:]), *changes[1:]]
                     return self._runs(rest)
                 return runs, changes[i:]
-            runs += [Change(table, offset + at, data[at : at + RUN_WORDS]) for at in range(0, len(data), RUN_WORDS)]
+            runs += [change] if size <= RUN_WORDS else [
+                Change(table, offset + at, data[at : at + RUN_WORDS]) for at in range(0, size, RUN_WORDS)]
         return runs, []

@@ -71,7 +71,7 @@ class Pooler:
         if not ended:
             return None
         host = back(sums)
-        return lambda: _found({slot: host[row].div_(count).numpy() for slot, (row, count) in ended.items()})
+        return lambda: _found({slot: host[row].numpy() / np.float32(count) for slot, (row, count) in ended.items()})
 
     def _sums(self, spans: list[range], hidden: Tensor) -> Tensor:
         """The sums [S, hidden] float32 of S spans of rows, empty ones included."""

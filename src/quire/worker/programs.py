@@ -141,9 +141,9 @@ class Programs:
         return self.recorder.run_layers(model, hidden, ctx, self.some)
 
     def _cut(self, shape: StepShape) -> StepBuffers:
-        """The buffers of a step: of as many rows as sequences where it is recorded, whose rows are not known."""
+        """The buffers of a step: of as many rows as sequences where rows are padded, and not known when recorded."""
         if not shape.decode:
-            rows = shape.seqs if shape.recorded else shape.rows
+            rows = shape.rows if self._static is None else shape.seqs
             return self._state.buffers.cut(shape.tokens, shape.seqs, rows)
         known = self._cuts.get(shape.tokens)
         if known is None:
