@@ -76,6 +76,10 @@ class Batch:
 
     def __init__(self, source: Path, target: Path, most: int) -> None:
         """Reads the input once. Raises `ConfigError` when a file cannot be used or two requests are named the same."""
+        if target.exists() and not target.is_file():
+            raise ConfigError(f"{target} is not a regular file, and the answers replace the output at the end: choose "
+                              "another file.")
+        target = target.resolve()  # a link stays a link
         self._source, self._target, self._most = source, target, most
         self._partial = target.with_name(target.name + ".partial")
         names: dict[str, tuple[int, str]] = {}
