@@ -195,19 +195,19 @@ def test_broken_logits_fail_their_request_alone(oracle: Any, make: Make, greedy:
     poisoned = list(range(1, 21))
 
     def poison(slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
-        history = llm.engine.worker.tables.sampling.history
+        history = llm.engine.worker.state.tables.history
         for row, slot in enumerate(slots.tolist()):
             if positions[row] == 25 and history[slot, :20].tolist() == poisoned:
                 logits[row, 3] = torch.nan
 
     async def run() -> None:
         good = asyncio.create_task(last(llm.generate([4, 5], greedy(60))))
-        llm.engine.worker.on_logits = poison
+        llm.engine.worker.programs.on_logits = poison
         with pytest.raises(RequestFailed, match="nan_logits") as failed:
             await last(llm.generate(poisoned, greedy(60)))
         assert failed.value.code == "nan_logits"
         assert (await good).outputs[0].token_ids == oracle().greedy([[4, 5]], 60)[0]
-        llm.engine.worker.on_logits = None
+        llm.engine.worker.programs.on_logits = None
         again = await last(llm.generate(poisoned, greedy(60)))  # what it computed is not trusted
         assert again.num_cached_tokens == 0
         assert again.outputs[0].token_ids == oracle().greedy([poisoned], 60)[0]
@@ -229,7 +229,7 @@ def test_a_fault_reaches_every_caller_and_close_still_works(
         calls = [asyncio.create_task(last(llm.generate([i + 1], greedy(200)))) for i in range(9)]  # two of them wait
         while not llm.engine.core.has_work:
             await asyncio.sleep(0.001)
-        llm.engine.worker._forward = broken  # type: ignore[assignment, method-assign]
+        llm.engine.worker.programs.compute = broken  # type: ignore[assignment, method-assign]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(o) for o in outcomes] == [EngineDead] * 9
         assert all("device lost" in str(o) for o in outcomes)

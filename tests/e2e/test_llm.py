@@ -325,7 +325,7 @@ def test_a_fault_of_the_engine_is_told_to_everyone_and_final(
     def broken(*_: object) -> Iterator[None]:
         raise RuntimeError("device lost")
 
-    llm.engine.worker._forward = broken  # type: ignore[assignment, method-assign]
+    llm.engine.worker.programs.compute = broken  # type: ignore[assignment, method-assign]
     for use in (
         lambda: llm.generate([[6], [7]], greedy(4), use_tqdm=False),
         lambda: list(stream),

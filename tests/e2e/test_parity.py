@@ -117,8 +117,8 @@ class SampledLogits:
 
     def __init__(self, llm: LLM) -> None:
         self.rows: list[tuple[tuple[int, ...], np.ndarray]] = []
-        self._history = llm.engine.worker.tables.sampling.history
-        llm.engine.worker.on_logits = self
+        self._history = llm.engine.worker.state.tables.history
+        llm.engine.worker.programs.on_logits = self
 
     def __call__(self, slots: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor) -> None:
         for slot, position, row in zip(slots.tolist(), positions.tolist(), logits, strict=True):

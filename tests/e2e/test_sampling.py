@@ -16,7 +16,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.seeds import child_seed
-from quire.kernels.sampling.ref import sample
+from quire.kernels.sampling.specification import sample
 
 COUNT = 40
 EOS = tuple(range(60, 75))

@@ -42,10 +42,11 @@ def steps(root: Span) -> list[Span]:
 def test_every_room_is_passed_in_the_order_of_the_design(llm: LLM) -> None:
     passed = names(trace(llm, "The quire is folded.", max_tokens=3))
     way = ["LLM.generate", "FrontEnd.start", "FrontEnd.encode", "EngineCore.add", "LLM._step", "EngineCore.step",
-           "Scheduler.plan", "KVAllocator.match", "KVAllocator.admit", "InProcessExecutor.submit", "Worker.run",
-           "SlotTables.apply", "worker.inputs.build_inputs", "embed", "Rotary.rows", "layers.0", "layers.0.attention",
-           "layers.0.mlp", "layers.7", "norm", "head", "Sampler.sample", "InProcessExecutor.collect", "Finisher.apply",
-           "FrontEnd.apply", "Finisher.end", "KVAllocator.free", "SequenceText.push"]
+           "Scheduler.plan", "KVAllocator.match", "KVAllocator.admit", "InProcessExecutor.submit", "StepRunner.run",
+           "StepRunner.submit", "DeviceState.apply", "Programs.compute", "step.ref.build_inputs", "embed",
+           "Rotary.rows", "layers.0", "layers.0.attention", "layers.0.mlp", "layers.7", "norm", "head",
+           "Sampler.sample", "step.ref.finish_step", "StepRunner.collect", "InProcessExecutor.collect",
+           "Finisher.apply", "FrontEnd.apply", "Finisher.end", "KVAllocator.free", "SequenceText.push"]
     at = [passed.index(name) for name in way]
     assert at == sorted(at)
 
@@ -62,7 +63,7 @@ def test_prefill_and_decode_steps_are_apart_with_their_shapes(llm: LLM) -> None:
         (head,) = (span for span in flat(step) if span.name == "head")
         assert head.gives == "f32[1,8192]"
         (sampled,) = (span for span in flat(step) if span.name == "Sampler.sample")
-        assert sampled.gives == "SampleOutput(tokens i64[1], codes u8[1])"
+        assert sampled.takes == "f32[1,8192]"
     assert all(a.end <= b.begin for a, b in zip(found[:-1], found[1:], strict=True))
     for span in flat(root):
         assert span.begin <= span.end and all(span.begin <= inner.begin <= inner.end <= span.end
@@ -109,7 +110,7 @@ def test_everything_is_put_back(llm: LLM, fails: bool) -> None:
     else:
         trace(llm, PROMPT)
     assert all(vars(owner).get(name, "nothing") is value for (owner, name), value in before.items())
-    assert llm.engine.worker.on_hidden is None
+    assert llm.engine.worker.programs.on_hidden is None
 
 
 def test_the_file_holds_complete_events_that_lie_in_each_other(tmp_path: Path, capsys: Any) -> None:
@@ -129,8 +130,8 @@ def test_the_file_holds_complete_events_that_lie_in_each_other(tmp_path: Path, c
             assert event["ts"] + event["dur"] <= outer["ts"] + outer["dur"] + 1e-6
         open_ones.append(event)
     assert {e["cat"].partition(", ")[0] for e in events} >= {"entry", "step 0: prefill", "step 4: decode"}
-    kernel = next(e for e in events if e["args"]["where"].startswith("kernels/") and e["args"]["takes"])
-    assert kernel["cat"].startswith("step 0") and kernel["args"]["gives"]
+    kernel = next(e for e in events if e["args"]["where"].startswith("kernels/") and e["args"]["gives"])
+    assert kernel["cat"].startswith("step 0") and kernel["args"]["takes"]
 
 
 def test_full_leaves_out_nothing(llm: LLM) -> None:

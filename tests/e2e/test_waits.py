@@ -33,19 +33,14 @@ from quire.contracts.step import PROMPT_LOGPROBS, SAMPLE, StepPlan, StepResult
 from quire.kernels.attention.native import FEW
 from quire.kernels.supports import SUPPORTS
 from quire.weights import dummy
-from quire.worker.worker import Worker
+from quire.worker.runner import StepRunner
 
 VOCAB = 512
-READ_BACK = "Worker._read_back"  # the one function of the worker that may wait
+READ_BACK = "StepRunner.collect"  # the one function of the worker that may wait
 COLLECT = "LaunchingExecutor.collect"  # the one function of the engine's thread that may wait
 
-# Reads inside READ_BACK: tokens and slots, each moved and viewed, whether any row failed, who asked for logprobs.
-RESULT_READS = 6
-# More of them for each batch of sampled rows that is scored: which rows, which ids or else which rows tie at the last
-# alternative; ids, values and ranks, moved together and each viewed.
-LOGPROB_READS = 5
-# ... and for each chunk of a scored prompt: where it starts, ties; ids, values and ranks, each moved and viewed.
-PROMPT_READS = 8
+# Reads inside READ_BACK: ids, values and ranks of each batch of sampled rows and each chunk of a prompt that is scored.
+SCORED_READS = 3
 
 # Reads before READ_BACK: place, call, how many per what (see `Step.count`). Each is one the CPU can afford and a GPU
 # could not: its kernels take lengths, edits and draws on the device. A number here may only go down.
@@ -54,15 +49,17 @@ SORTS = "rows are sorted by kind on the host"
 NO_THREADS = "numpy's logarithm and exponential wait for no second thread; the branch is for tensors on a CPU"
 HOT_READS = (
     ("as_list", "tolist", 2, "step", CUTS),  # bounds and lengths
-    ("build_inputs", "to", 4, "step", "the plain worker moves arrays of the host to the device as they come"),
+    ("InPlaceUpload.write", "numpy", 1, "change", "a CPU's tables are the host's own memory"),
+    ("InPlaceUpload.fetch", "cpu", 1, "step", "a step that is written in place is over when its tokens are asked for"),
+    ("InPlaceUpload.fetch", "numpy", 1, "step", "likewise"),
     ("_plan_decode", "numpy", 1, "cutting", CUTS),  # block tables; the native kernel cuts nothing
     ("_num_sound", "item", 1, "chunk", "a chunk with values that are not finite is done again without them"),
-    ("Sampler.sample", "tolist", 1, "step", SORTS),  # slots
-    ("Sampler.sample", "tolist", 1, "part", SORTS),  # the rows of a part, which the host has written itself
-    ("Sampler._settle", "tolist", 1, "pass", "the filtered path must not see broken rows"),
-    ("Sampler._rewrite", "tolist", 2, "rewriting", "edits are applied row by row: slot and position of each"),
+    ("_Batch.__init__", "tolist", 1, "mixed", SORTS),  # needs
+    ("_Batch.settle", "tolist", 1, "settling", "the filtered path must not see broken rows"),
+    ("PlainSampling._rewrite", "tolist", 3, "rewriting", "edits are applied row by row: slot, position, least length"),
+    ("RowEdits.decode", "tolist", 3, "decoding", "words of a request's edits are read at its first row"),
     ("completed_words", "tolist", 1, "bad words", "the last tokens are compared with the words on the host"),
-    ("Sampler._rewrite", "item", 1, "penalizing", "only the known part of the history is gathered"),
+    ("PlainSampling._rewrite", "item", 1, "penalizing", "only the known part of the history is gathered"),
     ("penalize", "item", 1, "penalizing", "only the known part of the history is gathered"),
     ("draw_greedy", "numpy", 1, "pass", "numpy finds the largest without leaving OpenMP threads spinning"),
     ("log_in_place", "numpy", 2, "drawing", NO_THREADS),
@@ -74,6 +71,9 @@ HOT_READS = (
     ("_pick", "item", 1, "filtering", "noise is drawn for the kept candidates only"),
     ("_pick", "item", 1, "sorting", "noise is drawn for the kept candidates only"),
     ("sorted_by_id", "numpy", 1, "sorting", "numpy sorts faster; the branch is for tensors on a CPU"),
+    ("sent", "to", 1, "scoring", "which rows are scored; does not wait for a GPU"),
+    ("sent", "to", 1, "scoring ids", "which ids; does not wait for a GPU"),
+    ("top_by_id", "nonzero", 1, "ranking", "ties at the last alternative; a GPU has another way"),
 )
 
 BLOCKING = {  # what a thread can block in, as C functions: all of Python's waiting ends in one of these
@@ -186,41 +186,55 @@ class _Operations(TorchDispatchMode):
 
 
 class Slots:
-    """Follows the plans as the worker does: who holds a slot and how far it is."""
+    """Follows the plans as the runner does: who holds a slot and how far it is, and whose edits were read."""
 
     def __init__(self, attention: str) -> None:
         self.cuts = attention == "cpu"
         self.specs: dict[int, SamplerSpec] = {}
         self.computed: dict[int, int] = {}
+        self.undecoded: set[int] = set()
 
     def step(self, plan: StepPlan) -> "Step":
+        changes = len(plan.appended)
         for a in plan.admitted:
             self.specs[a.slot], self.computed[a.slot] = a.sampler, a.num_computed
+            changes += 4 + bool(a.sampler.bad_words)  # blocks, tokens, length, parameters; edits
+            self.undecoded = self.undecoded | {a.slot} if a.sampler.bad_words else self.undecoded - {a.slot}
         slots = plan.slots.tolist()
         scored = 0
         for slot, tokens, bits in zip(slots, plan.num_tokens.tolist(), plan.outputs.tolist(), strict=True):
             assert not bits & PROMPT_LOGPROBS or self.computed[slot] < self.specs[slot].num_prompt - 1
             scored += bool(bits & PROMPT_LOGPROBS)
             self.computed[slot] += tokens
-        rows = [self.specs[s] for s, bits in zip(slots, plan.outputs.tolist(), strict=True) if bits & SAMPLE]
+        sampled = [slot for slot, bits in zip(slots, plan.outputs.tolist(), strict=True) if bits & SAMPLE]
+        decoded = self.undecoded & set(sampled)
+        self.undecoded -= decoded
         chunks = int((plan.num_tokens > (1 if self.cuts else FEW)).sum())
-        return Step(rows, scored, self.cuts and bool((plan.num_tokens == 1).any()), chunks)
+        return Step([self.specs[s] for s in sampled], scored, self.cuts and bool((plan.num_tokens == 1).any()), chunks,
+                    changes, len(decoded))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Step:
-    """What decides how much a step reads: its sampled rows, its scored prompts, whether decode contexts are cut up."""
+    """What decides how much a step reads: its sampled rows, its scored prompts, whether decode contexts are cut up, its
+    chunks, changes of tables, edits that are new."""
 
     rows: list[SamplerSpec]
     scored: int
     cutting: bool
     chunks: int
+    changes: int
+    decoded: int
 
     @property
     def result(self) -> int:
         """Reads inside READ_BACK."""
-        groups = {s.logprob_ids for s in self.rows if s.logprob_ids or s.num_logprobs is not None}
-        return RESULT_READS + len(groups) * LOGPROB_READS + self.scored * PROMPT_READS
+        return SCORED_READS * (len(self.groups) + self.scored)
+
+    @property
+    def groups(self) -> set[tuple[int, ...]]:
+        """Rows that are scored together: by ids that were asked for, or ()."""
+        return {s.logprob_ids for s in self.rows if s.logprob_ids or s.num_logprobs is not None}
 
     @property
     def hot(self) -> Counter[tuple[str, str]]:
@@ -235,19 +249,27 @@ class Step:
         """How often a step does each thing: passes of the sampler and their parts, batches drawn, rows edited."""
         rewritten = [s for s in self.rows if s.bad_words or s.presence_penalty]
         plain = [s for s in self.rows if not s.bad_words and not s.presence_penalty]
-        passes = [rows for rows in (plain, rewritten) if rows] if rewritten else [self.rows]
+        passes = [rows for rows in (plain, rewritten) if rows]
+        greedy = not any(s.temperature or s.bad_words or s.presence_penalty for s in self.rows)
+        ids = sum(bool(group) for group in self.groups)
         return {
             "step": 1,
+            "change": self.changes,
             "cutting": self.cutting,
             "chunk": self.chunks,
-            "part": len(passes) if rewritten else 0,
+            "mixed": bool(self.rows) and not greedy,
             "pass": len(passes),
+            "settling": 0 if greedy else len(passes),
             "rewriting": bool(rewritten),
+            "decoding": self.decoded,
             "bad words": sum(bool(s.bad_words) for s in rewritten),
             "penalizing": any(s.presence_penalty for s in rewritten),
             "drawing": sum(any(s.temperature and not s.top_k and s.top_p == 1 for s in rows) for rows in passes),
             "filtering": sum(any(s.top_k or s.top_p < 1 for s in rows) for rows in passes),
             "sorting": sum(any(s.top_p < 1 for s in rows) for rows in passes),
+            "scoring": len(self.groups),
+            "scoring ids": ids,
+            "ranking": len(self.groups) - ids + self.scored,
         }
 
 
@@ -306,16 +328,16 @@ def run(engine: Engine, waiting: Sequence[NewRequest], during: Callable[[], None
 def test_reads_of_a_step(attention: str, small: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the worker's thread: exactly the table's reads before the result, and the result's own."""
     steps: list[tuple[Step, Reads]] = []
-    slots, whole = Slots(attention), Worker.run
+    slots, whole = Slots(attention), StepRunner.run
 
-    def watched(self: Worker, plan: StepPlan, *late: Any) -> StepResult:
+    def watched(self: StepRunner, plan: StepPlan, *late: Any) -> StepResult:
         assert threading.current_thread().name == "quire-worker"
         with Reads().watched() as reads:
             result = whole(self, plan, *late)
         steps.append((slots.step(plan), reads))
         return result
 
-    monkeypatch.setattr(Worker, "run", watched)
+    monkeypatch.setattr(StepRunner, "run", watched)
     able = SUPPORTS["attention"]
     monkeypatch.setitem(SUPPORTS, "attention", {name: able[name] for name in (attention, "ref")})
     engine = small()

@@ -10,11 +10,15 @@ if not torch.cuda.is_available():
 from quire.contracts.sampling import SamplerSpec
 from quire.kernels.sampling import noise
 from quire.kernels.sampling.inputs import edge_rows, model_like
+from quire.kernels.sampling.rows import Mode
+from quire.kernels.sampling.triton import operations
 from quire.kernels.sampling.triton_rows import gumbel, near_gumbel
 from quire.kernels.triton_runtime import jit, tl
-from quire.worker.gpu_sampler import GpuSampler, Mode
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
+from quire.worker.upload import InPlaceUpload
+
+from ..ref_sampler import RefSampler
 
 VOCAB = 151_936
 SETTINGS = [
@@ -77,16 +81,16 @@ class Both:
         count = len(specs)
         longest = max(map(len, tokens)) + 8
         self.slots, self.positions = torch.arange(count) + 1, torch.tensor([len(row) for row in tokens])
-        self.cpu = SamplingTable(count + 1, vocab, longest)
+        self.cpu, device = RefSampler(count + 1, vocab, longest), torch.device("cuda")
         device_slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
         device_positions = torch.zeros(rows, dtype=torch.int64, device="cuda")
         history = torch.zeros((count + 1, longest), dtype=torch.int32, device="cuda")
-        self.gpu = GpuSampler(device_slots, device_positions, history, vocab_size=vocab)
+        self.table = SamplingTable(count + 1, vocab, device)
+        self.gpu = Sampler(operations(rows, vocab, device), self.table, device_slots, device_positions, history)
         self.logits = torch.zeros((rows, vocab), dtype=dtype, device="cuda")
         for slot, (spec, row) in enumerate(zip(specs, tokens, strict=True), 1):
-            self.cpu.admit(slot, spec, np.array(row, np.int32))
-            for address, words in self.gpu.admit(slot, spec):
-                self.write(address, torch.from_numpy(words))
+            self.cpu.admit(slot, spec, row)
+            InPlaceUpload.write(self.table.admit(slot, spec))
         device_slots[:count], device_positions[:count] = self.slots.cuda(), self.positions.cuda()
         history.copy_(self.cpu.history)
         self.graphs = {}
@@ -95,14 +99,6 @@ class Both:
             self.graphs[mode] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[mode]):
                 self.gpu.sample(self.logits, mode)
-
-    def write(self, address, words):
-        for target in (self.gpu.table.view(-1), *self.gpu._edits.values()):
-            at = (address - target.data_ptr()) // 4
-            if 0 <= at < len(target):
-                target[at : at + len(words)] = words.cuda()
-                return
-        raise AssertionError("no tensor at that address")
 
     def agree(self, logits, mode=None, masks=None):
         """`masks`: slot -> words of those whose specs say grammar."""
@@ -113,13 +109,11 @@ class Both:
             self.gpu.take_masks(self.slots.numpy().astype(np.int32), masked, np.stack(list(masks.values())))
         self.gpu.tokens.fill_(-7)
         self.gpu.codes.fill_(77)
-        self.graphs[self.gpu.mode(self.slots.numpy()) if mode is None else mode].replay()
+        self.graphs[self.table.mode(self.slots.numpy()) if mode is None else mode].replay()
         torch.cuda.synchronize()
-        scratch = self.gpu._scratch
+        scratch = self.gpu.operations.scratch
         assert not scratch.counters.any() and not scratch.broken.any() and not scratch.tally.any()
-        expected = Sampler(self.cpu).sample(
-            self.logits[:count].float().cpu(), self.slots, self.positions, self.cpu.history, masks or {}
-        )
+        expected = self.cpu.sample(self.logits[:count].float().cpu(), self.slots, self.positions, masks)
         assert self.gpu.codes[:count].tolist() == expected.codes.tolist()
         assert self.gpu.tokens[:count].tolist() == expected.tokens.tolist()
 
@@ -193,8 +187,8 @@ def test_logprobs_without_waiting():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    expected = Sampler(both.cpu).logprobs(logits, both.slots, both.gpu.tokens.cpu())
-    for slot, one in found().items():
+    expected = both.cpu.logprobs(logits, both.slots, both.gpu.tokens.cpu())
+    for slot, one in found()["logprobs"].items():
         assert one.ids.tolist() == expected[slot].ids.tolist()
         assert one.ranks.tolist() == expected[slot].ranks.tolist()
         np.testing.assert_allclose(one.logprobs, expected[slot].logprobs, rtol=1e-5, atol=1e-5)

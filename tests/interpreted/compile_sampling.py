@@ -6,7 +6,9 @@ import torch
 import triton
 from compiling import AbsentGpu
 
-from quire.worker.gpu_sampler import GpuSampler, Mode
+from quire.kernels.sampling import Rows
+from quire.kernels.sampling.rows import ROW_WORDS, Mode
+from quire.kernels.sampling.triton import operations
 
 
 def main() -> None:
@@ -14,11 +16,13 @@ def main() -> None:
     gpu = AbsentGpu(room=163 << 10)  # of sm_80
     for gpu.capability, vocab, dtype in ((90, 151_936, torch.float32), (80, 50_257, torch.bfloat16)):
         slots = torch.zeros(2, dtype=torch.int64)
-        sampler = GpuSampler(slots, slots, torch.zeros(3, 64, dtype=torch.int32), vocab_size=vocab)
+        sampler = operations(2, vocab, slots.device)
+        table, history = (torch.zeros(3, words, dtype=torch.int32) for words in (ROW_WORDS, 64))
+        of = Rows(slots, slots, table, history, {})
         logits = torch.zeros(2, vocab, dtype=dtype)
         for mode in Mode if gpu.capability == 90 else (Mode.PLAIN, Mode.FULL):
             for rows in (1, 2):
-                sampler.sample(logits[:rows], mode)
+                sampler.sample(logits[:rows], of, mode)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def compile_production() -> None:
     """Decode steps of one sequence, of the captured sizes, and steps with prompts; for 1, 256 and 1,024 slots."""
     import torch
 
-    from quire.kernels.step import StepBuffers, Tables
+    from quire.kernels.step import StepBuffers, StepWords, Tables
     from quire.kernels.step import triton as step
     from quire.models.graphs import decode_sizes
 
@@ -37,12 +37,13 @@ def compile_production() -> None:
         buffers = StepBuffers(token_ids=zeros(8192), positions=zeros(8192), kv_slots=zeros(8192),
                               seq_lens=zeros(slots, dtype=torch.int32), sample_rows=zeros(slots),
                               sample_slots=zeros(slots), sample_positions=zeros(slots))  # fmt: skip
+        words = StepWords.view(packed, slots)
         for size in decode_sizes(slots):
-            step.build_inputs(packed, tables, buffers, tokens=size, seqs=size, max_seqs=slots)
+            step.build_inputs(words, tables, buffers.cut(size, size, size))
         for tokens in (256, 1000, 8192):
-            step.build_inputs(packed, tables, buffers, tokens=tokens, seqs=slots, max_seqs=slots)
-        step.finish_step(packed, tables, buffers, zeros(slots), zeros(slots, dtype=torch.uint8),
-                         zeros(2, slots, dtype=torch.int32), max_seqs=slots)  # fmt: skip
+            step.build_inputs(words, tables, buffers.cut(tokens, slots, slots))
+        step.finish_step(words, tables, buffers, zeros(slots), zeros(slots, dtype=torch.uint8),
+                         zeros(2, slots, dtype=torch.int32))  # fmt: skip
 
 
 def main() -> None:

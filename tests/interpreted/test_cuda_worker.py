@@ -1,10 +1,10 @@
-"""The worker of a GPU against the CPU's on the same plans, its kernels in Triton's interpreter."""
+"""The step runner of a GPU against the naive one on the same plans, its kernels in Triton's interpreter."""
 
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,41 +13,23 @@ import numpy as np
 import pytest
 import torch
 
-from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan, StepResult
 from quire.kernels import triton_runtime
-from quire.kernels.attention import KVView
-from quire.kernels.select import select_kernels
-from quire.layers.context import Build
-from quire.layers.decoder import Decoder
-from quire.layers.stack import Model
-from quire.models.layout import layout
-from quire.models.registry import kv_components, kv_views, linear_plans, operations
-from quire.worker.sampler import Sampler
-from quire.worker.sampling_table import SamplingTable
-from quire.worker.slots import SlotTables
-from quire.worker.worker import Worker
-
-from ..filled_models import fill, normal
+from quire.kernels.sampling.rows import Mode
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
 from triton.runtime import interpreter
 
-from quire.worker.cuda_worker import CudaWorker, Limits
-from quire.worker.gpu_sampler import Mode
+from quire.worker.device_state import Limits
+from quire.worker.graphs import Graphs
+from quire.worker.recorder import Key
+from quire.worker.runner import StepRunner
 
-CPU = torch.device("cpu")
-BLOCK, SLOTS, LENGTH, VOCAB = 16, 4, 96, 64
-LIMITS = Limits(num_slots=SLOTS, max_tokens=64, max_model_len=LENGTH, block_size=BLOCK, graph_sizes=(),
-                graph_tokens=(), depth=2)  # fmt: skip
-CONFIG = {
-    "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}  # fmt: skip
+from ..compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ..naive_runner import NaiveRunner, agree
 
 
 class Event:
@@ -64,42 +46,34 @@ class Event:
     synchronize = record
 
 
-class Recording:
+class Recording(Graphs):
     """Stands for the graphs: work runs as it comes, and its keys are kept."""
 
-    def __init__(self) -> None:
-        self.ran: list[object] = []
-        self.captured: list[object] = []
+    def __init__(self, *sizes: object) -> None:
+        super().__init__(*sizes)  # type: ignore[arg-type]
+        self.ran: list[Key] = []
+        self.captured: list[Key] = []
 
-    def run(self, key: object, work: Callable[[], None]) -> None:
+    def run(self, key: Key, work: Callable[[], None]) -> None:
         self.ran.append(key)
         work()
 
-    def capture(self, key: object, work: Callable[[], None]) -> None:
+    def capture(self, key: Key, work: Callable[[], None]) -> None:
         self.captured.append(key)
 
 
-def make_model(device: str) -> Model:
-    args = parse_checkpoint_config(CONFIG)
-    kernels = select_kernels(device, "float32", ops=operations(args), head_dim=args.head_dim)
-    params = layout(args)
-    build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices))  # fmt: skip
-    model = Decoder(args, params, build)
-    fill(model, normal(0.3))
-    return model
-
-
-def make_cache() -> list[KVView]:
-    args = parse_checkpoint_config(CONFIG)
-    components = kv_components(args, "float32")
-    layers = ([torch.full((32, c.num_heads, BLOCK, c.head_dim), float("nan")) for c in components] for _ in range(2))
-    return kv_views(args, map(tuple, layers))
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """What PyTorch does here is over long before a second thread has begun."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def cuda_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CudaWorker]:
-    """Makes workers. The interpreter takes a scalar that was loaded as a loop's bound, which NumPy 2.4 refuses."""
+def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRunner]:
+    """Makes runners. The interpreter takes a scalar that was loaded as a loop's bound, which NumPy 2.4 refuses."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
@@ -110,18 +84,16 @@ def cuda_worker(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CudaWorker]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
-    def make(limits: Limits = LIMITS) -> CudaWorker:
-        worker = CudaWorker(make_model("cuda"), make_cache(), limits, CPU)
-        worker.graphs = Recording()  # type: ignore[assignment]
-        return worker
+    monkeypatch.setattr("quire.worker.construct.Graphs", Recording)
+
+    def make(limits: Limits = LIMITS, kind: str = "dense", **more: object) -> StepRunner:
+        return runner_of(make_model(model_args(kind, **more), "cuda"), limits, "cuda")
 
     return make
 
 
-def cpu_worker() -> Worker:
-    table = SamplingTable(SLOTS, VOCAB, LENGTH)
-    tables = SlotTables(table, SLOTS, LENGTH // BLOCK, CPU)
-    return Worker(make_model("cpu"), make_cache(), tables, Sampler(table), block_size=BLOCK)
+def naive(kind: str = "dense") -> NaiveRunner:
+    return NaiveRunner(make_model(model_args(kind), plain=True))
 
 
 def i32(*values: int) -> I32:
@@ -162,49 +134,56 @@ PLANS = (
 )  # fmt: skip
 
 
-def run_ahead(worker: CudaWorker, plans: tuple[StepPlan, ...]) -> list[StepResult]:
+def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResult]:
     """Every step is launched before the one before it is collected."""
     found = []
     for number, each in enumerate(plans):
-        worker.submit(each)
+        runner.submit(each)
         if number:
-            found.append(worker.collect())
-    return [*found, worker.collect()]
+            found.append(runner.collect())
+    return [*found, runner.collect()]
 
 
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
-    "topk_group": 2, "first_k_dense_replace": 1,
-}  # fmt: skip
-MODELS = {
-    "dense": {},
-    "experts": {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": True},
-    "latent": {"model_type": "deepseek_v3", **LATENT},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["dense", "experts", "latent"])
 @pytest.mark.parametrize("sizes", [(), (2, 4)])
-def test_the_same_tokens_as_on_a_cpu(
-    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], model: str
+def test_the_same_tokens_as_the_naive_runner_s(
+    cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], model: str
 ) -> None:
     """With sizes decodes and samples are padded, and whole steps of up to 48 tokens, made for 2 and for 4 sequences."""
-    monkeypatch.setattr(f"{__name__}.CONFIG", CONFIG | MODELS[model])
-    monkeypatch.setattr("quire.worker.cuda_worker.NARROW", 2)
-    oracle = cpu_worker()
-    worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
-    for expected, found in zip(map(oracle.run, PLANS), run_ahead(worker, PLANS), strict=True):
-        assert found.step == expected.step and found.num_computed == expected.num_computed
-        assert found.slots.tolist() == expected.slots.tolist() and found.tokens.tolist() == expected.tokens.tolist()
-        assert found.failed == expected.failed == {}
-        for one, other in ((found.logprobs, expected.logprobs), (found.prompt_logprobs, expected.prompt_logprobs)):
-            assert one.keys() == other.keys()
-            for slot, rows in one.items():
-                assert rows.ids.tolist() == other[slot].ids.tolist()
-                np.testing.assert_allclose(rows.logprobs, other[slot].logprobs, atol=1e-4)
-    assert torch.equal(worker.tables.computed[:SLOTS], oracle.tables.computed)
+    monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
+    oracle = naive(model)
+    runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()), model)
+    for expected, found in zip(map(oracle.run, PLANS), run_ahead(runner, PLANS), strict=True):
+        agree(found, expected)
+    assert runner.state.tables.computed[[1, 3]].tolist() == [oracle.requests[slot].computed for slot in (1, 3)]
+
+
+@pytest.mark.parametrize("blocks", [pytest.param(31, marks=pytest.mark.full), 5], ids=["room", "preempted"])
+def test_every_step_of_requests_of_all_kinds(cuda_runner: Callable[..., StepRunner], blocks: int) -> None:
+    runner = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
+    compared = ComparedRunners(runner, naive(), blocks)
+    core = compare_requests(compared, 8, budget=24)
+    assert compared.num_steps > 20 and (core.scheduler.num_preempted > 0) == (blocks == 5)
+
+
+@pytest.mark.parametrize("forced", [{"sampling": "ref"}, {"step": "ref"}], ids=str)
+def test_parts_go_together_as_they_are_chosen(forced: dict[str, str], cuda_runner: Callable[..., StepRunner]) -> None:
+    runner = runner_of(make_model(model_args(), "cuda"), LIMITS, "cuda", **forced)
+    chosen = {"step": "triton", "sampling": "triton"} | forced
+    assert {choice.op: choice.name for choice in runner.parts[:2]} == chosen
+    oracle = naive()
+    for each in PLANS:
+        agree(runner.run(each), oracle.run(each))
+
+
+def test_a_step_without_rows(cuda_runner: Callable[..., StepRunner]) -> None:
+    """What it brings is there for the next one."""
+    runner, oracle = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,))), naive()
+    admitted = (admission(2, 12, (3,)),)
+    plans = (plan(1, (), (), ()), plan(2, (), (), (), admitted=admitted), plan(3, (2,), (12,), (SAMPLE,)),
+             plan(4, (), (), (), released=i32(2)))  # fmt: skip
+    for found, expected in zip(run_ahead(runner, plans), map(oracle.run, plans), strict=True):
+        agree(found, expected)
 
 
 def pooled(slot: int, num_tokens: int, blocks: tuple[int, ...], pool: str) -> Admission:
@@ -224,73 +203,69 @@ POOLED = (
 
 
 @pytest.mark.parametrize("sizes", [(), (2, 4)])
-def test_the_same_vectors_as_on_a_cpu(cuda_worker: Callable[..., CudaWorker], sizes: tuple[int, ...]) -> None:
-    oracle, seen = cpu_worker(), dict[int, np.ndarray]()
-    worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
-    for expected, found in zip(map(oracle.run, POOLED), run_ahead(worker, POOLED), strict=True):
-        assert found.tokens.tolist() == expected.tokens.tolist() and found.failed == expected.failed == {}
-        assert found.pooled.keys() == expected.pooled.keys()
-        for slot, vector in found.pooled.items():
-            np.testing.assert_allclose(vector, expected.pooled[slot], rtol=1e-4, atol=1e-5)
+def test_the_same_vectors_as_the_naive_runner_s(cuda_runner: Callable[..., StepRunner], sizes: tuple[int, ...]) -> None:
+    oracle, seen = naive(), dict[int, np.ndarray]()
+    runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
+    for expected, found in zip(map(oracle.run, POOLED), run_ahead(runner, POOLED), strict=True):
+        agree(found, expected)
         seen |= {10 * found.step + slot: vector for slot, vector in found.pooled.items()}
     assert sorted(seen) == [31, 32, 33, 41, 52]
-    assert not worker._pooler._prompts
+    assert all(not feature._prompts for feature in runner._features)  # type: ignore[attr-defined]
 
 
-def test_a_vector_that_is_not_a_number_fails_alone(cuda_worker: Callable[..., CudaWorker]) -> None:
-    worker = cuda_worker()
+def test_a_vector_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepRunner]) -> None:
+    runner = cuda_runner()
     admitted = (pooled(0, 9, (1,), "mean"), pooled(1, 9, (2,), "mean"))
-    worker.submit(plan(1, (0, 1), (5, 6), (POOL, POOL), admitted=admitted))
-    worker.collect()
-    for view in worker._kv:
+    runner.submit(plan(1, (0, 1), (5, 6), (POOL, POOL), admitted=admitted))
+    runner.collect()
+    for view in runner.programs.kv:
         view.k[2] = float("nan")
-    worker.submit(plan(2, (0, 1), (4, 3), (POOL, POOL)))
-    found = worker.collect()
+    runner.submit(plan(2, (0, 1), (4, 3), (POOL, POOL)))
+    found = runner.collect()
     assert found.failed == {1: "nan_hidden"} and np.isfinite(found.pooled[0]).all()
 
 
-def test_what_runs_is_what_was_captured(cuda_worker: Callable[..., CudaWorker]) -> None:
+def test_what_runs_is_what_was_captured(cuda_runner: Callable[..., StepRunner]) -> None:
     """One launch for the layers and one for all that comes after the logits; none are drawn where nothing is sampled.
     The smallest of each kind runs before anybody waits."""
-    worker = cuda_worker(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
-    worker.warm_up()
-    graphs = worker.graphs
+    runner = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
+    runner.warm_up()
+    graphs = runner.recorder
     assert isinstance(graphs, Recording) and len(set(graphs.captured)) == len(graphs.captured) == 2 + 2 * (2 + 4)
     assert graphs.ran == [key for key in graphs.captured if key[1] in (2, 48)]  # type: ignore[index]
     graphs.ran.clear()
-    run_ahead(worker, PLANS[:4])
+    run_ahead(runner, PLANS[:4])
     assert len(graphs.ran) == 2 * 4 and set(graphs.ran) - set(graphs.captured) == {("sample", 0, 0)}
 
 
 def test_steps_with_prompts_are_captured_for_few_and_for_many(
-    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch
+    cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.worker.cuda_worker.NARROW", 2)
-    worker = cuda_worker(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
-    worker.warm_up()
-    graphs = worker.graphs
+    monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
+    runner = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
+    runner.warm_up()
+    graphs = runner.recorder
     assert isinstance(graphs, Recording)
     graphs.ran.clear()
-    run_ahead(worker, PLANS[:5])
+    run_ahead(runner, PLANS[:5])
     mixed = [key for key in graphs.ran if key[0] == "mixed"]  # type: ignore[index]
     assert mixed == [("mixed", 48, 4), ("mixed", 48, 4), ("mixed", 48, 8), ("mixed", 48, 4)]
     assert set(mixed) <= set(graphs.captured)
 
 
-def test_rehearsing_leaves_no_result_and_does_what_is_captured(cuda_worker: Callable[..., CudaWorker]) -> None:
-    worker, did = cuda_worker(replace(LIMITS, graph_sizes=(2,), graph_tokens=(16,))), []
-    for name in ("_mixed", "_decode", "_sample"):
-        setattr(worker, name, lambda *args: did.append(args))
-    worker.rehearse([PLANS[2]])
-    assert did[2:] == [(16, 4, False), (16, 4, True), (2, False), (2, True), (2, 0), (2, 1), (2, 2), (2, 3)]
-    assert not worker._running
+def test_rehearsing_leaves_no_result_and_does_what_is_captured(cuda_runner: Callable[..., StepRunner]) -> None:
+    runner, did = cuda_runner(replace(LIMITS, graph_sizes=(2,), graph_tokens=(16,))), []
+    for name in ("mixed", "decode"):
+        setattr(runner.programs, name, lambda shape: did.append(shape.key))
+    runner.programs.sample = lambda *args: did.append(args)  # type: ignore[method-assign, assignment]
+    runner.rehearse([PLANS[2]])
+    layers = [("mixed", 16, 8), ("mixed", 16, 9), ("decode", 2, 0), ("decode", 2, 1)]
+    assert did[2:] == [*layers, *((2, mode) for mode in range(4))]
+    assert not runner._running
 
 
 @pytest.mark.parametrize("model", ["dense", "latent"])
-def test_a_shared_prefix_changes_no_token(
-    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    monkeypatch.setattr(f"{__name__}.CONFIG", CONFIG | MODELS[model])
+def test_a_shared_prefix_changes_no_token(cuda_runner: Callable[..., StepRunner], model: str) -> None:
     prompts = tuple(admission(slot, 40, (1, 2, 3 + slot), seed=slot, temperature=1.0) for slot in (0, 1))
     plans = (
         plan(1, (0,), (40,), (SAMPLE,), admitted=prompts[:1]),
@@ -299,7 +274,7 @@ def test_a_shared_prefix_changes_no_token(
     )
     together = tuple(each if each.step < 3 else plan(each.step, (0, 1), (1, 1), (SAMPLE, SAMPLE),
                                                      shared=(SharedPrefix(i32(0, 1), 2),)) for each in plans)
-    alone, shared = run_ahead(cuda_worker(), plans), run_ahead(cuda_worker(), together)
+    alone, shared = run_ahead(cuda_runner(kind=model), plans), run_ahead(cuda_runner(kind=model), together)
     assert [each.tokens.tolist() for each in alone] == [each.tokens.tolist() for each in shared]
 
 
@@ -308,11 +283,9 @@ def test_a_shared_prefix_changes_no_token(
     ((4, 16), (48,)), *(pytest.param(*each, marks=pytest.mark.full) for each in (((4, 16), ()), ((), ()))),
 ])  # fmt: skip
 def test_a_shared_prefix_beside_prompts_changes_no_logit(
-    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...],
-    tokens: tuple[int, ...], model: str,
-) -> None:  # fmt: skip
+    cuda_runner: Callable[..., StepRunner], sizes: tuple[int, ...], tokens: tuple[int, ...], model: str
+) -> None:
     """Five decodes share a prefix; then, in the same buffer, two of them, one who shares nothing and a prompt."""
-    monkeypatch.setattr(f"{__name__}.CONFIG", CONFIG | MODELS[model] | {"num_hidden_layers": 1})
     limits = replace(LIMITS, num_slots=16, graph_sizes=sizes, graph_tokens=tokens)
     first = [admission(slot, 36, (1, 2, 3 + slot)) for slot in range(5)]
     members = [first[0], *(msgspec.structs.replace(each, num_computed=32) for each in first[1:])]
@@ -334,35 +307,34 @@ def test_a_shared_prefix_beside_prompts_changes_no_logit(
         ]
 
     def logits(shared: bool) -> torch.Tensor:
-        worker, found = cuda_worker(limits), []
+        runner, found = cuda_runner(limits, model, num_hidden_layers=1), []
         for each in plans(shared):
-            worker.submit(each)
-            worker.collect()
-            found.append(worker._logits[: len(each.slots)].clone())
+            runner.run(each)
+            found.append(runner.programs.logits(len(each.slots)).clone())
         return torch.cat(found)
 
     torch.testing.assert_close(logits(True), logits(False), rtol=0, atol=1e-5)
 
 
-def test_a_batch_goes_through_what_its_rows_need(cuda_worker: Callable[..., CudaWorker]) -> None:
-    sampler = cuda_worker().sampler
+def test_a_batch_goes_through_what_its_rows_need(cuda_runner: Callable[..., StepRunner]) -> None:
+    table = cuda_runner().state.sampling
     specs = ({"temperature": 0.0}, {}, {"top_k": 3}, {"temperature": 0.0, "logit_bias": ((1, 2.0),)})
     for slot, spec in enumerate(specs):
-        sampler.admit(slot, SamplerSpec(seed=0, num_prompt=1, **spec))  # type: ignore[arg-type]
-        assert sampler.mode(i32(0, slot)) == Mode(slot)
-    sampler.admit(0, SamplerSpec(seed=0, num_prompt=1, temperature=0.0, presence_penalty=0.5))
-    assert sampler.mode(i32(0, 2)) == Mode.FULL
-    sampler.release(0)
-    assert sampler.mode(i32(0, 1)) == Mode.PLAIN and sampler.mode(i32()) == Mode.GREEDY
+        table.admit(slot, SamplerSpec(seed=0, num_prompt=1, **spec))  # type: ignore[arg-type]
+        assert table.mode(i32(0, slot)) == Mode(slot)
+    table.admit(0, SamplerSpec(seed=0, num_prompt=1, temperature=0.0, presence_penalty=0.5))
+    assert table.mode(i32(0, 2)) == Mode.FULL
+    table.release(0)
+    assert table.mode(i32(0, 1)) == Mode.PLAIN and table.mode(i32()) == Mode.GREEDY
 
 
 @pytest.mark.parametrize("sizes", [(), (2, 4)])
 def test_a_step_with_a_grammar_samples_when_its_masks_are_there(
-    cuda_worker: Callable[..., CudaWorker], sizes: tuple[int, ...]
+    cuda_runner: Callable[..., StepRunner], sizes: tuple[int, ...]
 ) -> None:
     """The layers run when it is submitted, and the step before is collected in between; beside a row that is free."""
-    oracle = cpu_worker()
-    worker = cuda_worker(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
+    oracle = naive()
+    runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()))
     admitted = (admission(2, 33, (1, 2, 3), grammar=True), admission(0, 5, (4,), seed=6, temperature=0.7),
                 admission(1, 5, (5,), seed=7, temperature=0.9, top_k=20, grammar=True))  # fmt: skip
     plans = (
@@ -377,35 +349,35 @@ def test_a_step_with_a_grammar_samples_when_its_masks_are_there(
              for i, p in enumerate(plans)]  # fmt: skip
     found: list[StepResult] = []
     for number, (each, late) in enumerate(zip(plans, lates, strict=True)):
-        worker.submit(each)
-        assert len(worker._running) == (number > 0) + (not len(each.grammar))
+        runner.submit(each)
+        assert len(runner._running) == (number > 0) + (not len(each.grammar))
         if number:
-            found.append(worker.collect())
+            found.append(runner.collect())
         if len(late):
-            worker.release(late)
-    found.append(worker.collect())
+            runner.release(late)
+    found.append(runner.collect())
     for i, (each, late, result) in enumerate(zip(plans, lates, found, strict=True)):
         expected = oracle.run(each, lambda late=late: late)
-        assert result.tokens.tolist() == expected.tokens.tolist() and result.failed == expected.failed == {}
+        agree(result, expected)
         for slot, token in zip(result.slots.tolist(), result.tokens[:, 0].tolist(), strict=True):
             masked = each.grammar.tolist()
             assert slot not in masked or bits[i, masked.index(slot), token]
-    graphs = worker.graphs
+    graphs = runner.recorder
     assert isinstance(graphs, Recording) and [key[0] for key in graphs.ran[:4]].count("sample") == (2 if sizes else 4)
 
 
-def test_steps_make_no_events(cuda_worker: Callable[..., CudaWorker]) -> None:
-    worker = cuda_worker()
+def test_steps_make_no_events(cuda_runner: Callable[..., StepRunner]) -> None:
+    runner = cuda_runner()
     before = Event.made
-    run_ahead(worker, PLANS[:3])
+    run_ahead(runner, PLANS[:3])
     assert Event.made == before
 
 
-def test_a_row_that_is_not_a_number_fails_alone(cuda_worker: Callable[..., CudaWorker]) -> None:
-    worker = cuda_worker()
-    worker.submit(plan(1, (0, 1), (5, 6), (SAMPLE, SAMPLE), admitted=(admission(0, 5, (1,)), admission(1, 6, (2,)))))
-    worker.collect()
-    for view in worker._kv:
+def test_a_row_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., StepRunner]) -> None:
+    runner = cuda_runner()
+    runner.submit(plan(1, (0, 1), (5, 6), (SAMPLE, SAMPLE), admitted=(admission(0, 5, (1,)), admission(1, 6, (2,)))))
+    runner.collect()
+    for view in runner.programs.kv:
         view.k[2] = float("nan")
-    worker.submit(plan(2, (0, 1), (1, 1), (SAMPLE, SAMPLE)))
-    assert worker.collect().failed == {1: "nan_logits"}
+    runner.submit(plan(2, (0, 1), (1, 1), (SAMPLE, SAMPLE)))
+    assert runner.collect().failed == {1: "nan_logits"}

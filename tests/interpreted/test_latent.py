@@ -23,19 +23,14 @@ from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, ref, sequences, triton, triton_expanded
 from quire.kernels.latent.triton_absorbed import merge_kernel
-from quire.kernels.select import select_kernels
-from quire.layers.context import Build
-from quire.layers.decoder import Decoder
 from quire.layers.latent import split
-from quire.models.layout import layout
-from quire.models.registry import linear_plans
 
-from ..filled_models import fill, normal
+from ..compared import LIMITS, make_model, runner_of
 from ..latent_steps import make, steps, weights
-from . import test_cuda_worker as workers
-from .test_cuda_worker import PLANS, CudaWorker, cuda_worker
+from ..naive_runner import NaiveRunner, agree
+from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
 
-__all__ = ["cuda_worker"]
+__all__ = ["cuda_runner"]
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -353,34 +348,20 @@ def test_prepare_takes_no_strange_strides() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 4, 100])
-def test_a_worker_of_a_gpu_gives_the_tokens_of_a_cpu(
-    cuda_worker: Callable[..., CudaWorker], monkeypatch: pytest.MonkeyPatch, most: int
+def test_a_runner_of_a_gpu_gives_the_naive_one_s_tokens(
+    cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Steps of every kind, launched ahead; everything is expanded, prompts of more than 4 rows, or nothing."""
     torch.use_deterministic_algorithms(False)
-
-    def make_model(device: str) -> Decoder:
-        args = parse_checkpoint_config(CONFIG)
-        kernels = select_kernels(device, "float32", ops=("norm", "activation", "linear", "latent"))
-        params = layout(args)
-        named = {param.name: param for param in params}
-        build = Build(torch.float32, torch.device("cpu"), kernels, named, linear_plans(args, params, kernels.choices))
-        model = Decoder(args, params, build)
-        fill(model, normal(0.3))
-        for block in model.layers:
-            block.attention.most_absorbed = most  # type: ignore[union-attr]
-        return model
-
-    sides = (CONFIG["kv_lora_rank"], CONFIG["qk_rope_head_dim"])
-    monkeypatch.setattr(workers, "make_model", make_model)
-    monkeypatch.setattr(workers, "make_cache", lambda: [
-        LatentView(*(torch.full((32, 1, workers.BLOCK, n), float("nan")) for n in sides)) for _ in range(2)  # type: ignore[call-overload]
-    ])  # fmt: skip
+    args = parse_checkpoint_config(CONFIG)
+    models = make_model(args, "cuda"), make_model(args, plain=True)
+    for block in [block for model in models for block in model.layers]:
+        block.attention.most_absorbed = most  # type: ignore[attr-defined]
     ran, expanded = [], triton.expanded
     monkeypatch.setattr(triton, "expanded", lambda *given: ran.append(given[3].prompts) or expanded(*given))
-    worker, oracle = cuda_worker(), workers.cpu_worker()
-    for expected, found in zip(map(oracle.run, PLANS), workers.run_ahead(worker, PLANS), strict=True):
-        assert found.tokens.tolist() == expected.tokens.tolist() and found.failed == {}
+    runner, oracle = runner_of(models[0], LIMITS, "cuda"), NaiveRunner(models[1])
+    for expected, found in zip(map(oracle.run, PLANS), run_ahead(runner, PLANS), strict=True):
+        agree(found, expected)
     firsts = {0: [0, 0, 2, 1, 1], 4: [0, 1, 2, 1], 100: []}[most]
     assert [prompts[0][2] for prompts in ran[::2]] == firsts
 

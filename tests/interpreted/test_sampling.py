@@ -4,7 +4,6 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,8 +19,12 @@ from quire.contracts.sampling import SamplerSpec
 from quire.kernels import triton_runtime
 from quire.kernels.sampling import noise
 from quire.kernels.sampling.inputs import edge_rows, model_like
+from quire.kernels.sampling.rows import Mode, encode_edits, encode_row
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
+from quire.worker.upload import InPlaceUpload
+
+from ..ref_sampler import CPU, RefSampler
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -31,7 +34,6 @@ from triton.runtime import interpreter
 from quire.kernels.sampling import triton as kernels
 from quire.kernels.sampling.triton_rows import gumbel, near_gumbel, word_of, words_of_quads
 from quire.kernels.triton_runtime import jit, tl
-from quire.worker.gpu_sampler import GpuSampler, Mode, encode_edits, encode_row
 
 PROMPT = [5, 9, 5, 17, 200, 9, 3]
 
@@ -50,33 +52,29 @@ def scalar_bounds() -> Iterator[None]:
     interpreter._patch_lang_tensor = patch
 
 
-def written(changes):
-    """What the worker's upload does."""
-    for address, words in changes:
-        assert words.dtype == np.int32
-        ctypes.memmove(address, words.ctypes.data, words.nbytes)
-
-
 class Both:
     """One batch on both samplers; row r is slot r + 1, slot 0 is for padding."""
 
     def __init__(self, specs, tokens, vocab, few=None, longest=None):
         count = len(specs)
         self.slots, self.positions = torch.arange(count) + 1, torch.tensor([len(row) for row in tokens])
-        self.cpu = SamplingTable(count + 1, vocab, 64)
-        self.gpu = GpuSampler(self.slots, self.positions, self.cpu.history, vocab_size=vocab)
+        self.cpu, self.table = RefSampler(count + 1, vocab, 64), SamplingTable(count + 1, vocab, CPU)
+        made = kernels.operations(count, vocab, CPU)
+        self.gpu = Sampler(made, self.table, self.slots, self.positions, self.cpu.history)
         if few is not None:
-            sizes = {"few": few, "longest": longest}
-            self.gpu._scratch = kernels.Scratch.make(count, vocab, torch.device("cpu"), **sizes)
-        for name, value in vars(self.gpu._scratch).items():
+            made.scratch = kernels.Scratch.make(count, vocab, CPU, few=few, longest=longest)
+        for name, value in vars(made.scratch).items():
             if name not in ("vocab", "counters", "broken", "tally"):
                 value.view(torch.int32).fill_(-1)  # NaN, or no valid id
         for slot, (spec, row) in enumerate(zip(specs, tokens, strict=True), 1):
-            self.cpu.admit(slot, spec, np.array(row, np.int32))
-            written(self.gpu.admit(slot, spec))
+            self.admit(slot, spec, row)
+
+    def admit(self, slot, spec, row):
+        self.cpu.admit(slot, spec, row)
+        InPlaceUpload.write(self.table.admit(slot, spec))
 
     def mode(self):
-        return self.gpu.mode(self.slots.numpy().astype(np.int32))
+        return self.table.mode(self.slots.numpy().astype(np.int32))
 
     def run(self, logits, mode=None, masks=None):
         """(tokens, codes) on the device and as the CPU says; masks  slot -> words."""
@@ -89,10 +87,10 @@ class Both:
         self.gpu.codes.fill_(77)
         self.gpu.sample(logits, self.mode() if mode is None else mode)
         assert torch.equal(logits.nan_to_num(), before.nan_to_num())
-        scratch = self.gpu._scratch
+        scratch = self.gpu.operations.scratch
         assert not scratch.counters.any() and not scratch.broken.any() and not scratch.tally.any()
         slots, positions = self.slots[:rows], self.positions[:rows]
-        expected = Sampler(self.cpu).sample(logits.float(), slots, positions, self.cpu.history, masks)
+        expected = self.cpu.sample(logits.float(), slots, positions, masks)
         device = (self.gpu.tokens[:rows].tolist(), self.gpu.codes[:rows].tolist())
         return device, (expected.tokens.tolist(), expected.codes.tolist())
 
@@ -228,7 +226,7 @@ def test_the_mode_is_the_least_that_serves_all_rows():
     ]
     both = Both(specs, [PROMPT] * 5, vocab)
     slots = np.arange(6, dtype=np.int32)
-    assert [both.gpu.mode(slots[: i + 1]) for i in range(6)] == [
+    assert [both.table.mode(slots[: i + 1]) for i in range(6)] == [
         Mode.GREEDY, Mode.GREEDY, Mode.PLAIN, Mode.FILTERED, Mode.FULL, Mode.FULL
     ]  # fmt: skip
     logits = model_like(5, vocab)
@@ -237,8 +235,8 @@ def test_the_mode_is_the_least_that_serves_all_rows():
             if mode >= least:
                 device, cpu = both.run(logits[:count], mode)
                 assert device == cpu
-    both.gpu.release(4)
-    both.gpu.release(5)
+    both.table.release(4)
+    both.table.release(5)
     assert both.mode() == Mode.FILTERED
 
 
@@ -278,8 +276,8 @@ def test_a_reused_slot_keeps_nothing():
     both = Both([SamplerSpec(seed=1, num_prompt=1, allowed_ids=(3,), bad_words=((9, 3, 8),))], [PROMPT], 300)
     logits = model_like(1, 300)
     assert both.run(logits)[0] == ([3], [0])
-    both.gpu.release(1)
-    written(both.gpu.admit(1, SamplerSpec(seed=1, num_prompt=1, temperature=0.0)))
+    both.table.release(1)
+    InPlaceUpload.write(both.table.admit(1, SamplerSpec(seed=1, num_prompt=1, temperature=0.0)))
     both.gpu.sample(logits, Mode.FULL)
     assert both.gpu.tokens.tolist() == [int(logits.argmax())]
 
@@ -332,11 +330,9 @@ def test_masks_are_read_only_where_a_slot_may_have_one_and_fail_rows_alone():
     device, cpu = both.run(logits, masks=masks)
     assert device == cpu and device[1] == [0, 2, 1, 0]
     for slot in (1, 2, 3):
-        both.gpu.release(slot)
+        both.table.release(slot)
         both.cpu.release(slot)
-        spec = SamplerSpec(seed=slot, num_prompt=1, temperature=0.0, presence_penalty=0.1)
-        both.cpu.admit(slot, spec, np.array(PROMPT, np.int32))
-        written(both.gpu.admit(slot, spec))
+        both.admit(slot, SamplerSpec(seed=slot, num_prompt=1, temperature=0.0, presence_penalty=0.1), PROMPT)
     device, cpu = both.run(model_like(4, 300))
     assert device == cpu and device[1] == [0] * 4
 
@@ -360,8 +356,8 @@ def test_logprobs_are_the_cpus():
     logits = model_like(6, 300)
     logits[0] = logits[0].round()
     both.run(logits)
-    found = both.gpu.logprobs(logits, both.slots.numpy())()
-    expected = Sampler(both.cpu).logprobs(logits, both.slots, both.gpu.tokens)
+    found = both.gpu.logprobs(logits, both.slots.numpy())()["logprobs"]
+    expected = both.cpu.logprobs(logits, both.slots, both.gpu.tokens)
     assert found.keys() == expected.keys() == {1, 3, 4, 5, 6}
     for slot, one in expected.items():
         for field in ("ids", "logprobs", "ranks"):

@@ -13,11 +13,12 @@ from quire import LLM
 from quire.explain.trace import Span, recording
 from quire.kernels import triton_runtime
 from quire.kernels.norm import triton as norm
+from quire.worker.runner import StepRunner
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from .test_cuda_worker import PLANS, cuda_worker  # noqa: F401  (a fixture)
+from .test_cuda_worker import PLANS, cuda_runner  # noqa: F401  (a fixture)
 
 
 def names(span: Span) -> Iterator[str]:
@@ -26,17 +27,18 @@ def names(span: Span) -> Iterator[str]:
         yield from names(inner)
 
 
-def test_a_step_of_a_gpus_worker(cuda_worker: Callable[..., object]) -> None:  # noqa: F811
-    worker = cuda_worker()
+def test_a_step_of_a_gpus_runner(cuda_runner: Callable[..., StepRunner]) -> None:  # noqa: F811
+    worker = cuda_runner()
     with LLM(async_depth=1, num_threads=1, kv_cache_memory_bytes=1 << 22, use_tqdm_on_load=False) as llm:
         llm.engine.worker, llm.engine.kernels = worker, worker.model.kernels
         with recording(llm) as root:
             worker.submit(PLANS[0])
             worker.collect()
     called = list(names(root))
-    way = ["CudaWorker.submit", "step.triton.apply_runs", "_apply_kernel", "step.triton.build_inputs", "_inputs_kernel",
-           "layers.stack.run_layers", "layers.0", "layers.0.attention", "norm.triton.rms_norm",
-           "_norm_kernel", "layers.1", "head", "CudaWorker.collect"]
+    way = ["StepRunner.submit", "DeviceState.apply", "step.triton.apply_runs", "_apply_kernel",
+           "step.triton.build_inputs", "_inputs_kernel", "layers.stack.run_layers", "layers.0", "layers.0.attention",
+           "norm.triton.rms_norm", "_norm_kernel", "layers.1", "step.triton.finish_step", "_finish_kernel",
+           "StepRunner.collect"]
     at = [called.index(name) for name in way]
     assert at == sorted(at), called
 

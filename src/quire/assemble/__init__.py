@@ -40,6 +40,7 @@ from quire.text.load import load_text
 from quire.text.tokenizer import Tokenizer
 from quire.weights.folder import resolve_folders
 from quire.weights.tied import unread_head
+from quire.worker.runner import StepRunner
 
 LOG = logging.getLogger("quire")
 
@@ -60,7 +61,7 @@ class Engine:
     memory: MemoryPlan
     kernels: Kernels
     core: EngineCore
-    worker: object
+    worker: StepRunner
     tokenizer: Tokenizer | None
     tokenizer_folder: Path
     chat_template: ChatTemplate | None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quire.assemble.parts import Loading, Parts
+from quire.assemble.parts import Loading, Parts, RunnerReport
 from quire.assemble.plain import assemble_plain, fill
 from quire.config.engine import EngineConfig
 from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_steps
@@ -24,8 +24,10 @@ from quire.models.plan import EnginePlan, resolve_sizing
 from quire.models.registry import kv_views
 from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
-from quire.worker.cuda_worker import CudaWorker, Limits
+from quire.worker.construct import make_runner
+from quire.worker.device_state import Limits
 from quire.worker.packed import WORDS
+from quire.worker.runner import StepRunner
 
 DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
@@ -84,7 +86,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
         prompt_chunk=PROMPT_CHUNK,
         hardware=str(facts),
         plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
-               "graphs": f"{len(worker.graphs)}, decode steps of up to {max(limits.graph_sizes, default=0)} sequences"},
+               "graphs": f"{len(worker.recorder)}", "runner": RunnerReport(worker)},
         notes=(note,) if note else (),
     )
 
@@ -98,10 +100,10 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
         raise ConfigError(no_room_for_steps(weights, free, config)) from error
 
 
-def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> CudaWorker:
+def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> StepRunner:
     arena = KVArena(geometry, num_blocks, DEVICE)
     views = kv_views(model.args, map(arena.views, range(model.args.num_layers)))
-    return CudaWorker(model, views, limits, DEVICE)
+    return make_runner(model, views, limits, DEVICE, target="cuda")
 
 
 def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, int, int, int]:

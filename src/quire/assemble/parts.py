@@ -1,12 +1,16 @@
 """What a device's half of the composition root hands to the other."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from quire.config.resolve import MemoryPlan
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.layers.stack import Model
 from quire.models.plan import EnginePlan
+from quire.worker.runner import StepRunner
 
 Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -24,7 +28,7 @@ class Parts:
 
     plan: EnginePlan
     model: Model
-    worker: object
+    worker: StepRunner
     executor: Callable[[ExecutorFacts], Executor]
     depth: int
     memory: MemoryPlan
@@ -32,3 +36,14 @@ class Parts:
     hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+class RunnerReport:
+    """A runner's words about itself as JSON, of the moment when they are printed. Does not keep the runner alive."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._describe = weakref.WeakMethod(runner.describe)
+
+    def __str__(self) -> str:
+        describe = self._describe()
+        return msgspec.json.encode(describe() if describe else None).decode()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quire.assemble.parts import Loading, Parts
+from quire.assemble.parts import Loading, Parts, RunnerReport
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
@@ -14,10 +14,8 @@ from quire.models.registry import kv_views
 from quire.procs.in_process import InProcessExecutor
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
-from quire.worker.sampler import Sampler
-from quire.worker.sampling_table import SamplingTable
-from quire.worker.slots import SlotTables
-from quire.worker.worker import Worker
+from quire.worker.construct import make_runner
+from quire.worker.device_state import Limits
 
 
 def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loading: Loading,
@@ -34,9 +32,11 @@ def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loadin
     memory = resolve_sizing(plan, free_bytes())
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
     views = kv_views(plan.args, map(arena.views, range(plan.args.num_layers)))
-    sampling = SamplingTable(num_slots, plan.args.vocab_size, memory.max_model_len, plan.machine.device)
-    tables = SlotTables(sampling, num_slots, memory.geometry.num_blocks(memory.max_model_len), device)
-    worker = Worker(model, views, tables, Sampler(sampling), block_size=memory.geometry.block_size)
+    limits = Limits(
+        num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
+        max_model_len=memory.max_model_len,
+    )  # fmt: skip
+    worker = make_runner(model, views, limits, device, target=plan.machine.device)
     return Parts(
         plan=plan,
         model=model,
@@ -44,6 +44,7 @@ def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loadin
         executor=lambda facts: InProcessExecutor(worker.run, facts),
         depth=plan.config.device.async_depth or 1,
         memory=memory,
+        plans={"runner": RunnerReport(worker)},
     )
 
 

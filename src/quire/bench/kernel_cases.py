@@ -22,15 +22,16 @@ from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, SharedPrefix, StepPlan
 from quire.kernels.attention import AttentionMeta, KVView, SharedBlocks
 from quire.kernels.attention.triton_plan import pack_shared
+from quire.kernels.sampling import ref, triton
 from quire.kernels.step import StepBuffers, Tables
 from quire.kernels.step import triton as step
 from quire.layers.embedding import VocabEmbedding
 from quire.layers.linear import GatedLinear, Linear
 from quire.layers.norm import RMSNorm
-from quire.worker.gpu_sampler import GpuSampler
-from quire.worker.packed import PackedSteps
+from quire.worker.packed import PackedUpload
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
+from quire.worker.upload import Change
 
 # a request's parameters, and what the library does for them
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
@@ -230,21 +231,20 @@ def sampler_cases(setup: Setup) -> Iterator[Case]:
 
     def pairs(kind: str, rows: int, count: int) -> list[Pair]:
         slots, history = torch.arange(rows, device=device), torch.zeros((rows, 1), dtype=torch.int32, device=device)
-        ones = torch.ones_like(slots)
-        table, sampler = SamplingTable(rows, vocab, 1, str(device)), GpuSampler(slots, ones, history, vocab_size=vocab)
+        table, ones = SamplingTable(rows, vocab, device), torch.ones_like(slots)
         for slot in range(rows):
             spec = SamplerSpec(seed=slot, num_prompt=1, **SAMPLING[kind][0])
-            table.admit(slot, spec, np.zeros(1, np.int32))
-            ((_, words),) = sampler.admit(slot, spec)
-            sampler.table[slot] = torch.from_numpy(words).to(device)
-        mode = sampler.mode(np.arange(rows, dtype=np.int32))
+            ((_, _, words),) = table.admit(slot, spec)
+            table.rows[slot] = torch.from_numpy(words).to(device)
+        mode = table.mode(np.arange(rows, dtype=np.int32))
+        ours, theirs = (Sampler(made.operations(rows, vocab, device), table, slots, ones, history)
+                        for made in (triton, ref))  # fmt: skip
 
-        def run(logits: Tensor) -> Tensor:
+        def drawn(sampler: Sampler, logits: Tensor) -> Tensor:
             sampler.sample(logits, mode)
             return sampler.tokens
 
-        def reference(logits: Tensor) -> Tensor:
-            return Sampler(table).sample(logits, slots, ones, history).tokens
+        run, reference = partial(drawn, ours), partial(drawn, theirs)
 
         given = [torch.randn(rows, vocab, device=device).mul_(3) for _ in range(count)]
         return [Pair(partial(run, one), partial(_drawn, one, spec), partial(reference, one)) for one in given]
@@ -289,17 +289,17 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
                           seq_lens=some(seqs).int(), sample_rows=some(seqs), sample_slots=some(seqs),
                           sample_positions=some(seqs))
     drawn, codes, out = some(seqs), torch.zeros(seqs, dtype=torch.uint8, device=device), some(2, seqs).int()
-    packed, ones = PackedSteps(seqs, seqs, device, 0, words=1 << 14), np.ones(seqs, np.int32)
-    plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_decodes=seqs if new == 1 else 0,
-                    num_tokens=new * ones, num_rows=ones, outputs=np.full(seqs, SAMPLE, np.uint8))
-    before = np.array([context - new], np.int64).view(np.int32)
-    packed.upload(plan, [change for seq in range(seqs) for change in (
-        (tables.computed[seq:].data_ptr(), before), (tables.block_table[seq, -1:].data_ptr(), 7 * ones[:1]))])
+    upload, ones = PackedUpload(seqs, seqs, device, 0, words=1 << 14), np.ones(seqs, np.int32)
+    plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_tokens=new * ones, num_rows=ones,
+                    num_decodes=seqs if new == 1 else 0, outputs=np.full(seqs, SAMPLE, np.uint8))
+    before, width = np.array([context - new], np.int64).view(np.int32), tables.block_table.shape[1]
+    upload.send(plan, [change for seq in range(seqs) for change in (
+        Change(tables.computed, 2 * seq, before), Change(tables.block_table, (seq + 1) * width - 1, 7 * ones[:1]))])
 
     def run() -> Result:
-        step.apply_runs(packed.device)
-        step.build_inputs(packed.device, tables, buffers, tokens=tokens, seqs=seqs, max_seqs=seqs)
-        step.finish_step(packed.device, tables, buffers, drawn, codes, out, max_seqs=seqs)
+        upload.apply()
+        step.build_inputs(upload.step, tables, buffers)
+        step.finish_step(upload.step, tables, buffers, drawn, codes, out)
         return *vars(buffers).values(), tables.computed[:seqs], tables.history[:seqs, context], out
 
     def expected() -> Result:

@@ -132,7 +132,7 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
         if where == "embed":
             recording.keep("embed", "embed_tokens", hidden)
 
-    engine.worker.on_hidden = keep
+    engine.worker.programs.on_hidden = keep
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     front = front_end(engine)
     generation, requests = front.start(Prompt(token_ids=prompt_ids), params)

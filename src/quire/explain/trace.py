@@ -27,7 +27,6 @@ from quire.kernels.native.library import library
 from quire.kernels.triton_runtime import INTERPRETED, triton
 from quire.procs.in_process import InProcessExecutor
 from quire.text.sequence import SequenceText
-from quire.worker.worker import Worker
 
 PACKAGE = Path(__file__).parents[1]
 WORK = re.compile(r"quire\.(kernels\.(?!native\.)\w+\.\w+|quantization\.pack\.\w+|(layers|worker)\.\w+)")
@@ -139,8 +138,7 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
     with ExitStack() as undo:
         for owner, attribute, name in {stop[:2]: stop for stop in _stops(llm)}.values():
             put(owner, attribute, recorded(getattr(owner, attribute), name))
-        if isinstance(llm.engine.worker, Worker):
-            put(llm.engine.worker, "on_hidden", lambda where, hidden: None)  # who looks on gets no tapes
+        put(llm.engine.worker.programs, "on_hidden", lambda where, hidden: None)  # who looks on gets nothing recorded
         yield root
 
 
@@ -148,7 +146,7 @@ def _stops(llm: LLM) -> Iterator[tuple[Any, str, str]]:
     """(owner, attribute, name) of everything that is recorded; "" for the kernel that is the first argument."""
     core, worker, kernels = llm.engine.core, llm.engine.worker, llm.engine.kernels
     parts = [llm, llm._front, core, core.scheduler, core.scheduler.allocator, core._finisher, core.executor, worker,
-             worker.tables, worker.sampler, worker.model.rotary]  # fmt: skip
+             worker.state, worker.programs, worker.sampler, worker.sampler.operations, worker.model.rotary]  # fmt: skip
     named = [*((type(part).__name__, part) for part in parts), *worker.model.named_modules()]
     kinds = {kind for _, part in named for kind in type(part).__mro__ if kind.__module__.startswith("quire.")}
     for name, part in named:
@@ -159,8 +157,9 @@ def _stops(llm: LLM) -> Iterator[tuple[Any, str, str]]:
     yield llm, "_step", STEP
     yield SequenceText, "push", "SequenceText.push"
     if isinstance(core.executor, InProcessExecutor):
-        yield core.executor._runner, "_run", "Worker.run"
+        yield core.executor._runner, "_run", "StepRunner.run"
     modules = {sys.modules[kind.__module__] for kind in kinds} | set(filter(inspect.ismodule, vars(kernels).values()))
+    modules.add(worker.programs.operations)
     modules |= {value for module in modules for value in vars(module).values()
                 if inspect.ismodule(value) and WORK.fullmatch(value.__name__)}  # fmt: skip
     for module in modules:

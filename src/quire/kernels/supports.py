@@ -69,6 +69,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "cpu": replace(PLAIN, needs=("flash attention",)),
         "ref": REFERENCE,
     },
+    "step": {"triton": TRITON, "ref": REFERENCE},
+    "sampling": {"triton": TRITON, "ref": REFERENCE},
     "routing": {"triton": TRITON, "ref": REFERENCE},
     "experts": {
         "hopper": replace(HOPPER, features=frozenset({"join"})),

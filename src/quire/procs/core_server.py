@@ -144,7 +144,7 @@ def _control(core: EngineCore, message: Control) -> Reply:
         if message.name == "reset_prefix_cache":
             return Reply(message.id, core.reset_prefix_cache())
         if message.name == "plan":
-            return Reply(message.id, str(core.facts.plans.get("engine", "null")))  # JSON, made when it started
+            return Reply(message.id, _plan(core))
         if message.name == "check":  # the bookkeeping, and that an idle core holds nothing
             core.check()
             return Reply(message.id, True)
@@ -152,3 +152,9 @@ def _control(core: EngineCore, message: Control) -> Reply:
         LOG.error("control %s failed", message.name, exc_info=error)
         return Reply(message.id, error=f"{type(error).__name__}: {error}")
     return Reply(message.id, error=f"unknown control {message.name!r}")
+
+
+def _plan(core: EngineCore) -> str:
+    """What was decided when the engine started, and what its runner does now, as JSON."""
+    plan, runner = (core.facts.plans.get(name) for name in ("engine", "runner"))
+    return "null" if plan is None else f'{str(plan)[:-1]},"runner":{runner or "null"}}}'

@@ -1,120 +1,146 @@
-"""A plan as one packed int32 buffer for the device: the step's sequences and what changes in the slot tables.
+"""The upload of a CUDA device: a step and the changes of its tables as one packed int32 buffer, tokens back in a ring.
 
 The layout is described in `quire.kernels.step`. Buffers are pinned and used in turn, so that the next step can be
 written while the device still reads the last one.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.step import I32, SAMPLE, StepPlan
-from quire.kernels.step import HEADER, NUM_RUNS, NUM_SAMPLES, NUM_SEQS, NUM_TOKENS, RUN_WORDS, RUNS_AT
+from quire.contracts.step import I32, StepPlan
+from quire.kernels.attention import SharedBlocks
+from quire.kernels.attention.triton_plan import pack_shared
+from quire.kernels.step import HEADER, NUM_RUNS, RUN_WORDS, RUNS_AT, StepWords, fixed_words
+from quire.kernels.step import triton as operations
+from quire.worker.upload import SHARED_GROUPS, Change, write_step
 
 WORDS = 4 << 20  # of a buffer: 16 MiB
-Change = tuple[int, I32]  # device address, the words that go there
 
 
 @dataclass
-class _Staging:
-    """A pinned buffer, its numpy view, and what says that a GPU has read it."""
+class _Pinned:
+    """A pinned buffer, its numpy view, and an event after its copy; None without a GPU."""
 
     buffer: Tensor
     words: I32
-    read: torch.cuda.Event | None
+    copied: torch.cuda.Event | None
+
+    @staticmethod
+    def make(*shape: int, gpu: bool) -> "_Pinned":
+        buffer = torch.zeros(shape, dtype=torch.int32, pin_memory=gpu)
+        return _Pinned(buffer, buffer.numpy(), torch.cuda.Event() if gpu else None)
+
+    def wait(self) -> I32:
+        """The words, once the copy is over."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.words
 
 
-class PackedSteps:
-    """Writes steps for sequences of at most `max_seqs` into the device buffer `device` [WORDS] int32.
+class PackedUpload:
+    """Writes steps of at most `max_seqs` sequences into the device buffer `step.words` [words] int32; see `Upload`.
 
-    slots, starts, samples, shared   views of the device buffer: [max_seqs], [max_seqs + 1], [max_seqs] and
-                                     [shared_words] int32
+    depth      steps that may be launched and not collected
+    max_rows   rows of a step that are sampled, at most
     """
 
+    timed = False
+
     def __init__(
-        self, max_seqs: int, dummy_slot: int, device: torch.device, depth: int, *, shared_words: int = 0,
+        self, max_seqs: int, dummy_slot: int, device: torch.device, depth: int, *, max_rows: int = 0,
         words: int = WORDS,
     ) -> None:  # fmt: skip
-        self.device = torch.zeros(words, dtype=torch.int32, device=device)
-        self.max_seqs = max_seqs
-        self._dummy = dummy_slot
-        self._fixed = HEADER + 3 * max_seqs + 1 + shared_words
+        gpu, shared_words = device.type == "cuda", SharedBlocks.words(SHARED_GROUPS, max_seqs)
+        self.step = StepWords.view(torch.zeros(words, dtype=torch.int32, device=device), max_seqs, shared_words)
+        self.shared = False
+        self._dummy, self._fixed = dummy_slot, fixed_words(max_seqs, shared_words)
         assert words >= self._fixed + 4 + RUN_WORDS, "a buffer holds a step without changes and one run"
-        pinned = device.type == "cuda"
-        self._ring: deque[_Staging] = deque()
-        for _ in range(depth + 2):
-            buffer = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
-            self._ring.append(_Staging(buffer, buffer.numpy(), torch.cuda.Event() if pinned else None))
-        self.slots, self.starts, _samples, self.shared = torch.split(
-            self.device[HEADER : self._fixed], [max_seqs, max_seqs + 1, max_seqs, shared_words]
-        )
+        self._ring = deque(_Pinned.make(words, gpu=gpu) for _ in range(depth + 2))
+        self._results = deque(_Pinned.make(2, max_rows, gpu=gpu) for _ in range(depth + 1))
 
-    def upload(self, plan: StepPlan | None, changes: list[Change], shared: I32 | None = None) -> list[Change]:
+    def send(self, plan: StepPlan, changes: list[Change]) -> None:
+        """One copy, and more of them only where the changes do not fit."""
+        shared = self._pack_shared(plan)
+        self.shared = shared is not None
+        while left := self._copy(plan, changes, shared):
+            left = changes = self._copy(None, left)
+            self.apply()
+
+    def apply(self) -> None:
+        """See `Upload`."""
+        operations.apply_runs(self.step.words)
+
+    def fetch(self, out: Tensor) -> Callable[[], I32]:
+        """See `Upload`."""
+        pinned = self._results[0]
+        self._results.rotate(-1)
+        pinned.buffer.copy_(out, non_blocking=True)
+        if pinned.copied is not None:
+            pinned.copied.record()
+        return pinned.wait
+
+    def _pack_shared(self, plan: StepPlan) -> I32 | None:
+        """What the kernels need of the prefixes that decodes share; None where no two of a group decode."""
+        if not plan.shared:
+            return None
+        members = np.zeros(self._dummy + 1, bool)
+        members[plan.slots[: plan.num_decodes]] = True
+        if not any(members[group.slots].sum() > 1 for group in plan.shared):
+            return None
+        return pack_shared(plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS,
+                           most_seqs=self.step.max_seqs)  # fmt: skip
+
+    def _copy(self, plan: StepPlan | None, changes: list[Change], shared: I32 | None = None) -> list[Change]:
         """Send a step, or changes alone (None), in one copy; returns the changes that did not fit.
 
-        What is left must be sent before the step is: call with None until nothing is.
+        What is left must be sent before the step is: nothing of a step is sent before all of its changes fit.
         """
-        staging = self._next()
-        words = staging.words
+        staging = self._ring.popleft()
+        self._ring.append(staging)
+        words = staging.wait()  # only when the device is a whole ring behind
         runs, left = self._runs(changes)
         if left and plan is not None:
             return changes
         if plan is None:
             words[:HEADER] = 0
         else:
-            self._write_step(words, plan)
+            write_step(words, plan, self.step, self._dummy)
             if shared is not None:
-                words[self._fixed - len(self.shared) :][: len(shared)] = shared
+                words[self._fixed - len(self.step.shared) :][: len(shared)] = shared
         words[NUM_RUNS], words[RUNS_AT] = len(runs), self._fixed
         at = self._fixed + 4 * len(runs)
         if runs:
             table = words[self._fixed : at].reshape(-1, 4)
-            table[:, :2] = np.array([address for address, _ in runs], np.int64).view(np.int32).reshape(-1, 2)
-            for row, (_, data) in zip(table, runs, strict=True):
+            addresses = np.array([target.data_ptr() + 4 * offset for target, offset, _ in runs], np.int64)
+            table[:, :2] = addresses.view(np.int32).reshape(-1, 2)
+            for row, (_, _, data) in zip(table, runs, strict=True):
                 row[2:] = len(data), at
                 words[at : at + len(data)] = data
                 at += len(data)
-        self.device[:at].copy_(staging.buffer[:at], non_blocking=True)
-        if staging.read is not None:
-            staging.read.record()
+        self.step.words[:at].copy_(staging.buffer[:at], non_blocking=True)
+        if staging.copied is not None:
+            staging.copied.record()
         return left
-
-    def _next(self) -> _Staging:
-        """The buffer that was sent longest ago; waits only when the device is a whole ring behind."""
-        staging = self._ring.popleft()
-        self._ring.append(staging)
-        if staging.read is not None:
-            staging.read.synchronize()
-        return staging
 
     def _runs(self, changes: list[Change]) -> tuple[list[Change], list[Change]]:
         """As many changes as fit, in runs; and the others."""
-        room = len(self.device) - self._fixed
+        room = len(self.step.words) - self._fixed
         runs: list[Change] = []
-        for i, (address, data) in enumerate(changes):
-            count = -(-len(data) // RUN_WORDS)
-            room -= 4 * count + len(data)
+        for i, change in enumerate(changes):
+            table, offset, data = change
+            size = len(data)
+            room -= 4 * -(-size // RUN_WORDS) + size
             if room < 0:
                 if not runs:
-                    half = len(data) // 2
-                    rest = [(address, data[:half]), (address + 4 * half, data[half:]), *changes[1:]]
+                    half = size // 2
+                    rest = [Change(table, offset, data[:half]), Change(table, offset + half, data[half:]), *changes[1:]]
                     return self._runs(rest)
                 return runs, changes[i:]
-            runs += [(address + 4 * at, data[at : at + RUN_WORDS]) for at in range(0, len(data), RUN_WORDS)]
+            runs += [change] if size <= RUN_WORDS else [
+                Change(table, offset + at, data[at : at + RUN_WORDS]) for at in range(0, size, RUN_WORDS)]
         return runs, []
-
-    def _write_step(self, words: I32, plan: StepPlan) -> None:
-        count, size = len(plan.slots), self.max_seqs
-        slots, starts = words[HEADER : HEADER + size], words[HEADER + size : HEADER + 2 * size + 1]
-        samples = words[HEADER + 2 * size + 1 :]
-        slots[:count] = plan.slots
-        slots[count:] = self._dummy
-        starts[0] = 0
-        np.cumsum(plan.num_tokens, out=starts[1 : count + 1])
-        starts[count + 1 :] = starts[count]
-        sampled = np.flatnonzero(plan.outputs & SAMPLE)
-        samples[: len(sampled)] = sampled
-        words[NUM_SEQS], words[NUM_TOKENS], words[NUM_SAMPLES] = count, starts[count], len(sampled)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import F32, POOL, StepPlan
+from quire.worker.features import Found, Results
 from quire.worker.scoring import back, sent
-
-Vectors = dict[int, F32]
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Pooler:
         self._prompts: dict[int, _Prompt] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Requests leave their slots, and others take them; before `run`."""
+        """See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -53,9 +52,8 @@ class Pooler:
             if a.pool:
                 self._prompts[a.slot] = _Prompt(a.pool, a.sampler.num_prompt, a.num_computed)
 
-    def run(self, plan: StepPlan, hidden: Tensor) -> Callable[[], Vectors] | None:
-        """Pool hidden states [T, hidden] that no norm has seen yet. Launches the work and the copy; what is returned
-        may be called once the device has come past them: slot -> [hidden], of the prompts that ended in this step."""
+    def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
+        """See `StepFeature`: vectors of the prompts that ended in this step, and None when none did."""
         asked = np.flatnonzero(plan.outputs & POOL).tolist() if self._prompts else ()
         if not asked:
             return None
@@ -73,7 +71,7 @@ class Pooler:
         if not ended:
             return None
         host = back(sums)
-        return lambda: {slot: host[row].numpy() / count for slot, (row, count) in ended.items()}
+        return lambda: _found({slot: host[row].numpy() / np.float32(count) for slot, (row, count) in ended.items()})
 
     def _sums(self, spans: list[range], hidden: Tensor) -> Tensor:
         """The sums [S, hidden] float32 of S spans of rows, empty ones included."""
@@ -85,6 +83,6 @@ class Pooler:
         return torch.segment_reduce(states.float(), "sum", offsets=ends, axis=0, unsafe=True)
 
 
-def unsound(vectors: Vectors) -> dict[int, str]:
-    """Slots whose vectors hold something that is no number."""
-    return {slot: "nan_hidden" for slot, vector in vectors.items() if not np.isfinite(vector).all()}
+def _found(vectors: dict[int, F32]) -> Found:
+    failed = {slot: "nan_hidden" for slot, vector in vectors.items() if not np.isfinite(vector).all()}
+    return {"pooled": vectors, "failed": failed}

@@ -8,57 +8,81 @@ import torch
 from torch import Tensor
 
 from quire.contracts.sampling import SamplerSpec
-from quire.contracts.step import RowLogprobs
-from quire.kernels.sampling.logprobs import WHOLE_VOCABULARY, row_logprobs, score_rows
+from quire.contracts.step import PROMPT_LOGPROBS, RowLogprobs, StepPlan
+from quire.kernels.sampling.logprobs import WHOLE_VOCABULARY, score_rows
+from quire.worker.features import Found, Results
 
 SCORE_ROWS = 64  # prompt rows whose logits exist at once: 64 x 152k x 4 bytes = 39 MB
+PINNED = 1 << 20  # numbers; a copy of more is not worth memory that is pinned for good, and waits
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Rows `first` .. `first + count` of the step's hidden states are `slot`'s tokens from `position` on."""
+@dataclass
+class _Scored:
+    """A slot's prompt whose rows are scored, and how much of it was computed."""
 
-    slot: int
-    first: int
-    count: int
-    position: int
     spec: SamplerSpec
+    computed: int
 
 
-def score_prompts(
-    scored: Iterable[Scored], hidden: Tensor, logits_of: Callable[[Tensor], Tensor], history: Tensor
-) -> dict[int, RowLogprobs]:
-    """Slot -> its rows: each scores the token after it; a prompt's last row has none. Waits for the device.
+class PromptScorer:
+    """Scores rows of prompts: each row the token after it; a prompt's last row has none.
 
-    hidden [T, hidden];  logits_of  [R, hidden] -> [R, V] float32;  history [slots, L] int32 token ids by position
+    logits_of  hidden states [R, hidden] that no norm has seen yet -> [R, V] float32
+    history    [slots, L] int32 token ids by position
     """
-    found = {}
-    for one in scored:
-        assert one.spec.num_prompt_logprobs is not None
-        rows = min(one.count, one.spec.num_prompt - 1 - one.position)
-        targets = history[one.slot, one.position + 1 : one.position + 1 + rows].long()
-        parts = []
+
+    def __init__(self, logits_of: Callable[[Tensor], Tensor], history: Tensor) -> None:
+        self._logits_of, self._history = logits_of, history
+        self._prompts: dict[int, _Scored] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """See `StepFeature`."""
+        if self._prompts:
+            for slot in plan.released.tolist():
+                self._prompts.pop(slot, None)
+        for a in plan.admitted:
+            if a.sampler.num_prompt_logprobs is not None:
+                self._prompts[a.slot] = _Scored(a.sampler, a.num_computed)
+
+    def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
+        """See `StepFeature`."""
+        asked = np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist() if self._prompts else ()
+        if not asked:
+            return None
+        ends, parts = np.cumsum(plan.num_tokens), dict[int, list[list[Tensor]]]()
+        for i in asked:
+            slot, count = int(plan.slots[i]), int(plan.num_rows[i])
+            if rows := self._rows(slot, hidden[int(ends[i]) - count : int(ends[i])]):
+                parts[slot] = rows
+        return lambda: self._results(parts)
+
+    def _rows(self, slot: int, hidden: Tensor) -> list[list[Tensor]]:
+        """Launch the scores of the next rows of a slot's prompt, and their way to the host, in parts."""
+        prompt = self._prompts[slot]
+        first, k = prompt.computed, prompt.spec.num_prompt_logprobs
+        prompt.computed += len(hidden)
+        rows = min(len(hidden), prompt.spec.num_prompt - 1 - first)
+        assert k is not None
+        targets = self._history[slot, first + 1 : first + 1 + rows].long()
+        found = []
         for at in range(0, rows, SCORE_ROWS):
-            stop = min(at + SCORE_ROWS, rows)
-            logits = logits_of(hidden[one.first + at : one.first + stop])
-            parts.append(row_logprobs(logits, targets[at:stop], one.spec.num_prompt_logprobs))
-        if parts:
-            found[one.slot] = joined(parts)
-    return found
+            part = slice(at, min(at + SCORE_ROWS, rows))
+            found.append([back(one) for one in score_rows(self._logits_of(hidden[part]), targets[part], k)])
+        return found
+
+    @staticmethod
+    def _results(parts: dict[int, list[list[Tensor]]]) -> Found:
+        scored = {slot: joined([RowLogprobs(*(one.numpy() for one in part)) for part in some])
+                  for slot, some in parts.items()}  # fmt: skip
+        failed = {slot: "nan_logits" for slot, rows in scored.items() if np.isnan(rows.logprobs[:, 0]).any()}
+        return {"prompt_logprobs": scored, "failed": failed}
 
 
-def unscorable(scored: dict[int, RowLogprobs]) -> dict[int, str]:
-    """Slots whose prompt rows have NaN log-probabilities."""
-    return {slot: "nan_logits" for slot, rows in scored.items() if np.isnan(rows.logprobs[:, 0]).any()}
-
-
-def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerSpec],
-                  tokens: Tensor) -> Callable[[], dict[int, RowLogprobs]] | None:
+def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerSpec], tokens: Tensor) -> Results | None:
     """Log-probabilities of sampled tokens [R], slot -> its rows in order, for the slots whose `specs` ask for any.
 
-    The first rows of the raw logits [., V] are those of `slots`. Launches the work and the copies; what is returned may
-    be called once the device has come past them. None: nobody asked. Rows that ask for a number of alternatives are
-    scored together, so their widths differ only in what is cut off.
+    The first rows of the raw logits [., V] are those of `slots`. Launches the work and the copies. Rows that ask for a
+    number of alternatives are scored together, so their widths differ only in what is cut off.
     """
     vocab, device = logits.shape[1], logits.device
     groups: dict[tuple[int, ...] | int, dict[int, tuple[int, int]]] = {}  # kind -> row -> slot, columns
@@ -74,7 +98,7 @@ def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerS
         index, k = sent(list(owners), device), max(columns for _, columns in owners.values()) - 1
         extra = sent(kind, device) if isinstance(kind, tuple) else None
         parts.append((owners.values(), [back(part) for part in score_rows(logits, tokens[index], k, extra, index)]))
-    return (lambda: _collected(parts)) if parts else None
+    return (lambda: {"logprobs": _collected(parts)}) if parts else None
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -85,7 +109,7 @@ def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 def back(values: Tensor) -> Tensor:
     """Values as they will be on the host once the device has come past this."""
-    out = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    out = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda and values.numel() <= PINNED)
     return out.copy_(values, non_blocking=True)
 
 

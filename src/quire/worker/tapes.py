@@ -1,17 +1,21 @@
-"""Decode steps of few rows on a CPU: the layers are recorded at the first step of so many rows, and then replayed."""
+"""Steps of few rows on a CPU: the layers are recorded at the first step of so many rows, and then replayed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quire.kernels.native.tape import Buffers, Tape
+from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
 from quire.layers.rope import Rotation
 from quire.layers.stack import Model, run_layers
+from quire.worker.recorder import Recorder
 
 MOST_ROWS = 16  # with more, what Python takes between two kernels is little beside them
 KERNELS = 16  # of a layer, at most
+Kind = tuple[int, bool]  # rows of a step, and its features: whether decodes read a common prefix once
 
 
 @dataclass(frozen=True)
@@ -26,47 +30,68 @@ class Recorded:
     out: Tensor
 
 
-class LayerTapes:
-    """Runs the layers of a model, from a tape where there can be one.
+class LayerTapes(Recorder):
+    """Runs layers from a tape where there can be one.
 
-    obstacle   why nothing of this model can be recorded, or ""
+    obstacles   of steps that were tried and cannot be recorded, why not
     """
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._attention = model.kernels.attention
-        self._tapes: dict[int, Recorded] = {}
+    def __init__(self) -> None:
+        super().__init__("")
+        self.obstacles: dict[Kind, str] = {}
+        self._tapes: dict[Kind, Recorded] = {}
         self._buffers = Buffers()
-        self.obstacle = "" if "tape" in model.kernels.features("attention") else "its attention is not native"
 
-    def run(self, hidden: Tensor, ctx: StepContext) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden], to be read before the next step."""
-        num_rows, block_size = len(hidden), ctx.kv[0].block_size
-        if self.obstacle or num_rows > MOST_ROWS or not self._attention.rows_only(ctx.attention, block_size):
-            return run_layers(self._model, hidden, ctx)
-        rotation = self._model.rotary.rows(ctx.positions, hidden.dtype)
-        found = self._tapes.get(num_rows)
+    def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
+        """See `Recorder`."""
+        attention, block_size, kernel = ctx.attention, ctx.kv[0].block_size, model.kernels.attention
+        kind = len(hidden), attention.shared is not None
+        if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size):
+            self.counts["run"] += 1
+            return run_layers(model, hidden, ctx, layers)
+        rotation = model.rotary.rows(ctx.positions, hidden.dtype)
+        found = self._tapes.get(kind)
         if found is None or found.threads != torch.get_num_threads():
-            return self._record(hidden, rotation, ctx)
-        for kept, new in zip((found.hidden, *found.rotation, found.kv_slots),
-                             (hidden, *rotation, ctx.attention.kv_slots), strict=True):
+            return self._record(model, kind, hidden, rotation, ctx)
+        for kept, new in zip((found.hidden, *found.rotation, found.kv_slots), (hidden, *rotation, attention.kv_slots),
+                             strict=True):  # fmt: skip
             kept.copy_(new)
-        args = self._model.args
-        self._attention.retarget(found.tape.address, ctx.attention, block_size, args.num_heads, args.head_dim)
+        kernel.retarget(found.tape.address, attention, block_size, model.args.num_heads, model.args.head_dim)
         found.tape.play()
+        self.counts["replayed"] += 1
         return found.out
 
-    def _record(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
+    def _record(self, model: Model, kind: Kind, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
         """Run the layers on copies of the step's inputs, which stay."""
         hidden, rotation, meta = hidden.clone(), (rotation[0].clone(), rotation[1].clone()), ctx.attention
         own = replace(meta, kv_slots=meta.kv_slots.clone())
-        tape = Tape(KERNELS * len(self._model.layers), self._buffers)
+        tape = Tape(KERNELS * len(model.layers), self._buffers)
         step = StepContext(ctx.positions, own, ctx.kv)
-        out = tape.record(lambda: run_layers(self._model, hidden, step, rotation=rotation))
-        self.obstacle = tape.obstacle
-        if self.obstacle:  # for good
-            self._tapes, self._buffers = {}, Buffers()
+        out = tape.record(lambda: run_layers(model, hidden, step, rotation=rotation))
+        if tape.obstacle:
+            self.obstacles[kind] = tape.obstacle
+            self.counts["run"] += 1
+            self._tapes.pop(kind, None)
+            if not self._tapes:  # what was taken for this one
+                self._buffers = Buffers()
         else:
-            threads = torch.get_num_threads()
-            self._tapes[len(hidden)] = Recorded(tape, hidden, rotation, own.kv_slots, threads, out)
+            self.counts["recorded"] += 1
+            self._tapes[kind] = Recorded(tape, hidden, rotation, own.kv_slots, torch.get_num_threads(), out)
         return out
+
+    def unrecorded(self) -> dict[str, str]:
+        """See `Recorder`."""
+        always = {f"more than {MOST_ROWS} rows": "what Python takes between two kernels is little beside them",
+                  "long chunks of prompts": "their attention is cut anew in every step"}  # fmt: skip
+        return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, _), why in sorted(self.obstacles.items())}
+
+    def __len__(self) -> int:
+        return len(self._tapes)
+
+
+def untaped(kernels: Kernels) -> str:
+    """Why no layers of a model with these kernels can be recorded, or ""."""
+    strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name != "native"]
+    if strange:
+        return f"{strange[0]}, whose operations are PyTorch's"
+    return "" if "tape" in kernels.features("attention") else "its attention cannot be given other rows"

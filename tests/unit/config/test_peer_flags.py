@@ -115,6 +115,9 @@ def test_a_note_says_why_as_a_sentence() -> None:
 @pytest.mark.parametrize(("args", "values"), [
     (["--async-scheduling"], {"async_depth": 2}),
     (["--no-async-scheduling"], {"async_depth": 1}),
+    (["--allow-async-output-proc"], {"async_depth": 2}),
+    (["--disable-async-output-proc"], {"async_depth": 1}),
+    (["--no-disable-async-output-proc"], {"async_depth": 2}),
     (["--disable-uvicorn-access-log"], {"access_log": False}),
     (["--max_num_queued_reqs", "2k"], {"max_waiting": 2000}),
     (["--async-scheduling", "--async-depth", "1"], {"async_depth": 1}),
@@ -137,6 +140,8 @@ def test_values(args: list[str], values: dict[str, object]) -> None:
 @pytest.mark.parametrize(("given", "options"), [
     ({"tensor_parallel_size": 1, "quantization": None, "enable_lora": None, "rope_scaling": {}}, {}),
     ({"async_scheduling": True}, {"async_depth": 2}),
+    ({"allow_async_output_proc": True}, {"async_depth": 2}),
+    ({"disable_async_output_proc": True}, {"async_depth": 1}),
     ({"cudagraph_capture_sizes": [1, 2, 64]}, {"cudagraph_capture_sizes": (1, 2, 64)}),
     ({"async_scheduling": True, "async_depth": 1}, {"async_depth": 1}),
     ({"disable_log_stats": True, "served_model_name": "x", "port": 8000, "uds": None}, {}),

@@ -91,12 +91,12 @@ def test_the_tables_of_a_slot_are_all_counted() -> None:
     import torch
 
     from quire.engine.table import RunningTable
-    from quire.worker.sampling_table import SamplingTable
-    from quire.worker.slots import SlotTables
+    from quire.worker.device_state import DeviceState, Limits
 
     num_slots, length = 64, 1024
-    tables = SlotTables(SamplingTable(num_slots, 100, length), num_slots, length // 32, torch.device("cpu"))
-    parts = (tables, tables.sampling, RunningTable(num_slots))
+    limits = Limits(num_slots=num_slots, max_tokens=0, max_model_len=length, block_size=32)
+    state = DeviceState(limits, 100, torch.device("cpu"))
+    parts = (state, state.tables, state.buffers, state.sampling, RunningTable(num_slots))
     held = [column for part in parts for column in vars(part).values()]
     used = sum(t.nbytes if hasattr(t, "nbytes") else 8 * len(t) for t in held if hasattr(t, "__len__"))
     assert used <= num_slots * slot_bytes(length, GEOMETRY) <= 1.1 * used

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -180,7 +181,11 @@ def test_the_server_shows_the_plan_to_who_has_the_key(folders: Folders) -> None:
     with running_inside(**options, api_key=("secret",)) as inside:
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask(inside.server.url)
-        assert ask(inside.server.url, authorization="Bearer secret") == described
+        found = ask(inside.server.url, authorization="Bearer secret")
+        runner = found.pop("runner")
+        assert found == described and runner["recordings"] == 0
+        (why,) = runner["not recorded"].values()
+        assert "PyTorch's" in why and any("recorder: none" in part for part in runner["parts"])
     with running_inside() as inside:  # no model
         assert ask(inside.server.url) is None
 
@@ -192,7 +197,7 @@ def test_the_server_s_plan_does_not_need_its_files_again(folders: Folders, tmp_p
     options = {"model": str(folder), "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 2}
     with running_inside(**options) as inside:
         shutil.rmtree(folder)
-        assert ask(inside.server.url) == described
+        assert ask(inside.server.url) == described | {"runner": ANY}
 
 
 def ask(url: str, **headers: str) -> Any:

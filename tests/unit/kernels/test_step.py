@@ -1,9 +1,10 @@
-"""The kernels around a forward pass, in Triton's interpreter, on steps that are packed as for a device."""
+"""The operations around a forward pass, PyTorch's and the kernels in Triton's interpreter, on steps as they come."""
 
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from quire.contracts.step import SAMPLE, StepPlan
 from quire.kernels import triton_runtime
-from quire.kernels.step import RUN_WORDS, StepBuffers, Tables
-from quire.worker.packed import PackedSteps
+from quire.kernels.step import NUM_SEQS, RUN_WORDS, StepBuffers, Tables, ref
+from quire.worker.packed import PackedUpload
+from quire.worker.upload import Change, InPlaceUpload, Upload
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-from quire.kernels.step import triton as step
+from quire.kernels.step import triton
 
 CPU = torch.device("cpu")
 SLOTS, MAX_SEQS, MAX_TOKENS, LENGTH, BLOCK_SIZE = 9, 6, 300, 400, 16
@@ -54,6 +56,18 @@ def make_plan(slots: list[int], tokens: list[int], sampled: list[bool]) -> StepP
                     outputs=outputs)
 
 
+def packed(words: int = 1 << 13) -> PackedUpload:
+    return PackedUpload(MAX_SEQS, DUMMY, CPU, depth=1, max_rows=MAX_SEQS, words=words)
+
+
+def sent(step: ModuleType, plan: StepPlan) -> Upload:
+    """A step as the implementation gets it."""
+    upload: Upload = packed() if step is triton else InPlaceUpload(MAX_SEQS, DUMMY, CPU)
+    upload.send(plan, [])
+    return upload
+
+
+both = pytest.mark.parametrize("step", [triton, ref], ids=["triton", "ref"])
 STEPS = [
     ([3], [1], [True]),
     ([7, 0, 2], [1, 1, 1], [True] * 3),
@@ -63,14 +77,17 @@ STEPS = [
 ]
 
 
+@both
+@pytest.mark.parametrize("pad", [True, False])
 @pytest.mark.parametrize(("slots", "tokens", "sampled"), STEPS)
-def test_inputs_are_what_the_tables_and_the_plan_say(slots: list[int], tokens: list[int], sampled: list[bool]) -> None:
+def test_inputs_are_what_the_tables_and_the_plan_say(
+    slots: list[int], tokens: list[int], sampled: list[bool], pad: bool, step: ModuleType
+) -> None:
     tables, buffers = make_tables(), make_buffers()
-    packed = PackedSteps(MAX_SEQS, DUMMY, CPU, depth=1, words=1 << 13)
-    assert packed.upload(make_plan(slots, tokens, sampled), []) == []
+    words = sent(step, make_plan(slots, tokens, sampled)).step
     total = sum(tokens)
-    padded = total + 5
-    step.build_inputs(packed.device, tables, buffers, tokens=padded, seqs=MAX_SEQS, max_seqs=MAX_SEQS)
+    padded, seqs, most_rows = (total + 5, MAX_SEQS, MAX_SEQS) if pad else (total, len(slots), sum(sampled))
+    step.build_inputs(words, tables, buffers.cut(padded, seqs, most_rows))
     expected = [
         (int(tables.history[slot, p]), p, int(tables.block_table[slot, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE)
         for slot, count in zip(slots, tokens, strict=True)
@@ -80,27 +97,36 @@ def test_inputs_are_what_the_tables_and_the_plan_say(slots: list[int], tokens: l
     assert found[:total].tolist() == [list(row) for row in expected]
     assert not found[total:padded].any() and (found[padded:] == -7).all()
     lengths = [int(tables.computed[slot]) + count for slot, count in zip(slots, tokens, strict=True)]
-    assert buffers.seq_lens.tolist() == lengths + [0] * (MAX_SEQS - len(slots))
-    assert packed.slots.tolist() == slots + [DUMMY] * (MAX_SEQS - len(slots))
+    empty = 0 if pad else -7
+    assert buffers.seq_lens.tolist() == lengths + [empty] * (MAX_SEQS - len(slots))
+    assert words.slots.tolist() == slots + [DUMMY] * (MAX_SEQS - len(slots))
     bounds = np.cumsum([0, *tokens]).tolist()
-    assert packed.starts.tolist() == bounds + [total] * (MAX_SEQS - len(slots))
+    assert words.starts.tolist() == bounds + [total] * (MAX_SEQS - len(slots))
     rows = [(bounds[i + 1] - 1, slots[i], lengths[i]) for i, one in enumerate(sampled) if one]
-    rows += [(0, DUMMY, 0)] * (MAX_SEQS - len(rows))
+    rows += [(0, DUMMY, 0) if pad else (-7, -7, -7)] * (MAX_SEQS - len(rows))
     assert list(zip(buffers.sample_rows.tolist(), buffers.sample_slots.tolist(),
                     buffers.sample_positions.tolist(), strict=True)) == rows
 
 
+@both
+def test_block_tables_are_those_of_the_sequences(step: ModuleType) -> None:
+    tables = make_tables()
+    words = sent(step, make_plan([7, 0, 2], [1, 1, 1], [True] * 3)).step
+    found, rows = step.gather_blocks(words, tables, 3, 9)
+    assert torch.equal(found[:, :9] if rows is None else found[rows.long(), :9], tables.block_table[[7, 0, 2], :9])
+
+
+@both
 @pytest.mark.parametrize(("slots", "tokens", "sampled"), STEPS)
 def test_finishing_advances_sequences_and_remembers_tokens(
-    slots: list[int], tokens: list[int], sampled: list[bool]
+    slots: list[int], tokens: list[int], sampled: list[bool], step: ModuleType
 ) -> None:
     tables, buffers, before = make_tables(), make_buffers(), make_tables()
-    packed = PackedSteps(MAX_SEQS, DUMMY, CPU, depth=1, words=1 << 13)
-    packed.upload(make_plan(slots, tokens, sampled), [])
-    step.build_inputs(packed.device, tables, buffers, tokens=MAX_TOKENS, seqs=MAX_SEQS, max_seqs=MAX_SEQS)
+    words = sent(step, make_plan(slots, tokens, sampled)).step
+    step.build_inputs(words, tables, buffers)
     drawn, codes = torch.arange(100, 100 + MAX_SEQS), torch.arange(MAX_SEQS, dtype=torch.uint8)
     out = torch.full((2, MAX_SEQS), -7, dtype=torch.int32)
-    step.finish_step(packed.device, tables, buffers, drawn, codes, out, max_seqs=MAX_SEQS)
+    step.finish_step(words, tables, buffers, drawn, codes, out)
     count = sum(sampled)
     assert out[0].tolist() == [*range(100, 100 + count)] + [-7] * (MAX_SEQS - count)
     assert out[1].tolist() == [*range(count)] + [-7] * (MAX_SEQS - count)
@@ -115,42 +141,42 @@ def test_finishing_advances_sequences_and_remembers_tokens(
 def test_a_token_past_the_longest_context_is_remembered_nowhere() -> None:
     tables, buffers = make_tables(), make_buffers()
     tables.computed[2] = LENGTH - 1
-    packed = PackedSteps(MAX_SEQS, DUMMY, CPU, depth=1, words=1 << 13)
-    packed.upload(make_plan([2], [1], [True]), [])
+    words = sent(triton, make_plan([2], [1], [True])).step
     before = tables.history.clone()
-    step.build_inputs(packed.device, tables, buffers, tokens=1, seqs=1, max_seqs=MAX_SEQS)
+    triton.build_inputs(words, tables, buffers.cut(1, 1, 1))
     out = torch.zeros((2, MAX_SEQS), dtype=torch.int32)
-    step.finish_step(packed.device, tables, buffers, torch.tensor([9] * MAX_SEQS),
-                     torch.zeros(MAX_SEQS, dtype=torch.uint8), out, max_seqs=MAX_SEQS)  # fmt: skip
+    triton.finish_step(words, tables, buffers, torch.tensor([9] * MAX_SEQS), torch.zeros(MAX_SEQS, dtype=torch.uint8),
+                       out)  # fmt: skip
     assert torch.equal(tables.history, before) and int(out[0, 0]) == 9 and int(tables.computed[2]) == LENGTH
 
 
-@pytest.mark.parametrize("words", [1 << 12, 1 << 14])
-def test_changes_of_any_length_reach_their_addresses(words: int) -> None:
-    """Also when they have to be sent in several goes, and one alone is longer than a buffer."""
+@pytest.mark.parametrize("words", [1 << 12, 1 << 14, 0])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_changes_of_any_length_reach_their_places(words: int, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """Also when they have to be sent in several goes, and one alone is longer than a buffer; 0: in place."""
     random = np.random.default_rng(0)
-    targets = [torch.full((size,), -7, dtype=torch.int32) for size in (1, 3, RUN_WORDS, RUN_WORDS + 1, 9000, 2)]
-    data = [random.integers(-(2**31), 2**31, len(t), dtype=np.int32) for t in targets]
-    packed = PackedSteps(MAX_SEQS, DUMMY, CPU, depth=1, words=words)
-    left = [(t.data_ptr(), d) for t, d in zip(targets, data, strict=True)]
-    goes = 0
-    while left:
-        left = packed.upload(None, left)
-        step.apply_runs(packed.device)
-        goes += 1
-    assert (goes > 1) == (words == 1 << 12)
-    assert all(t.numpy().tolist() == d.tolist() for t, d in zip(targets, data, strict=True))
+    sizes = (2, 4, RUN_WORDS, RUN_WORDS + 2, 9000, 2)
+    targets = [torch.full((3, size // (dtype.itemsize // 4)), -7, dtype=dtype) for size in sizes]
+    data = [random.integers(-(2**31), 2**31, size, dtype=np.int32) for size in sizes]
+    upload: Upload = packed(words) if words else InPlaceUpload(MAX_SEQS, DUMMY, CPU)
+    goes: list[int] = []
+    apply = upload.apply
+    monkeypatch.setattr(upload, "apply", lambda: (goes.append(1), apply())[1])
+    changes = [Change(table, size, row) for table, size, row in zip(targets, sizes, data, strict=True)]
+    upload.send(make_plan([1], [1], [True]), changes)
+    upload.apply()
+    assert (len(goes) > 1) == (words == 1 << 12) and upload.step.slots.tolist()[0] == 1
+    for table, row in zip(targets, data, strict=True):
+        assert table[1].view(torch.int32).tolist() == row.tolist() and (table[[0, 2]] == -7).all()
 
 
-def test_a_step_waits_for_changes_that_do_not_fit() -> None:
-    packed = PackedSteps(MAX_SEQS, DUMMY, CPU, depth=1, words=1 << 12)
+def test_a_step_waits_for_changes_that_do_not_fit(monkeypatch: Any) -> None:
+    """Nothing of it is sent before them: a buffer holds either."""
+    upload, sent_first = packed(1 << 12), []
     target = torch.zeros(5000, dtype=torch.int32)
-    changes = [(target.data_ptr(), np.arange(5000, dtype=np.int32))]
-    plan = make_plan([1], [1], [True])
-    assert packed.upload(plan, changes) is changes and not packed.device.any()
-    while changes:
-        changes = packed.upload(None, changes)
-        step.apply_runs(packed.device)
-    assert packed.upload(plan, []) == [] and packed.slots.tolist()[0] == 1
-    step.apply_runs(packed.device)
+    apply = upload.apply
+    monkeypatch.setattr(upload, "apply", lambda: (sent_first.append(int(upload.step.words[NUM_SEQS])), apply())[1])
+    upload.send(make_plan([1], [1], [True]), [Change(target, 0, np.arange(5000, dtype=np.int32))])
+    assert set(sent_first) == {0} and upload.step.slots.tolist()[0] == 1
+    upload.apply()
     assert target.tolist() == list(range(5000))

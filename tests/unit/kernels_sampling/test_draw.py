@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.contracts.sampling import SamplerSpec
-from quire.kernels.sampling import ref
+from quire.kernels.sampling import specification
 from quire.kernels.sampling.draw import Filters, draw_filtered, draw_greedy, draw_plain
 from quire.kernels.sampling.inputs import edge_rows, model_like
 from quire.kernels.sampling.noise import NoiseKey, gumbel
@@ -52,7 +52,7 @@ def test_drawn_frequencies_follow_the_closed_form(setting):
     row = model_like(1, vocab, seed=4, spread=1.5)[0]
     tokens = drawn(row.expand(rows, vocab), keys(rows), **setting)
     spec = SamplerSpec(seed=0, num_prompt=1, **setting)
-    expected = ref.probabilities(row, spec) * rows
+    expected = specification.probabilities(row, spec) * rows
     counts = torch.bincount(tokens, minlength=vocab).double()
     assert counts[expected == 0].sum() == 0
     common = expected >= 5
@@ -89,7 +89,7 @@ EDGE_SETTINGS = [
 def test_edge_rows_equal_the_reference(vocab, setting):
     for name, row in edge_rows(vocab):
         spec = SamplerSpec(seed=0, num_prompt=1, **setting)
-        allowed = ref.probabilities(row, spec)
+        allowed = specification.probabilities(row, spec)
         key = keys(4)
         tokens = draw_filtered(row.expand(4, vocab), filters(4, **setting), key)
         expected = (allowed.log() + gumbel(key, 0, vocab)).argmax(dim=-1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.contracts.sampling import SamplerSpec
-from quire.kernels.sampling import ref
+from quire.kernels.sampling import specification
 from quire.kernels.sampling.edits import Penalties, completed_words, penalize
 from quire.kernels.sampling.inputs import model_like
 
@@ -28,7 +28,7 @@ def test_penalties_equal_the_formula_for_mixed_rows():
     logits = model_like(5, vocab)
     logits[0, 5] = -torch.inf
     expected = [
-        ref.edited(
+        specification.edited(
             logits[row],
             SamplerSpec(
                 seed=0,

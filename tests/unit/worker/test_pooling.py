@@ -9,7 +9,8 @@ import torch
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import POOL, SAMPLE, Admission, StepPlan
-from quire.worker.pooling import Pooler, unsound
+from quire.worker.features import Found
+from quire.worker.pooling import Pooler
 
 HIDDEN, SLOTS = 5, 4
 METHODS = ("mean", "last", "cls")
@@ -43,10 +44,14 @@ def plan(tokens: dict[int, int], *admitted: Admission, outputs: dict[int, int] |
                     released=np.array(released, np.int32))  # fmt: skip
 
 
-def run(pooler: Pooler, step: StepPlan, hidden: torch.Tensor) -> dict[int, np.ndarray]:
+def results(pooler: Pooler, step: StepPlan, hidden: torch.Tensor) -> Found:
     pooler.apply(step)
-    pooled = pooler.run(step, hidden)
-    return pooled() if pooled else {}
+    found = pooler.run(step, hidden)
+    return found() if found else {"pooled": {}, "failed": {}}
+
+
+def run(pooler: Pooler, step: StepPlan, hidden: torch.Tensor) -> dict[int, np.ndarray]:
+    return results(pooler, step, hidden)["pooled"]
 
 
 def expected(states: np.ndarray, pool: str) -> np.ndarray:
@@ -105,9 +110,9 @@ def test_what_is_no_number_stays_with_its_request() -> None:
     pooler, hidden = Pooler(norm), torch.ones(9, HIDDEN)
     hidden[4, 2], hidden[8, 0] = torch.nan, torch.inf
     admitted = [admission(0, 3, "mean"), admission(1, 3, "mean"), admission(2, 3, "last")]
-    found = run(pooler, plan({0: 3, 1: 3, 2: 3}, *admitted), hidden)
-    assert unsound(found) == {1: "nan_hidden", 2: "nan_hidden"}
-    np.testing.assert_array_equal(found[0], np.ones(HIDDEN))
+    found = results(pooler, plan({0: 3, 1: 3, 2: 3}, *admitted), hidden)
+    assert found["failed"] == {1: "nan_hidden", 2: "nan_hidden"}
+    np.testing.assert_array_equal(found["pooled"][0], np.ones(HIDDEN))
 
 
 def test_half_precision_is_summed_in_single() -> None:

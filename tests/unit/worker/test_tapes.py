@@ -17,7 +17,7 @@ from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.weights.dummy import load_dummy
 from quire.worker import tapes
-from quire.worker.tapes import LayerTapes
+from quire.worker.tapes import LayerTapes, untaped
 
 from ...filled_models import built
 
@@ -78,16 +78,16 @@ STEPS = [
 def test_a_replayed_step_has_the_bits_of_one_that_was_run(kind: str, plays: list[Tape]) -> None:
     model = make_model(kind=kind)
     direct, taped = make_cache(model, 0), make_cache(model, 0)
-    layers = LayerTapes(model)
+    layers = LayerTapes()
     random = torch.Generator().manual_seed(1)
     for starts, tokens in STEPS:
         hidden = torch.randn(sum(tokens), HIDDEN, generator=random).bfloat16()
         expected = run_layers(model, hidden, make_step(model, direct, starts, tokens))
-        found = layers.run(hidden, make_step(model, taped, starts, tokens))
+        found = layers.run_layers(model, hidden, make_step(model, taped, starts, tokens))
         assert torch.equal(found, expected), (starts, tokens)
         for one, other in zip(direct, taped, strict=True):
             assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v), (starts, tokens)
-    assert layers.obstacle == ""
+    assert layers.obstacles == {} and layers.counts == {"recorded": 2, "replayed": len(plays)}
     assert len(plays) == len(STEPS) - 2  # all but the first of one row and of three
     assert len({id(tape) for tape in plays}) == 2
 
@@ -96,21 +96,21 @@ def test_a_replayed_step_has_the_bits_of_one_that_was_run(kind: str, plays: list
 @torch.inference_mode()
 def test_prompts_and_many_rows_are_not_recorded(plays: list[Tape]) -> None:
     model = make_model()
-    layers, kv = LayerTapes(model), make_cache(model, 0)
+    layers, kv = LayerTapes(), make_cache(model, 0)
     for starts, tokens in [([0], [9]), ([0] * 17, [1] * 17)]:
         for _ in range(2):
-            layers.run(torch.zeros(sum(tokens), HIDDEN).bfloat16(), make_step(model, kv, starts, tokens))
-    assert plays == [] and layers.obstacle == ""
+            layers.run_layers(model, torch.zeros(sum(tokens), HIDDEN).bfloat16(), make_step(model, kv, starts, tokens))
+    assert plays == [] and layers.obstacles == {} and layers.counts == {"run": 4}
 
 
 @needs_amx
 @torch.inference_mode()
 def test_another_number_of_threads_is_another_recording(plays: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
-    layers, kv = LayerTapes(model), make_cache(model, 0)
+    layers, kv = LayerTapes(), make_cache(model, 0)
 
     def step() -> int:
-        layers.run(torch.zeros(1, HIDDEN).bfloat16(), make_step(model, kv, [4], [1]))
+        layers.run_layers(model, torch.zeros(1, HIDDEN).bfloat16(), make_step(model, kv, [4], [1]))
         return len(plays)
 
     assert [step(), step()] == [0, 1]
@@ -124,23 +124,24 @@ def test_another_number_of_threads_is_another_recording(plays: list[Tape], monke
 def test_more_kernels_than_there_is_room_for_are_no_tape(monkeypatch: pytest.MonkeyPatch, plays: list[Tape]) -> None:
     monkeypatch.setattr(tapes, "KERNELS", 2)
     model = make_model()
-    layers, direct, taped = LayerTapes(model), make_cache(model, 0), make_cache(model, 0)
+    layers, direct, taped = LayerTapes(), make_cache(model, 0), make_cache(model, 0)
     hidden = torch.randn(1, HIDDEN).bfloat16()
     for _ in range(2):
         expected = run_layers(model, hidden, make_step(model, direct, [4], [1]))
-        assert torch.equal(layers.run(hidden, make_step(model, taped, [4], [1])), expected)
-    assert plays == [] and "more kernels" in layers.obstacle
+        assert torch.equal(layers.run_layers(model, hidden, make_step(model, taped, [4], [1])), expected)
+    assert plays == [] and "more kernels" in layers.unrecorded()["1 row"]
 
 
 @torch.inference_mode()
 def test_a_model_with_foreign_kernels_is_run_as_ever(plays: list[Tape]) -> None:
     model = make_model("float32")
-    layers, direct, taped = LayerTapes(model), make_cache(model, 0), make_cache(model, 0)
+    layers, direct, taped = LayerTapes(), make_cache(model, 0), make_cache(model, 0)
     hidden = torch.randn(1, HIDDEN)
     for _ in range(2):
         expected = run_layers(model, hidden, make_step(model, direct, [4], [1]))
-        assert torch.equal(layers.run(hidden, make_step(model, taped, [4], [1])), expected)
-    assert plays == [] and "not native" in layers.obstacle
+        assert torch.equal(layers.run_layers(model, hidden, make_step(model, taped, [4], [1])), expected)
+    assert plays == [] and "not native" in layers.unrecorded()["1 row"]
+    assert untaped(model.kernels) == "linear is cpu, whose operations are PyTorch's"
 
 
 @needs_amx
@@ -148,9 +149,9 @@ def test_a_model_with_foreign_kernels_is_run_as_ever(plays: list[Tape]) -> None:
 def test_what_only_a_step_needs_is_not_kept_with_the_tape() -> None:
     """Room for the parts of long contexts was, once for each layer: it grows with the context, buffers do not."""
     model = make_model()
-    layers, kv = LayerTapes(model), make_cache(model, 0)
+    layers, kv = LayerTapes(), make_cache(model, 0)
     step = make_step(model, kv, [1500, 1200], [1, 1])
-    layers.run(torch.randn(2, HIDDEN).bfloat16(), step)
+    layers.run_layers(model, torch.randn(2, HIDDEN).bfloat16(), step)
     (buffers,) = layers._buffers._used
     assert buffers < 2 * 3 * 4096
     (plan,) = step.attention.plans.values()
@@ -159,14 +160,33 @@ def test_what_only_a_step_needs_is_not_kept_with_the_tape() -> None:
 
 @needs_amx
 @torch.inference_mode()
-def test_nothing_is_kept_for_a_model_that_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_obstacle_belongs_to_steps_of_its_kind(monkeypatch: pytest.MonkeyPatch, plays: list[Tape]) -> None:
+    """Steps of one row, and of three, are replayed before and after one of two rows could not be recorded."""
     model = make_model()
-    layers, kv = LayerTapes(model), make_cache(model, 0)
-    layers.run(torch.randn(1, HIDDEN).bfloat16(), make_step(model, kv, [4], [1]))
-    assert layers._tapes and layers._buffers._chunks
+    layers, kv = LayerTapes(), make_cache(model, 0)
+
+    def step(rows: int) -> None:
+        context = make_step(model, kv, [4] * rows, [1] * rows)
+        layers.run_layers(model, torch.randn(rows, HIDDEN).bfloat16(), context)
+
+    step(1)
+    with monkeypatch.context() as few:
+        few.setattr(tapes, "KERNELS", 2)
+        step(2)
+    for rows in (2, 1, 3, 3):
+        step(rows)
+    assert list(layers.obstacles) == [(2, False)] and len(plays) == 2 == len(layers)
+    assert layers.counts == {"recorded": 2, "replayed": 2, "run": 2}
+
+
+@needs_amx
+@torch.inference_mode()
+def test_nothing_is_kept_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tapes, "KERNELS", 2)
-    layers.run(torch.randn(2, HIDDEN).bfloat16(), make_step(model, kv, [4, 4], [1, 1]))
-    assert layers.obstacle and not layers._tapes and not layers._buffers._chunks
+    model = make_model()
+    layers, kv = LayerTapes(), make_cache(model, 0)
+    layers.run_layers(model, torch.randn(2, HIDDEN).bfloat16(), make_step(model, kv, [4, 4], [1, 1]))
+    assert layers.obstacles and not len(layers) and not layers._buffers._chunks
 
 
 @needs_amx

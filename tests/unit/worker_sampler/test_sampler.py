@@ -5,12 +5,11 @@ import pytest
 import torch
 
 from quire.contracts.sampling import SamplerSpec
-from quire.kernels.sampling import ref
+from quire.kernels.sampling import ref, specification
 from quire.kernels.sampling.inputs import model_like
 from quire.kernels.sampling.logprobs import row_logprobs
-from quire.worker import sampler as sampler_module
-from quire.worker.sampler import Sampler
-from quire.worker.sampling_table import SamplingTable
+
+from ...ref_sampler import RefSampler
 
 VOCAB = 300
 PROMPT = [5, 9, 5, 17, 200, 9, 3]
@@ -18,12 +17,10 @@ PROMPT = [5, 9, 5, 17, 200, 9, 3]
 
 def one(logits, tokens=PROMPT, **fields):
     """The output for one row of one request whose history is `tokens`."""
-    table = SamplingTable(3, len(logits), 64)
+    table = RefSampler(3, len(logits), 64)
     fields = {"seed": 7, "num_prompt": 4, "temperature": 0.0, **fields}
     table.admit(1, SamplerSpec(**fields), np.array(tokens, np.int32))
-    return Sampler(table).sample(
-        logits.unsqueeze(0), torch.tensor([1]), torch.tensor([len(tokens)]), table.history
-    )
+    return table.sample(logits.unsqueeze(0), torch.tensor([1]), torch.tensor([len(tokens)]))
 
 
 def token_of(logits, tokens=PROMPT, **fields):
@@ -55,12 +52,12 @@ SPECS = [
 
 
 def mixed_batch(logits):
-    table = SamplingTable(len(SPECS) + 2, VOCAB, 64)
+    table = RefSampler(len(SPECS) + 2, VOCAB, 64)
     for index, fields in enumerate(SPECS):
         tokens = np.array((PROMPT * 3)[: 6 + index], np.int32)
         table.admit(index + 2, SamplerSpec(seed=2**63 + index, num_prompt=4, **fields), tokens)
     slots = torch.arange(len(SPECS)) + 2
-    return table, slots, table.length[slots]
+    return table, slots, table.lengths[slots]
 
 
 def test_mixed_batch_equals_the_reference_row_by_row_alone_and_together():
@@ -68,33 +65,33 @@ def test_mixed_batch_equals_the_reference_row_by_row_alone_and_together():
         logits = model_like(len(SPECS), VOCAB, seed=trial, spread=2.0)
         table, slots, positions = mixed_batch(logits)
         before = logits.clone()
-        together = Sampler(table).sample(logits, slots, positions, table.history)
+        together = table.sample(logits, slots, positions)
         assert together.failed == {}
         assert torch.equal(logits, before)
         for row, slot in enumerate(slots.tolist()):
             known = table.history[slot, : positions[row]].tolist()
-            assert int(together.tokens[row]) == ref.sample(logits[row], table.specs[slot], known), SPECS[row]
+            assert int(together.tokens[row]) == specification.sample(logits[row], table.specs[slot], known), SPECS[row]
             part = slice(row, row + 1)
-            alone = Sampler(table).sample(logits[part], slots[part], positions[part], table.history)
+            alone = table.sample(logits[part], slots[part], positions[part])
             assert alone.tokens.tolist() == together.tokens[part].tolist(), SPECS[row]
 
 
 def test_order_of_rows_and_small_budgets_change_nothing(monkeypatch):
     logits = model_like(len(SPECS), VOCAB, seed=8)
     table, slots, positions = mixed_batch(logits)
-    first = Sampler(table).sample(logits, slots, positions, table.history).tokens
-    monkeypatch.setattr(sampler_module, "_BUDGET", 2 * VOCAB)
+    first = table.sample(logits, slots, positions).tokens
+    monkeypatch.setattr(ref, "_BUDGET", 2 * VOCAB)
     shuffle = torch.randperm(len(SPECS), generator=torch.Generator().manual_seed(1))
-    again = Sampler(table).sample(logits[shuffle], slots[shuffle], positions[shuffle], table.history).tokens
+    again = table.sample(logits[shuffle], slots[shuffle], positions[shuffle]).tokens
     assert torch.equal(again, first[shuffle])
 
 
 def test_several_rows_of_one_slot_draw_by_their_own_position():
     logits = model_like(1, VOCAB, spread=0.5).expand(8, VOCAB)
-    table = SamplingTable(1, VOCAB, 64)
+    table = RefSampler(1, VOCAB, 64)
     table.admit(0, SamplerSpec(seed=3, num_prompt=2), np.arange(20, dtype=np.int32))
     positions = torch.arange(8) + 5
-    tokens = Sampler(table).sample(logits, torch.zeros(8, dtype=torch.int64), positions, table.history).tokens
+    tokens = table.sample(logits, torch.zeros(8, dtype=torch.int64), positions).tokens
     assert len(set(tokens.tolist())) > 4
 
 
@@ -103,23 +100,23 @@ def test_a_resumed_request_continues_with_the_same_tokens():
         for _ in range(count):
             position = torch.tensor([len(tokens)])
             logits = model_like(1, VOCAB, seed=len(tokens) * 31 + tokens[-1], spread=1.0)
-            token = Sampler(table).sample(logits, torch.tensor([slot]), position, table.history).tokens
-            table.append(torch.tensor([slot]), position, token)
+            token = table.sample(logits, torch.tensor([slot]), position).tokens
+            table.append(slot, int(token))
             tokens.append(int(token))
         return tokens
 
     spec = SamplerSpec(
         seed=99, num_prompt=len(PROMPT), top_p=0.9, frequency_penalty=0.8, repetition_penalty=1.2, bad_words=((1, 2),)
     )
-    table = SamplingTable(2, VOCAB, 64)
+    table = RefSampler(2, VOCAB, 64)
     table.admit(0, spec, np.array(PROMPT, np.int32))
     straight = run(table, 0, list(PROMPT), 20)
-    table = SamplingTable(2, VOCAB, 64)
+    table = RefSampler(2, VOCAB, 64)
     table.admit(0, spec, np.array(PROMPT, np.int32))
     half = run(table, 0, list(PROMPT), 9)
     table.release(0)
     table.admit(1, spec, np.array(half, np.int32))
-    assert int(table.length[1]) == len(half)
+    assert int(table.lengths[1]) == len(half)
     assert run(table, 1, half, 11) == straight
 
 
@@ -182,14 +179,14 @@ def test_penalties_change_the_greedy_token():
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_broken_row_fails_alone(fields, poison):
     logits = model_like(3, VOCAB, seed=1)
-    table = SamplingTable(3, VOCAB, 64)
+    table = RefSampler(3, VOCAB, 64)
     for slot in range(3):
         table.admit(slot, SamplerSpec(seed=slot, num_prompt=4, **fields), np.array(PROMPT, np.int32))
     slots, positions = torch.arange(3), torch.full((3,), len(PROMPT))
-    sound = Sampler(table).sample(logits, slots, positions, table.history)
+    sound = table.sample(logits, slots, positions)
     assert sound.failed == {}
     logits[1, 123] = poison  # for some specs a token that is masked anyway: the row is broken all the same
-    output = Sampler(table).sample(logits, slots, positions, table.history)
+    output = table.sample(logits, slots, positions)
     assert output.failed == {1: "nan_logits"}
     assert output.tokens.tolist() == [int(sound.tokens[0]), 0, int(sound.tokens[2])]
 
@@ -203,33 +200,32 @@ def test_nothing_left_to_sample(temperature):
 
 
 def test_released_slots_sample_greedily_and_a_reused_slot_keeps_nothing():
-    table = SamplingTable(1, VOCAB, 64)
+    table = RefSampler(1, VOCAB, 64)
     here, logits = torch.tensor([0]), ramp(8, 4).unsqueeze(0)
     table.admit(0, SamplerSpec(seed=1, num_prompt=1, temperature=2.0, allowed_ids=(3,)), np.array([1], np.int32))
-    sampler = Sampler(table)
-    assert sampler.sample(logits, here, torch.tensor([1]), table.history).tokens.tolist() == [3]
+    assert table.sample(logits, here, torch.tensor([1])).tokens.tolist() == [3]
     table.release(0)
-    assert sampler.sample(logits, here, torch.tensor([1]), table.history).tokens.tolist() == [8]
+    assert table.sample(logits, here, torch.tensor([1])).tokens.tolist() == [8]
     table.admit(0, SamplerSpec(seed=1, num_prompt=1, temperature=0.0), np.array([1], np.int32))
-    assert sampler.sample(logits, here, torch.tensor([1]), table.history).tokens.tolist() == [8]
+    assert table.sample(logits, here, torch.tensor([1])).tokens.tolist() == [8]
 
 
 def test_no_rows():
-    table = SamplingTable(1, VOCAB, 64)
+    table = RefSampler(1, VOCAB, 64)
     none = torch.empty(0, dtype=torch.int64)
-    output = Sampler(table).sample(torch.empty(0, VOCAB), none, none, table.history)
+    output = table.sample(torch.empty(0, VOCAB), none, none)
     assert output.tokens.shape == (0,)
     assert output.failed == {}
 
 
 def test_logprobs_of_each_slot_by_its_own_request():
-    table = SamplingTable(6, VOCAB, 64)
+    table = RefSampler(6, VOCAB, 64)
     wanted = [{"num_logprobs": 2}, {}, {"num_logprobs": 0}, {"num_logprobs": -1}, {"logprob_ids": (9, 250)}]
     for slot, fields in enumerate(wanted):
         table.admit(slot, SamplerSpec(seed=0, num_prompt=1, **fields), np.array([1], np.int32))
     logits, slots = model_like(6, VOCAB), torch.tensor([0, 1, 2, 3, 4, 0])
     tokens = logits.argmin(dim=-1)
-    found = Sampler(table).logprobs(logits, slots, tokens)
+    found = table.logprobs(logits, slots, tokens)
     assert sorted(found) == [0, 2, 3, 4]
     for slot, rows, k, ids in ((0, [0, 5], 2, None), (2, [2], 0, None), (3, [3], -1, None), (4, [4], 0, (9, 250))):
         expected = row_logprobs(logits[rows], tokens[rows], k, ids and torch.tensor(ids))

@@ -7,12 +7,14 @@ needs nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.contracts.step import I32
+from quire.kernels.sampling.rows import EDITS_HEADER
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,30 @@ class RowEdits:
 
     allowed     [A] int64 the only ids that may come, or None for all
     bad_words   token sequences whose last token may not follow the rest
-    stop_ids    [S] int64, masked while the sequence is shorter than `min_length`
+    stop_ids    [S] int64, masked while the sequence is shorter than the request's minimum
     bias_ids    [B] int64, each once, with bias [B] float32
     """
 
     allowed: Tensor | None
     bad_words: tuple[tuple[int, ...], ...]
     stop_ids: Tensor
-    min_length: int
     bias_ids: Tensor
     bias: Tensor
+
+    @staticmethod
+    def decode(words: Tensor) -> "RowEdits":
+        """What int32 words say, laid out as in rows.py, with tensors where they are; waits for the device."""
+        num_allowed, num_stops, num_biases, num_words, *_ = words[:EDITS_HEADER].tolist()
+        sizes = [EDITS_HEADER, max(num_allowed, 0), num_stops, num_biases, num_biases, num_words + 1]
+        _, allowed, stops, biased, bias, starts, tokens = words.split([*sizes, len(words) - sum(sizes)])
+        known, spans = tokens.tolist(), starts.tolist()
+        return RowEdits(
+            allowed=allowed.long() if num_allowed >= 0 else None,
+            bad_words=tuple(tuple(known[first:last]) for first, last in pairwise(spans)),
+            stop_ids=stops.long(),
+            bias_ids=biased.long(),
+            bias=bias.view(torch.float32),
+        )
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ def mask_row(logits: Tensor, mask: I32) -> None:
     logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
-def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int) -> None:
+def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int, min_length: int) -> None:
     """Apply masks and bias to one row: logits [V] float32; history [L] tokens, of which `position` are known."""
     if edits.allowed is not None:
         survivors = logits[edits.allowed]
@@ -58,7 +74,7 @@ def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int) ->
         forbidden = completed_words(edits.bad_words, history, position)
         if forbidden:
             logits[torch.tensor(forbidden, device=logits.device)] = -torch.inf
-    if position < edits.min_length and edits.stop_ids.numel():
+    if position < min_length and edits.stop_ids.numel():
         logits[edits.stop_ids] = -torch.inf
     if edits.bias_ids.numel():
         logits[edits.bias_ids] += edits.bias

@@ -1,82 +1,171 @@
-"""The specification: one row, float64, everything sorted, plain loops where they are clearer. Slow on purpose.
+"""The operations of a sampler in PyTorch, on any device; contract: see `SamplerOperations`.
 
-Noise is the one part that is taken from elsewhere (noise.py), because it is exact; `philox4x32` here is its own
-specification, in Python integers.
+Rows are sorted by what they need, and each kind goes through its cheapest path. Waits for the device.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor
 
-from quire.contracts.sampling import COLDEST, GREEDY_BELOW, SamplerSpec
-from quire.kernels.sampling.noise import NoiseKey, gumbel
+from quire.contracts.step import I32
+from quire.kernels.sampling import Rows
+from quire.kernels.sampling.draw import Filters, draw_filtered, draw_greedy, draw_plain
+from quire.kernels.sampling.edits import Penalties, RowEdits, edit_row, mask_row, penalize
+from quire.kernels.sampling.noise import NoiseKey
+from quire.kernels.sampling.rows import Mode, Needs
+
+_BUDGET = 1 << 24  # logits copied at a time: 64 MiB
+_REWRITES = Needs.EDITS | Needs.PENALTIES | Needs.GRAMMAR
+_SOUND, _NAN, _NONE = 0, 1, 2
 
 
-def philox4x32(counter: Sequence[int], key: Sequence[int], rounds: int = 10) -> tuple[int, ...]:
-    """Philox4x32 on Python integers: counter of four and key of two uint32 -> four uint32."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(rounds):
-        product_0, product_1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1 = (product_1 >> 32) ^ c1 ^ k0, product_1 & 0xFFFFFFFF
-        c2, c3 = (product_0 >> 32) ^ c3 ^ k1, product_0 & 0xFFFFFFFF
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0, c1, c2, c3
+def operations(max_rows: int, vocab: int, device: torch.device) -> "PlainSampling":
+    """Needs nothing between two batches."""
+    return PlainSampling(device)
 
 
-def edited(logits: Tensor, spec: SamplerSpec, tokens: Sequence[int]) -> Tensor:
-    """logits [V] after masks, bias and penalties, float64; `tokens` are the prompt and the output so far."""
-    row = [float(value) for value in logits]
-    if spec.allowed_ids:
-        row = [value if token in spec.allowed_ids else -math.inf for token, value in enumerate(row)]
-    for word in spec.bad_words:
-        if len(word) - 1 <= len(tokens) and list(tokens[len(tokens) - len(word) + 1 :]) == list(word[:-1]):
-            row[word[-1]] = -math.inf
-    if len(tokens) < spec.min_length:
-        for token in spec.stop_ids:
-            row[token] = -math.inf
-    for token, bias in spec.logit_bias:
-        row[token] += bias
-    output = list(tokens[spec.num_prompt :])
-    for token in set(tokens):
-        factor = spec.repetition_penalty
-        row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
-    for token in set(output):
-        row[token] -= output.count(token) * spec.frequency_penalty + spec.presence_penalty
-    return torch.tensor(row, dtype=torch.float64)
+class PlainSampling:
+    """See `SamplerOperations`; tokens and codes are those of the last batch alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tokens = torch.empty(0, dtype=torch.int64, device=device)
+        self.codes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._masks: dict[int, I32] = {}  # by row
+        self._decoded: dict[int, tuple[Tensor, RowEdits]] = {}  # by slot: the words, and what they say
+
+    def take_masks(self, places: I32, masks: I32) -> None:
+        """See `SamplerOperations`."""
+        self._masks = {row: masks[place] for row, place in enumerate(places.tolist()) if place >= 0}
+
+    def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
+        """See `SamplerOperations`; logits float32."""
+        assert logits.dtype == torch.float32, f"the sampler takes float32 logits, got {logits.dtype}"
+        if mode == Mode.GREEDY:
+            tokens, peak = draw_greedy(logits)
+            self.codes = _codes(peak)
+            self.tokens = tokens.masked_fill_(self.codes != _SOUND, 0)
+            return
+        batch = _Batch(logits, rows)
+        self.tokens, self.codes = batch.settle(logits) if mode < Mode.FULL else self._full(batch, rows)
+        self._masks = {}
+
+    def _full(self, batch: "_Batch", rows: Rows) -> tuple[Tensor, Tensor]:
+        """As `_Batch.settle`, of copies of the rows that have masks, edits or penalties."""
+        tokens = torch.empty_like(batch.slots)
+        codes = torch.empty_like(batch.slots, dtype=torch.uint8)
+        rewritten = [bool(need & _REWRITES) for need in batch.needs]
+        for rewrites in (False, True):
+            for numbers in _parts([row for row, one in enumerate(rewritten) if one is rewrites], batch.logits):
+                some, part = batch.part(numbers)
+                broken = _codes(some.logits.amax(dim=-1)) == _NAN
+                if rewrites:
+                    self._rewrite(some, rows, numbers)
+                found, found_codes = some.settle(some.logits)
+                tokens[part] = found.masked_fill_(broken, 0)
+                codes[part] = found_codes.masked_fill_(broken, _NAN)
+        return tokens, codes
+
+    def _rewrite(self, batch: "_Batch", rows: Rows, numbers: list[int]) -> None:
+        """Apply the rows' masks and edits, then their penalties, in place; `numbers`: of the rows, in the step."""
+        penalized = []
+        slots, positions, least = batch.slots.tolist(), batch.positions.tolist(), batch.params[:, 13].tolist()
+        for row, (need, number) in enumerate(zip(batch.needs, numbers, strict=True)):
+            slot = slots[row]
+            if need & Needs.GRAMMAR and number in self._masks:
+                mask_row(batch.logits[row], self._masks[number])
+            if need & Needs.EDITS:
+                edits = self._edits(slot, rows.edits[slot])
+                edit_row(batch.logits[row], edits, rows.history[slot], positions[row], least[row])
+            if need & Needs.PENALTIES:
+                penalized.append(row)
+        if penalized:
+            some, part = (batch, None) if len(penalized) == len(batch.needs) else batch.part(penalized)
+            known = int(some.positions.max())
+            penalize(some.logits, some.penalties, rows.history[some.slots, :known], some.positions, some.num_prompt)
+            if part is not None:
+                batch.logits[part] = some.logits
+
+    def _edits(self, slot: int, words: Tensor) -> RowEdits:
+        """What the words say, remembered as long as they are the slot's."""
+        known = self._decoded.get(slot)
+        if known is None or known[0] is not words:
+            known = self._decoded[slot] = words, RowEdits.decode(words)
+        return known[1]
 
 
-def probabilities(logits: Tensor, spec: SamplerSpec) -> Tensor:
-    """The distribution [V] float64 that a token is drawn from, given edited logits [V]."""
-    if spec.temperature < GREEDY_BELOW:
-        return torch.nn.functional.one_hot(logits.argmax(), len(logits)).to(torch.float64)
-    scaled = logits.to(torch.float64) / max(spec.temperature, COLDEST)
-    order = sorted(range(len(scaled)), key=lambda token: (-float(scaled[token]), token))
-    weight = torch.softmax(scaled, dim=0)
-    left = [token for token in order if weight[token] > 0 and weight[token] >= spec.min_p * weight[order[0]]]
-    if spec.top_k > 0:
-        boundary = float(scaled[order[min(spec.top_k, len(order)) - 1]])
-        left = [token for token in left if float(scaled[token]) >= boundary]
-    if spec.top_p < 1.0:
-        total, reached, kept = float(weight[left].sum()), 0.0, []
-        for token in left:
-            if reached >= spec.top_p * total:
-                break
-            kept.append(token)
-            reached += float(weight[token])
-        left = kept
-    result = torch.zeros_like(weight)
-    result[left] = weight[left] / weight[left].sum()
-    return result
+class _Batch:
+    """Rows of logits with their slots, positions and parameters [R, ROW_WORDS]; copies where it is a part."""
+
+    def __init__(self, logits: Tensor, rows: Rows) -> None:
+        self.logits = logits
+        self.slots, self.positions = rows.slots[: len(logits)], rows.positions[: len(logits)]
+        self.params = rows.table.index_select(0, self.slots)
+        self.needs: list[int] = self.params[:, 0].tolist()
+
+    def part(self, rows: list[int]) -> tuple["_Batch", Tensor | slice]:
+        """Some rows with a copy of their logits, and their numbers."""
+        part = copy(self)
+        if len(rows) == len(self.needs):
+            part.logits = self.logits.clone()
+            return part, slice(None)
+        index = torch.tensor(rows, device=self.logits.device)
+        part.logits, part.slots, part.positions = self.logits[index], self.slots[index], self.positions[index]
+        part.params, part.needs = self.params[index], [self.needs[row] for row in rows]
+        return part, index
+
+    @property
+    def penalties(self) -> Penalties:
+        """See `Penalties`."""
+        return Penalties(*self.params.view(torch.float32)[:, 10:13].unbind(1))
+
+    @property
+    def num_prompt(self) -> Tensor:
+        """The rows' prompt lengths [R] int64."""
+        return self.params[:, 3].long()
+
+    def settle(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Greedy or drawn tokens of logits that need no more rewriting, and their codes."""
+        tokens, peak = draw_greedy(logits)
+        codes = _codes(peak)
+        sound = (codes == _SOUND).tolist()
+        draws: tuple[tuple[bool, Callable[[Tensor, Tensor, NoiseKey], Tensor]], ...] = (
+            (False, _plain), (True, _filtered))  # fmt: skip
+        for narrow, draw in draws:
+            rows = [row for row, need in enumerate(self.needs)
+                    if sound[row] and need & Needs.NOISE and bool(need & Needs.FILTERS) is narrow]  # fmt: skip
+            for numbers in _parts(rows, logits):
+                if len(numbers) == len(self.needs):
+                    tokens.copy_(draw(logits, self.params, self._key(self.params, self.positions)))
+                    continue
+                part = torch.tensor(numbers, device=logits.device)
+                params = self.params[part]
+                tokens[part] = draw(logits[part], params, self._key(params, self.positions[part]))
+        return tokens.masked_fill_(codes != _SOUND, 0), codes
+
+    @staticmethod
+    def _key(params: Tensor, positions: Tensor) -> NoiseKey:
+        return NoiseKey(params.view(torch.int64)[:, 2], positions)
 
 
-def sample(logits: Tensor, spec: SamplerSpec, tokens: Sequence[int]) -> int:
-    """The token that comes after `tokens`, from raw logits [V]."""
-    row = edited(logits, spec, tokens)
-    if spec.temperature < GREEDY_BELOW:
-        return int(row.argmax())
-    seed = spec.seed - (1 << 64) if spec.seed >> 63 else spec.seed
-    key = NoiseKey(torch.tensor([seed]), torch.tensor([len(tokens)]))
-    return int((probabilities(row, spec).log() + gumbel(key, 0, len(row))[0]).argmax())
+def _plain(logits: Tensor, params: Tensor, key: NoiseKey) -> Tensor:
+    return draw_plain(logits, params.view(torch.float32)[:, 1], key)[0]
+
+
+def _filtered(logits: Tensor, params: Tensor, key: NoiseKey) -> Tensor:
+    top_p, min_p = params.view(torch.float64)[:, 3:5].unbind(1)
+    return draw_filtered(logits, Filters(params.view(torch.float32)[:, 1], params[:, 2].long(), top_p, min_p), key)
+
+
+def _parts(rows: list[int], logits: Tensor) -> list[list[int]]:
+    """`rows` in parts, each short enough that a copy of those rows stays within the budget."""
+    step = max(1, _BUDGET // logits.shape[1])
+    return [rows[i : i + step] for i in range(0, len(rows), step)]
+
+
+def _codes(peak: Tensor) -> Tensor:
+    """[R] largest logits -> [R] uint8: NaN and +inf are broken rows, -inf leaves nothing to sample."""
+    codes = torch.zeros_like(peak, dtype=torch.uint8)
+    codes.masked_fill_(peak.isnan() | (peak == torch.inf), _NAN)
+    return codes.masked_fill_(peak == -torch.inf, _NONE)

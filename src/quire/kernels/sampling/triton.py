@@ -1,6 +1,6 @@
 """Sampling on a GPU without a word to the host: the launches, and the memory that they share.
 
-Every function may be captured in a CUDA graph: sizes come from shapes, addresses stay, nothing is allocated. Tokens
+Every batch may be captured in a CUDA graph: sizes come from shapes, addresses stay, nothing is allocated. Tokens
 equal the CPU's for the same logits, but for what depends on the last unit of a logarithm, an exponential or a float32
 softmax: see noise.py and triton_select.py.
 """
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.contracts.step import I32
+from quire.kernels.sampling import Rows
+from quire.kernels.sampling.rows import Mode
 from quire.kernels.sampling.triton_draw import GROUP, pick_kernel, stream_kernel
 from quire.kernels.sampling.triton_edits import edit_kernel, penalize_kernel, prepare_kernel
 from quire.kernels.sampling.triton_select import many_kernel, select_kernel
@@ -24,24 +27,6 @@ WIDE = 2048  # ids per pass of a filtering program of 4 warps, and per sum of we
 FEW, LIST = 512, 16_384  # see triton_select.py
 SELECT_WARPS, SELECT_TILE = 4, 1024  # three programs fit a multiprocessor: 256 rows run at once
 MANY_TILE = 8192
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Whose logits they are, on the device: row -> slot -> parameters.
-
-    slots, positions   [R] int: a row's slot and the position of the token that is drawn
-    table              [S, ROW_WORDS] int32, see triton_rows.py;  history  [S, L] int32
-    masks              [M, ceil(V / 32)] int32, see `Executor.release`;  places  [R] int32: which of them is the row's
-                       (-1: none), read where the slot says that there may be one
-    """
-
-    slots: Tensor
-    positions: Tensor
-    table: Tensor
-    history: Tensor
-    places: Tensor
-    masks: Tensor
 
 
 @dataclass(frozen=True)
@@ -99,63 +84,99 @@ class Scratch:
         )
 
 
-def pick(logits: Tensor, rows: Rows, scratch: Scratch, tokens: Tensor, codes: Tensor, *, noise: bool) -> None:
-    """Greedy tokens of logits [R, V]; with noise plain ones for the rows that ask for it. Masks, filters are not read.
+def operations(max_rows: int, vocab: int, device: torch.device) -> TritonSampling:
+    """With all memory that batches of up to `max_rows` rows need."""
+    return TritonSampling(max_rows, vocab, device)
 
-    tokens [R] int64 (0 where a row failed), codes [R] uint8: 0, 1 (NaN or +inf) or 2 (nothing but -inf).
+
+class TritonSampling:
+    """See `SamplerOperations`; tokens, codes [max_rows] and masks stay where they are.
+
+    Rows beyond the live ones are padding: they belong to a slot whose row is all zeros, and are sampled greedily for
+    nothing. The masks lie behind each other, places first, so that one copy brings them.
     """
-    count, vocab = logits.shape
-    parts, size = cut(count, vocab, TILE)
-    pick_kernel[(parts, count)](
-        logits, rows.slots, rows.positions, rows.table, scratch.partial, scratch.counters, tokens, codes,
-        vocab, logits.stride(0), size, NOISE=noise, TILE=TILE, PARTS=PARTS, NATIVE=not INTERPRETED, num_warps=4,
-    )  # fmt: skip
 
+    def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
+        width = -(-vocab // 32)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.codes = torch.zeros(max_rows, dtype=torch.uint8, device=device)
+        self.scratch = Scratch.make(max_rows, vocab, device)
+        self._taken = torch.full((max_rows * (1 + width),), -1, dtype=torch.int32, device=device)
+        self._places, self._masks = self._taken[:max_rows], self._taken[max_rows:].view(max_rows, width)
 
-def filtered(logits: Tensor, rows: Rows, scratch: Scratch, tokens: Tensor, codes: Tensor, *, rewritten: bool) -> None:
-    """As `pick`, for rows of every kind; `rewritten`: after `rewrite`, whose copies are read where a row has one."""
-    count, vocab = logits.shape
-    parts, size = cut(count, vocab, WIDE)
-    groups, tiles = scratch.group_max.shape[1], scratch.tile_mass.shape[1]
-    edited = scratch.edited if rewritten else logits
-    stream_kernel[(parts, count)](
-        logits, edited, rows.slots, rows.positions, rows.table, scratch.partial, scratch.group_max, scratch.tile_mass,
-        vocab, logits.stride(0), size, groups, tiles, EDITED=rewritten, GROUP=GROUP, TILE=TILE, WIDE=WIDE,
-        PARTS=PARTS, NATIVE=not INTERPRETED, num_warps=4,
-    )  # fmt: skip
-    few, longest = scratch.before.shape[1], scratch.values.shape[1]
-    select_kernel[(count,)](
-        logits, edited, scratch.broken, rows.slots, rows.positions, rows.table, scratch.partial, scratch.group_max,
-        scratch.tile_mass, scratch.group_list, scratch.values, scratch.ids, scratch.before, scratch.pending,
-        scratch.masses, scratch.peaks, tokens, codes, vocab, logits.stride(0), groups, tiles, size,
-        EDITED=rewritten, GROUP=GROUP, GROUPS=scratch.group_list.shape[1], WIDE=WIDE,
-        TILES=triton.next_power_of_2(tiles), FEW=few, LIST=longest, LANES=min(SELECT_WARPS * 32, few),
-        TILE=SELECT_TILE, PARTS=PARTS, num_warps=SELECT_WARPS,
-    )  # fmt: skip
-    many_kernel[(count,)](
-        logits, edited, rows.slots, rows.positions, rows.table, scratch.pending, scratch.masses, scratch.peaks,
-        scratch.values, scratch.ids, tokens, codes, vocab, logits.stride(0), EDITED=rewritten, LIST=longest,
-        TILE=MANY_TILE, NOISE_TILE=2048, num_warps=16,
-    )  # fmt: skip
+    def take_masks(self, places: I32, masks: I32) -> None:
+        """See `SamplerOperations`. PyTorch keeps the pinned buffer until it was read."""
+        count = len(self._places)
+        # Filled by NumPy: PyTorch would wake all its threads, which go on spinning where masks are to be computed.
+        host = torch.empty(count + masks.size, dtype=torch.int32, pin_memory=self._taken.is_cuda)
+        words = host.numpy()
+        words[: len(places)], words[len(places) : count], words[count:] = places, -1, masks.ravel()
+        self._taken[: len(host)].copy_(host, non_blocking=True)
 
+    def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
+        """See `SamplerOperations`; logits in float32, or what the head computes in."""
+        if mode < Mode.FILTERED:
+            self._pick(logits, rows, noise=mode == Mode.PLAIN)
+            return
+        if mode == Mode.FULL:
+            self._rewrite(logits, rows)
+        self._filtered(logits, rows, rewritten=mode == Mode.FULL)
 
-def rewrite(logits: Tensor, rows: Rows, scratch: Scratch) -> None:
-    """Copy the rows that have masks, bias or penalties, and apply these; logits [R, V] are not touched."""
-    count, vocab = logits.shape
-    parts, size = cut(count, vocab, TILE)
-    length = rows.history.stride(0)
-    prepare_kernel[(parts, count)](
-        logits, scratch.edited, scratch.tally, scratch.broken, rows.history, rows.slots, rows.positions, rows.table,
-        rows.places, rows.masks, vocab, logits.stride(0), length, rows.masks.stride(0), size, TILE=TILE, num_warps=4,
-    )  # fmt: skip
-    edit_kernel[(count,)](
-        logits, scratch.edited, rows.history, rows.slots, rows.positions, rows.table, rows.places, rows.masks, vocab,
-        logits.stride(0), length, rows.masks.stride(0), TILE=TILE, num_warps=4,
-    )  # fmt: skip
-    penalize_kernel[(min(parts, 32), count)](
-        scratch.edited, scratch.tally, rows.history, rows.slots, rows.positions, rows.table, vocab, length,
-        TILE=TILE, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    def _pick(self, logits: Tensor, rows: Rows, *, noise: bool) -> None:
+        """Greedy tokens; with noise plain ones for the rows that ask for it. Masks, filters are not read."""
+        count, vocab = logits.shape
+        parts, size = cut(count, vocab, TILE)
+        pick_kernel[(parts, count)](
+            logits, rows.slots, rows.positions, rows.table, self.scratch.partial, self.scratch.counters, self.tokens,
+            self.codes, vocab, logits.stride(0), size, NOISE=noise, TILE=TILE, PARTS=PARTS, NATIVE=not INTERPRETED,
+            num_warps=4,
+        )  # fmt: skip
+
+    def _filtered(self, logits: Tensor, rows: Rows, *, rewritten: bool) -> None:
+        """For rows of every kind; `rewritten`: after `_rewrite`, whose copies are read where a row has one."""
+        scratch = self.scratch
+        count, vocab = logits.shape
+        parts, size = cut(count, vocab, WIDE)
+        groups, tiles = scratch.group_max.shape[1], scratch.tile_mass.shape[1]
+        edited = scratch.edited if rewritten else logits
+        stream_kernel[(parts, count)](
+            logits, edited, rows.slots, rows.positions, rows.table, scratch.partial, scratch.group_max,
+            scratch.tile_mass, vocab, logits.stride(0), size, groups, tiles, EDITED=rewritten, GROUP=GROUP, TILE=TILE,
+            WIDE=WIDE, PARTS=PARTS, NATIVE=not INTERPRETED, num_warps=4,
+        )  # fmt: skip
+        few, longest = scratch.before.shape[1], scratch.values.shape[1]
+        select_kernel[(count,)](
+            logits, edited, scratch.broken, rows.slots, rows.positions, rows.table, scratch.partial, scratch.group_max,
+            scratch.tile_mass, scratch.group_list, scratch.values, scratch.ids, scratch.before, scratch.pending,
+            scratch.masses, scratch.peaks, self.tokens, self.codes, vocab, logits.stride(0), groups, tiles, size,
+            EDITED=rewritten, GROUP=GROUP, GROUPS=scratch.group_list.shape[1], WIDE=WIDE,
+            TILES=triton.next_power_of_2(tiles), FEW=few, LIST=longest, LANES=min(SELECT_WARPS * 32, few),
+            TILE=SELECT_TILE, PARTS=PARTS, num_warps=SELECT_WARPS,
+        )  # fmt: skip
+        many_kernel[(count,)](
+            logits, edited, rows.slots, rows.positions, rows.table, scratch.pending, scratch.masses, scratch.peaks,
+            scratch.values, scratch.ids, self.tokens, self.codes, vocab, logits.stride(0), EDITED=rewritten,
+            LIST=longest, TILE=MANY_TILE, NOISE_TILE=2048, num_warps=16,
+        )  # fmt: skip
+
+    def _rewrite(self, logits: Tensor, rows: Rows) -> None:
+        """Copy the rows that have masks, bias or penalties, and apply these; logits are not touched."""
+        scratch, places, masks = self.scratch, self._places, self._masks
+        count, vocab = logits.shape
+        parts, size = cut(count, vocab, TILE)
+        length = rows.history.stride(0)
+        prepare_kernel[(parts, count)](
+            logits, scratch.edited, scratch.tally, scratch.broken, rows.history, rows.slots, rows.positions, rows.table,
+            places, masks, vocab, logits.stride(0), length, masks.stride(0), size, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+        edit_kernel[(count,)](
+            logits, scratch.edited, rows.history, rows.slots, rows.positions, rows.table, places, masks, vocab,
+            logits.stride(0), length, masks.stride(0), TILE=TILE, num_warps=4,
+        )  # fmt: skip
+        penalize_kernel[(min(parts, 32), count)](
+            scratch.edited, scratch.tally, rows.history, rows.slots, rows.positions, rows.table, vocab, length,
+            TILE=TILE, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def cut(rows: int, vocab: int, tile: int) -> tuple[int, int]:

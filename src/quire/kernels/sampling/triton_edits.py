@@ -2,15 +2,9 @@
 
     prepare    copies what the grammar's mask leaves of the row (nothing but -inf where only some ids are allowed) and
                counts the history into `tally`
-    edit       allowed ids (as far as the mask leaves them), bad words, stop ids, bias: edits.py, from the slot's words
-               as `encode_edits` lays them out
+    edit       allowed ids (as far as the mask leaves them), bad words, stop ids, bias: edits.py, from the slot's words,
+               which lie at the address in its row, laid out as rows.py says
     penalize   each id of the history once: who takes its tally sets the logit, and leaves the tally 0 again
-
-A slot's edits are int32 words at the address in its row:
-
-    number of allowed ids (-1: all) | of stop ids | of biases | of bad words | length of the longest bad word | 0 0 0
-    allowed ids | stop ids | biased ids | their biases, float32 | where each bad word begins, and where the last one
-    ends, counted from the first | tokens of the bad words
 
 Counts of the output fill the low 30 bits of a tally, bit 30 says that the id is in the prompt.
 """
@@ -19,8 +13,6 @@ from __future__ import annotations
 
 from quire.kernels.sampling.triton_rows import needs_of
 from quire.kernels.triton_runtime import jit, tl
-
-EDITS_HEADER = 8
 
 
 @jit

@@ -1,22 +1,11 @@
 """What the sampling kernels on a GPU share: a slot's row of parameters, exact and approximate noise, packed orders.
 
-A slot's parameters are one row of ROW_WORDS int32 words, so that a host can send it inside any int32 buffer:
-
-    word  0   needs: 1 noise, 2 filters, 4 edits, 8 penalties, 16 a grammar's mask (28: a copy of the row)
-          1   temperature, float32                                   8-9    min_p, float64
-          2   top_k (0: off)        3   length of the prompt         10-12  repetition, frequency, presence, float32
-          4-5 seed, low word first  6-7 top_p, float64               13     min_length
-                                                                     14-15  address of the slot's edits, int64
-
-A row of zeros is greedy on raw logits. Tables are aligned to 64 bytes, so every field is aligned to its size.
-Knows nothing of how tokens are chosen.
+A slot's parameters are int32 words, laid out as rows.py says. Knows nothing of how tokens are chosen.
 """
 
 from __future__ import annotations
 
 from quire.kernels.triton_runtime import jit, tl
-
-ROW_WORDS = 16
 
 
 @jit

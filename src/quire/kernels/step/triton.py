@@ -13,6 +13,7 @@ from quire.kernels.step import (
     RUN_WORDS,
     RUNS_AT,
     StepBuffers,
+    StepWords,
     Tables,
 )
 from quire.kernels.triton_runtime import jit, tl
@@ -21,33 +22,36 @@ PROGRAMS = 128  # that share the runs
 BLOCK = 128
 
 
-def apply_runs(packed: Tensor) -> None:
+def apply_runs(words: Tensor) -> None:
     """Copy the words of every run to its address."""
-    _apply_kernel[(PROGRAMS,)](packed, PROGRAMS, RUN_WORDS, NUM_RUNS, RUNS_AT, num_warps=4)
+    _apply_kernel[(PROGRAMS,)](words, PROGRAMS, RUN_WORDS, NUM_RUNS, RUNS_AT, num_warps=4)
 
 
-def build_inputs(
-    packed: Tensor, tables: Tables, buffers: StepBuffers, *, tokens: int, seqs: int, max_seqs: int
-) -> None:
-    """Fill the first `tokens` and `seqs` entries of the buffers; max_seqs: of the packed buffer's layout."""
-    token_programs, seq_programs = -(-tokens // BLOCK), -(-seqs // BLOCK)
+def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
+    """See `quire.kernels.step`."""
+    tokens, seqs, rows = len(buffers.token_ids), len(buffers.seq_lens), len(buffers.sample_rows)
+    token_programs, seq_programs = -(-tokens // BLOCK), -(-max(seqs, rows) // BLOCK)
     _inputs_kernel[(token_programs + seq_programs,)](
-        packed, tables.computed, tables.history, tables.block_table, buffers.token_ids, buffers.positions,
+        step.words, tables.computed, tables.history, tables.block_table, buffers.token_ids, buffers.positions,
         buffers.kv_slots, buffers.seq_lens, buffers.sample_rows, buffers.sample_slots, buffers.sample_positions,
         tables.history.stride(0), tables.block_table.stride(0), tables.computed.shape[0] - 1, token_programs, tokens,
-        seqs, max_seqs, tables.block_size, max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS, NUM_SAMPLES,
-        num_warps=4,
+        seqs, rows, step.max_seqs, tables.block_size, step.max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS,
+        NUM_SAMPLES, num_warps=4,
     )  # fmt: skip
 
 
+def gather_blocks(step: StepWords, tables: Tables, seqs: int, most: int) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.step`. The table of all slots, and whose rows: nothing is copied."""
+    return tables.block_table, step.slots[:seqs]
+
+
 def finish_step(
-    packed: Tensor, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor, *, max_seqs: int
+    step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor
 ) -> None:
-    """Remember sampled `tokens` [R] int64 in the history, advance the sequences, and write (token, code) of every
-    sample to out [2, max_seqs] int32; codes [R] uint8."""
-    _finish_kernel[(-(-max_seqs // BLOCK),)](
-        packed, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,
-        tokens, codes, out, tables.history.stride(0), tables.history.shape[1], max_seqs, BLOCK, HEADER, NUM_SEQS,
+    """See `quire.kernels.step`. `buffers` are whole: how many sequences there are is known on the device alone."""
+    _finish_kernel[(-(-max(step.max_seqs, out.shape[1]) // BLOCK),)](
+        step.words, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,
+        tokens, codes, out, tables.history.stride(0), tables.history.shape[1], out.shape[1], BLOCK, HEADER, NUM_SEQS,
         NUM_SAMPLES, num_warps=4,
     )  # fmt: skip
 
@@ -72,7 +76,7 @@ def _apply_kernel(packed, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, NUM_RUNS:
 @jit
 def _inputs_kernel(
     packed, computed, history, block_table, token_ids, positions, kv_slots, seq_lens, sample_rows, sample_slots,
-    sample_positions, history_stride, table_stride, dummy, token_programs, tokens, seqs,
+    sample_positions, history_stride, table_stride, dummy, token_programs, tokens, seqs, rows,
     MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
     NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SAMPLES: tl.constexpr,
 ):  # fmt: skip
@@ -114,15 +118,15 @@ def _inputs_kernel(
         first = tl.load(starts + chosen, mask=sampled, other=0)
         end = tl.load(starts + chosen + 1, mask=sampled, other=0)
         position = tl.load(computed + slot, mask=sampled, other=0) + end - first
-        tl.store(sample_rows + seq, tl.where(sampled, end - 1, 0).to(tl.int64), mask=seq < seqs)
-        tl.store(sample_slots + seq, tl.where(sampled, slot, dummy), mask=seq < seqs)
-        tl.store(sample_positions + seq, tl.where(sampled, position, 0), mask=seq < seqs)
+        tl.store(sample_rows + seq, tl.where(sampled, end - 1, 0).to(tl.int64), mask=seq < rows)
+        tl.store(sample_slots + seq, tl.where(sampled, slot, dummy), mask=seq < rows)
+        tl.store(sample_positions + seq, tl.where(sampled, position, 0), mask=seq < rows)
 
 
 @jit
 def _finish_kernel(
     packed, computed, history, seq_lens, sample_slots, sample_positions, tokens, codes, out, history_stride,
-    history_length, MAX_SEQS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_SEQS: tl.constexpr,
+    history_length, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_SEQS: tl.constexpr,
     NUM_SAMPLES: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -136,4 +140,4 @@ def _finish_kernel(
     room = sampled & (position < history_length)
     tl.store(history + slot * history_stride + position, token.to(tl.int32), mask=room)
     tl.store(out + lane, token.to(tl.int32), mask=sampled)
-    tl.store(out + MAX_SEQS + lane, tl.load(codes + lane, mask=sampled, other=0).to(tl.int32), mask=sampled)
+    tl.store(out + MAX_ROWS + lane, tl.load(codes + lane, mask=sampled, other=0).to(tl.int32), mask=sampled)

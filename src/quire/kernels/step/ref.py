@@ -1,0 +1,67 @@
+"""The operations around a forward pass in PyTorch; contract: see `quire.kernels.step`."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.step import StepBuffers, StepWords, Tables
+
+
+def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
+    """See `quire.kernels.step`."""
+    seqs, tokens, rows = step.num_seqs, step.num_tokens, step.num_samples
+    slots, b = step.slots[:seqs].long(), buffers
+    past = tables.computed.index_select(0, slots)
+    if (tokens, seqs, rows) != (len(b.token_ids), len(b.seq_lens), len(b.sample_rows)):
+        _pad(b, tokens, seqs, rows, dummy=len(tables.computed) - 1)
+        b = b.cut(tokens, seqs, rows)
+    if tokens == seqs:  # one token of each sequence
+        owner, ends = slots, None
+        b.positions.copy_(past)
+        torch.add(past, 1, out=b.seq_lens)
+    else:
+        starts, ends = step.starts[:seqs], step.starts[1 : seqs + 1]
+        counts = ends - starts
+        seq = torch.repeat_interleave(counts, output_size=tokens)
+        torch.add(torch.arange(tokens, device=past.device), (past - starts)[seq], out=b.positions)
+        torch.add(past, counts, out=b.seq_lens)
+        owner = slots[seq]
+    size = tables.block_size
+    b.token_ids.copy_(tables.history[owner, b.positions])
+    torch.remainder(b.positions, size, out=b.kv_slots)
+    b.kv_slots.add_(tables.block_table[owner, b.positions // size], alpha=size)
+    if rows == tokens:  # all of them are sampled
+        torch.arange(rows, out=b.sample_rows)
+        b.sample_slots.copy_(slots)
+        b.sample_positions.copy_(b.seq_lens)
+    elif rows:
+        chosen = step.samples[:rows]
+        b.sample_rows.copy_(chosen if ends is None else ends[chosen] - 1)
+        b.sample_slots.copy_(slots[chosen])
+        b.sample_positions.copy_(b.seq_lens[chosen])
+
+
+def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int) -> None:
+    """Fill what lies past the last token, sequence and row."""
+    b = buffers
+    for buffer, count in ((b.token_ids, tokens), (b.positions, tokens), (b.kv_slots, tokens), (b.seq_lens, seqs),
+                          (b.sample_rows, rows), (b.sample_positions, rows)):  # fmt: skip
+        buffer[count:] = 0
+    b.sample_slots[rows:] = dummy
+
+
+def gather_blocks(step: StepWords, tables: Tables, seqs: int, most: int) -> tuple[Tensor, None]:
+    """See `quire.kernels.step`. A copy of what the sequences have: kernels that know no slots read it."""
+    return tables.block_table[step.slots[:seqs], :most], None
+
+
+def finish_step(
+    step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor
+) -> None:
+    """See `quire.kernels.step`. The caller never samples past the end of the history."""
+    seqs, rows = step.num_seqs, step.num_samples
+    tables.computed.index_copy_(0, step.slots[:seqs].long(), buffers.seq_lens[:seqs].long())
+    if rows:
+        words, where = out[:, :rows], (buffers.sample_slots[:rows], buffers.sample_positions[:rows])
+        words[0].copy_(tokens[:rows])
+        words[1].copy_(codes[:rows])
+        tables.history[where] = words[0]

@@ -1,0 +1,65 @@
+"""The runner of a device, put together from the parts that serve it."""
+
+import importlib
+from collections.abc import Mapping
+
+import torch
+
+from quire.kernels.attention import KVView
+from quire.kernels.select import Choice, Needs, select
+from quire.layers.stack import Model
+from quire.worker.device_state import DeviceState, Limits
+from quire.worker.graphs import Graphs
+from quire.worker.pooling import Pooler
+from quire.worker.programs import Programs
+from quire.worker.recorder import Recorder
+from quire.worker.runner import StepRunner
+from quire.worker.sampler import Sampler
+from quire.worker.scoring import PromptScorer
+from quire.worker.tapes import LayerTapes, untaped
+from quire.worker.upload import InPlaceUpload, Upload
+
+NOT_PACKED = "the operations of a step are PyTorch's, which read no packed changes"
+NO_GRAPHS = "what PyTorch's operations launch depends on numbers of the step"
+
+
+def choose_parts(model: Model, target: str, forced: Mapping[str, str] | None = None) -> tuple[Choice, ...]:
+    """Operations of a step and of the sampler, upload and recorder for a model whose kernels are those of `target`
+    ("cpu" or "cuda"); `forced` maps "step" and "sampling" to implementations."""
+    forced, dtype = forced or {}, "float32"  # what a head gives, whatever a model computes in
+    needs = Needs(device=target, dtype=dtype)
+    step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
+    packs, why = step.name == "triton", untaped(model.kernels)
+    upload = Choice("upload", "packed", "one copy a step; a kernel writes the tables") if packs else Choice(
+        "upload", "in place", "tables are written as a step is sent", (("packed", NOT_PACKED),))  # fmt: skip
+    if packs and sampling.name == "triton":
+        recorder = Choice("recorder", "graphs", "all that a step launches depends on its sizes alone")
+    elif not why:
+        recorder = Choice("recorder", "tapes", "all kernels of its layers are native", (("graphs", NO_GRAPHS),))
+    else:
+        recorder = Choice("recorder", "none", why, (("graphs", NO_GRAPHS), ("tapes", why)))
+    return step, sampling, upload, recorder
+
+
+def make_runner(
+    model: Model, kv: list[KVView], limits: Limits, device: torch.device, *, target: str,
+    forced: Mapping[str, str] | None = None,
+) -> StepRunner:  # fmt: skip
+    """A runner of `model` on `device` with a cache; `target`, `forced`: see `choose_parts`."""
+    parts = choose_parts(model, target, forced)
+    chosen = {choice.op: choice.name for choice in parts}
+    step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
+    state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots
+    upload: Upload = InPlaceUpload(slots, slots, device)
+    if chosen["upload"] == "packed":
+        packed = importlib.import_module("quire.worker.packed")
+        upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows)
+    recorder = LayerTapes() if chosen["recorder"] == "tapes" else Recorder(parts[-1].reason)
+    if chosen["recorder"] == "graphs":
+        recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots)
+    buffers = state.buffers
+    sampler = Sampler(sampling.operations(limits.max_rows, model.args.vocab_size, device), state.sampling,
+                      buffers.sample_slots, buffers.sample_positions, state.tables.history)  # fmt: skip
+    programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder)
+    features = PromptScorer(lambda rows: model.head(model.norm(rows)), state.tables.history), Pooler(model.norm)
+    return StepRunner(programs, state, upload, features, limits=limits, parts=parts)

@@ -1,0 +1,161 @@
+"""What a step launches: inputs and layers, the head, sampling and what is remembered of it; each by its sizes alone.
+
+Nothing here reads a number that the device computed. What is recorded is given sizes and no plan.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.contracts.step import I32, StepPlan
+from quire.kernels.attention import AttentionMeta, KVView, Prompt, SharedBlocks
+from quire.kernels.sampling.rows import Mode
+from quire.kernels.step import StepBuffers
+from quire.layers.context import StepContext
+from quire.layers.stack import Model, Tap, run_layers
+from quire.worker.device_state import DeviceState, zeros
+from quire.worker.recorder import Key, Recorder, StepShape
+from quire.worker.sampler import Sampler
+from quire.worker.upload import SHARED_GROUPS, Upload
+
+
+class LogitsTap(Protocol):
+    """Sees the logits [N, V] of the sampled rows, with their slots and positions (tests, verification)."""
+
+    def __call__(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
+        """One call per step."""
+
+
+class Programs:
+    """Launches the parts of a step, through a recorder; `operations`: of `kernels/step`.
+
+    out         [2, max_rows] int32: (token, code) of the rows that were sampled last
+    on_hidden, on_logits   see what a step computes; steps that somebody looks into are not recorded
+    some        layers that run; None: all
+    """
+
+    def __init__(
+        self, model: Model, kv: list[KVView], state: DeviceState, *, upload: Upload, operations: ModuleType,
+        sampler: Sampler, recorder: Recorder,
+    ) -> None:  # fmt: skip
+        self.model, self.sampler, self.recorder = model, sampler, recorder
+        self.on_hidden: Tap | None = None
+        self.on_logits: LogitsTap | None = None
+        self.some: list[int] | None = None
+        self.kv, self._state, self._upload, self.operations = kv, state, upload, operations
+        rows, device = len(state.buffers.sample_rows), state.tables.computed.device
+        self.out = zeros(2, rows, dtype=torch.int32, device=device)
+        vocab = model.args.vocab_size
+        self._static = zeros(rows, vocab, dtype=torch.float32, device=device) if recorder.static else None
+        self._logits: Tensor | None = None  # of the last step, where they are not static
+        self._hidden: dict[Key, Tensor] = {}  # what the layers of a recorded step with prompts leave
+        self._cuts: dict[int, StepBuffers] = {}  # of decodes, by their number
+
+    def shape(self, plan: StepPlan) -> StepShape:
+        """The sizes that a step runs with, after it was sent."""
+        step = self._upload.step
+        tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_samples
+        decode = plan.num_decodes == len(plan.slots)
+        assert tokens == seqs or not decode, "this runner verifies no drafts"
+        exact = StepShape(tokens, seqs, rows, decode, self._upload.shared)
+        return exact if self.on_hidden is not None else self.recorder.fit(exact)
+
+    def compute(self, shape: StepShape, plan: StepPlan) -> Tensor | None:
+        """Launch everything up to the logits; the hidden states of a step that is more than decodes."""
+        if not shape.recorded:
+            hidden = self.layers(shape, plan)
+        elif shape.decode:
+            self.recorder.run(shape.key, partial(self.decode, shape))
+            return None
+        else:
+            self.recorder.run(shape.key, partial(self.mixed, shape))
+            hidden = self._hidden[shape.key]
+        if shape.rows:
+            self.head(hidden if shape.decode else hidden[self._state.buffers.sample_rows[: shape.rows]])
+        return None if shape.decode else hidden
+
+    def end(self, shape: StepShape, slots: I32) -> None:
+        """Launch the sampling of a step and what is remembered of it, for the logits of `compute`; slots [N] of its
+        rows."""
+        if self.on_logits is not None and len(slots):
+            count, buffers = len(slots), self._state.buffers
+            self.on_logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.logits(count))
+        mode = self.sampler.table.mode(slots)
+        self.recorder.run(("sample", shape.rows, mode), partial(self.sample, shape.rows, mode))
+
+    def logits(self, rows: int) -> Tensor:
+        """Of the first rows, [rows, V], until the next step's `compute`."""
+        logits = self._logits if self._static is None else self._static
+        assert logits is not None, "no row was sampled yet"
+        return logits if len(logits) == rows else logits[:rows]
+
+    def decode(self, shape: StepShape) -> None:
+        """Launch a recorded decode step up to its logits."""
+        self.head(self.layers(shape, None))
+
+    def mixed(self, shape: StepShape) -> None:
+        """Launch the layers of a recorded step with prompts."""
+        self._hidden[shape.key] = self.layers(shape, None)
+
+    def head(self, sampled: Tensor) -> None:
+        """Launch the logits of hidden states [R, hidden]."""
+        out = None if self._static is None else self._static[: len(sampled)]
+        self._logits = self.model.head(self.model.norm(sampled), out=out)
+
+    def sample(self, rows: int, mode: Mode) -> None:
+        """Launch the step's end: sampling, if there is a row, then what is remembered of it."""
+        if rows:
+            self.sampler.sample(self.logits(rows), mode)
+        state = self._state
+        self.operations.finish_step(self._upload.step, state.tables, state.buffers, self.sampler.tokens,
+                                     self.sampler.codes, self.out)  # fmt: skip
+
+    def layers(self, shape: StepShape, plan: StepPlan | None) -> Tensor:
+        """Launch everything before the head: hidden [tokens, hidden]. Sizes are upper bounds of the step's own;
+        without a plan they are all that is known."""
+        step, state, model = self._upload.step, self._state, self.model
+        self._upload.apply()
+        buffers, longest, most = self._cut(shape), shape.tokens, state.tables.block_table.shape[1]
+        prompts: tuple[Prompt, ...] = ()
+        if plan is not None:
+            longest, most = int(plan.num_tokens.max()), state.most_blocks(plan.slots)
+            prompts = state.prompts(plan) if model.kernels.latent is not None else ()
+        self.operations.build_inputs(step, state.tables, buffers)
+        block_tables, table_rows = self.operations.gather_blocks(step, state.tables, shape.seqs, most)
+        meta = AttentionMeta(
+            query_start=step.starts[: shape.seqs + 1],
+            seq_lens=buffers.seq_lens,
+            block_tables=block_tables,
+            kv_slots=buffers.kv_slots,
+            table_rows=table_rows,
+            max_query_len=1 if shape.decode else longest,
+            shared=SharedBlocks.view(step.shared, SHARED_GROUPS, step.max_seqs, shape.seqs) if shape.shared else None,
+            prompts=prompts,
+        )
+        ctx, hidden = StepContext(buffers.positions, meta, self.kv), model.embed(buffers.token_ids)
+        if self.on_hidden is not None:
+            return run_layers(model, hidden, ctx, self.some, self.on_hidden)
+        return self.recorder.run_layers(model, hidden, ctx, self.some)
+
+    def _cut(self, shape: StepShape) -> StepBuffers:
+        """The buffers of a step: of as many rows as sequences where rows are padded, and not known when recorded."""
+        if not shape.decode:
+            rows = shape.rows if self._static is None else shape.seqs
+            return self._state.buffers.cut(shape.tokens, shape.seqs, rows)
+        known = self._cuts.get(shape.tokens)
+        if known is None:
+            known = self._cuts[shape.tokens] = self._state.buffers.cut(shape.tokens, shape.tokens, shape.tokens)
+        return known
+
+    def recordings(self, shapes: list[StepShape]) -> Iterator[tuple[Key, Callable[[], None]]]:
+        """What steps of these shapes do, and its key: the layers of steps with prompts, decode steps, sampling; each
+        largest first. `shapes`: as a recorder lists them, those of decodes in pairs."""
+        for shape in shapes:
+            yield shape.key, partial(self.decode if shape.decode else self.mixed, shape)
+            if shape.decode and shape.shared:
+                for mode in Mode:
+                    yield ("sample", shape.rows, mode), partial(self.sample, shape.rows, mode)

@@ -1,0 +1,52 @@
+"""What came of a step: from what the device leaves to the record that goes up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from quire.contracts.step import I32, StepPlan, StepResult, StepTimings
+from quire.worker.features import Found, Results
+from quire.worker.sampler import CODES
+
+
+@dataclass(frozen=True)
+class RunningStep:
+    """A step that was launched.
+
+    slots     [N] whose rows were sampled;  num_tokens  that it computes
+    fetch     waits for (token, code) [2, >= N] of those rows
+    features  what else came of it
+    began, forwarded   by the host's clock, when it began and when its logits were there; None: it does not say
+    """
+
+    plan: StepPlan
+    slots: I32
+    num_tokens: int
+    fetch: Callable[[], I32]
+    features: tuple[Results, ...] = ()
+    began: float | None = None
+    forwarded: float = 0.0
+
+    def collect(self) -> StepResult:
+        """Wait for the step."""
+        count, words = len(self.slots), self.fetch()
+        tokens, codes = words[0, :count].copy(), words[1, :count]
+        failed = {int(self.slots[row]): CODES[int(codes[row])] for row in np.flatnonzero(codes)} if codes.any() else {}
+        found: Found = {"failed": failed}
+        for results in self.features:
+            for name, by_slot in results().items():
+                found.setdefault(name, {}).update(by_slot)
+        timings = StepTimings()
+        if self.began is not None:
+            timings = StepTimings(forward=self.forwarded - self.began, sample=perf_counter() - self.forwarded)
+        return StepResult(
+            step=self.plan.step,
+            slots=self.slots,
+            tokens=tokens[:, None],
+            num_accepted=np.ones(count, np.int32),
+            num_computed=self.num_tokens,
+            timings=timings,
+            **found,
+        )

@@ -1,0 +1,157 @@
+"""One step runner for every device. The order of a step: apply, inputs, layers, head, (release) sample, accept,
+remember, results.
+
+Everything that is launched depends on numbers the host has anyway (which slots, how many tokens), never on what the
+device computed, so that nothing waits but `collect`. What differs by device stands behind four interfaces: operations
+around the forward pass, operations of the sampler, upload, recorder.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire.contracts.step import I32, NO_MASKS, SAMPLE, StepPlan, StepResult
+from quire.kernels.select import Choice
+from quire.layers.stack import first_of_each_kind
+from quire.worker.device_state import DeviceState, Limits
+from quire.worker.features import Results, StepFeature
+from quire.worker.graphs import Graphs
+from quire.worker.programs import Programs
+from quire.worker.recorder import Key, Recorder, StepShape
+from quire.worker.results import RunningStep
+from quire.worker.sampler import Sampler
+from quire.worker.upload import Upload
+
+EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # kernels are cut by the number of tokens: one of each is rehearsed
+NO_ROWS = np.empty((2, 0), np.int32)
+
+
+class _Launched(NamedTuple):
+    """A step whose logits are launched. began: None where the host's clock does not measure steps."""
+
+    plan: StepPlan
+    shape: StepShape
+    features: tuple[Results, ...]
+    began: float | None
+    forwarded: float
+
+
+class StepRunner:
+    """Runs plans in order; at most `depth` may be submitted and not collected.
+
+    parts      what was chosen for the device, with reasons
+    features   what steps may do beside sampling, in the order in which it is launched
+    """
+
+    def __init__(
+        self, programs: Programs, state: DeviceState, upload: Upload, features: tuple[StepFeature, ...], *,
+        limits: Limits, parts: tuple[Choice, ...],
+    ) -> None:  # fmt: skip
+        self.programs, self.state, self.limits, self.parts = programs, state, limits, parts
+        self.model = programs.model
+        self._upload, self._features = upload, features
+        self._running: deque[RunningStep] = deque()
+        self._launched: _Launched | None = None  # submitted last, until its masks come
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Launch one step; its sampling, when it needs masks, only with `release`."""
+        began = perf_counter() if self._upload.timed else None
+        changes = self.state.apply(plan)
+        for feature in self._features:
+            feature.apply(plan)
+        self._upload.send(plan, changes)
+        if not len(plan.slots):
+            self._upload.apply()
+            self._running.append(RunningStep(plan, plan.slots, 0, lambda: NO_ROWS))
+            return
+        shape = self.programs.shape(plan)
+        hidden = self.programs.compute(shape, plan)
+        found = () if hidden is None else [each.run(plan, hidden) for each in self._features]
+        features = tuple(results for results in found if results is not None)
+        self._launched = _Launched(plan, shape, features, began, perf_counter())
+        if not len(plan.grammar):
+            self._end()
+
+    @torch.inference_mode()
+    def release(self, late: I32) -> None:
+        """Launch the sampling of the step that was submitted last, with its masks; see `Executor.release`. None come to
+        a step that is shut down."""
+        assert self._launched is not None, "released twice"
+        plan = self._launched.plan
+        if len(late):
+            self.programs.sampler.take_masks(plan.slots[(plan.outputs & SAMPLE) != 0], plan.grammar, late)
+        self._end()
+
+    def _end(self) -> None:
+        """Launch what comes after the logits."""
+        assert self._launched is not None, "submitted nothing"
+        (plan, shape, features, began, forwarded), self._launched = self._launched, None
+        slots = plan.slots if shape.decode else plan.slots[(plan.outputs & SAMPLE) != 0]
+        programs = self.programs
+        programs.end(shape, slots)
+        scored = programs.sampler.logprobs(programs.logits(len(slots)), slots) if len(slots) else None
+        if scored is not None:
+            features = (*features, scored)
+        fetch, num_tokens = self._upload.fetch(programs.out), self._upload.step.num_tokens
+        self._running.append(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that was submitted."""
+        return self._running.popleft().collect()
+
+    def run(self, plan: StepPlan, late: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
+        """Run one plan to its end. `late` waits for its masks, see `Executor.release`; asked when it has any."""
+        self.submit(plan)
+        if len(plan.grammar):
+            self.release(late())
+        return self.collect()
+
+    @property
+    def sampler(self) -> Sampler:
+        """Its sampler."""
+        return self.programs.sampler
+
+    @property
+    def recorder(self) -> Recorder:
+        """Its recorder."""
+        return self.programs.recorder
+
+    def describe(self) -> dict[str, object]:
+        """For people: what was chosen, what the recorder did so far, and what it does not record."""
+        return {"parts": [str(choice) for choice in self.parts], "steps": dict(self.recorder.counts),
+                "recordings": len(self.recorder), "not recorded": self.recorder.unrecorded()}  # fmt: skip
+
+    @torch.inference_mode()
+    def rehearse(self, plans: list[StepPlan]) -> None:
+        """Do once what these steps and `warm_up` do, with one of all layers that are alike, and kernels that may be
+        compiled and not run: no result counts."""
+        slots, tokens = self.limits.num_slots, self.limits.max_tokens
+        sizes = self.limits.graph_sizes or tuple(sorted({1, min(16, slots), slots}))  # else compiled while all wait
+        prompts = self.limits.graph_tokens or tuple(sorted({min(count, tokens) for count in EAGER_TOKENS}))
+        self.programs.some = first_of_each_kind(zip(self.model.layers, self.programs.kv, strict=True))
+        try:
+            for plan in plans:
+                self.submit(plan)
+                self._running.pop()
+            for _, work in self.programs.recordings(Graphs(sizes, prompts, slots).shapes()):
+                work()
+        finally:
+            self.programs.some = None
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture what can be, after a rehearsal, and run the smallest of each kind: a kernel that fails does so now.
+        The tables say that all sequences are empty."""
+        smallest: dict[tuple[str, int], tuple[Key, Callable[[], None]]] = {}
+        for key, work in self.programs.recordings(self.recorder.shapes()):
+            self.recorder.capture(key, work)
+            smallest[key[0], key[2]] = key, work
+        for key, work in smallest.values():
+            self.recorder.run(key, work)
+        torch.cuda.synchronize()

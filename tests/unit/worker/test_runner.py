@@ -1,0 +1,112 @@
+"""The step runner with PyTorch's operations against the naive one, step by step; and what it does without rows."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.contracts.sampling import SamplerSpec
+from quire.contracts.step import SAMPLE, Admission, StepPlan
+from quire.kernels.native.library import missing_amx
+
+from ...compared import LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ...naive_runner import NaiveRunner
+
+NONE = np.empty(0, np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are fastest on one, and nobody waits for a second on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def empty_plan(step: int, **more: Any) -> StepPlan:
+    return StepPlan(step=step, slots=NONE, num_decodes=0, num_tokens=NONE, num_rows=NONE,
+                    outputs=np.empty(0, np.uint8), **more)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("blocks", [31, 5], ids=["room", "preempted"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
+def test_every_step_is_the_naive_one_s(kind: str, blocks: int, depth: int) -> None:
+    """Greedy, sampled, penalties, edits, log-probabilities of both kinds, pooling, chunks, prefixes, preemption."""
+    args = model_args(kind)
+    runner = runner_of(make_model(args), replace(LIMITS, depth=depth))
+    compared = ComparedRunners(runner, NaiveRunner(make_model(args, plain=True)), blocks)
+    core = compare_requests(compared, 20, budget=24)
+    assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks == 5)
+    assert not runner._running
+
+
+def test_steps_without_rows_run_and_leave_what_they_bring() -> None:
+    args = model_args()
+    runner, naive = runner_of(make_model(args)), NaiveRunner(make_model(args, plain=True))
+    ids = np.arange(7, 19, dtype=np.int32)
+    admitted = Admission(slot=2, request_id="", token_ids=ids, block_ids=(np.array([3], np.int32),), num_computed=0,
+                         sampler=SamplerSpec(seed=1, num_prompt=12))  # fmt: skip
+    two = np.array([2], np.int32)
+    plans = [
+        empty_plan(1), empty_plan(2, admitted=(admitted,)),
+        StepPlan(step=3, slots=two, num_decodes=0, num_tokens=two * 4, num_rows=two * 0, outputs=np.zeros(1, np.uint8)),
+        StepPlan(step=4, slots=two, num_decodes=0, num_tokens=two * 2, num_rows=two // 2,
+                 outputs=np.full(1, SAMPLE, np.uint8)),
+        empty_plan(5, released=two),
+    ]  # fmt: skip
+    for plan in plans:
+        found, expected = runner.run(plan), naive.run(plan)
+        assert found.tokens.shape == (len(found.slots), 1) and found.tokens.tolist() == expected.tokens.tolist()
+        assert found.step == plan.step and found.failed == {} and found.num_computed == expected.num_computed
+    assert not naive.requests
+
+
+def test_parts_are_printed_with_their_reasons() -> None:
+    """A CPU holds no logits of all slots, and what is not recorded is named."""
+    runner = runner_of(make_model(model_args()))
+    said = runner.describe()
+    words = " ".join(map(str, said["parts"]))  # type: ignore[call-overload]
+    for part in ("step: ref", "sampling: ref", "upload: in place", "not packed:", "recorder: none", "not tapes:"):
+        assert part in words
+    assert said["not recorded"] == {"every step": runner.parts[-1].reason}
+    held = [value for part in (runner.programs, runner.state, runner.state.buffers, runner.sampler.operations)
+            for value in vars(part).values() if isinstance(value, torch.Tensor)]  # fmt: skip
+    assert held and all(value.numel() <= 2 * LIMITS.max_tokens for value in held)
+
+
+needs_amx = pytest.mark.skipif(bool(missing_amx()), reason=f"bfloat16 in native kernels: {missing_amx()}")
+
+
+@needs_amx
+def test_taped_steps_are_the_naive_one_s_up_to_ties() -> None:
+    args = model_args(head_dim=32, hidden_size=64, intermediate_size=96)
+    runner = runner_of(make_model(args, dtype="bfloat16"))
+    compared = ComparedRunners(runner, NaiveRunner(make_model(args, plain=True, dtype="bfloat16"), tie=0.2))
+    compare_requests(compared, 20, budget=24, kinds=({"temperature": 0.0},))
+    assert runner.recorder.counts["replayed"] > 30
+
+
+@needs_amx
+def test_taped_steps_are_those_of_the_same_kernels_without_a_tape() -> None:
+    """Token by token."""
+    args = model_args(head_dim=32, hidden_size=64, intermediate_size=96)
+    model = make_model(args, dtype="bfloat16")
+    taped, plain = runner_of(model), runner_of(model)
+    assert taped.parts[-1].name == "tapes"
+    plain.programs.on_hidden = lambda where, hidden: None  # who looks on gets nothing recorded
+    compared = ComparedRunners(taped, _Same(plain))  # type: ignore[arg-type]
+    compare_requests(compared, 20, budget=24)
+    counts = taped.recorder.counts
+    assert counts["replayed"] > 30 and 0 < counts["recorded"] <= 16 and plain.recorder.counts["recorded"] == 0
+
+
+class _Same:
+    """Stands for the naive runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self.run = lambda plan, late, given: runner.run(plan, late)
