@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
 from quire.config.engine import SchedulerConfig
 from quire.config.resolve import resolve_geometry
+from quire.contracts.blocks import KVGeometry
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
@@ -56,14 +58,26 @@ def model_args(kind: str = "dense", **more: object) -> ModelArgs:
     return parse_checkpoint_config(CONFIG | MODELS[kind] | more)
 
 
-def make_model(args: ModelArgs, target: str = "cpu", *, plain: bool = False, dtype: str = "float32") -> Model:
+def kv_geometry(args: ModelArgs, dtype: str, block_size: int, window: int | None = None) -> KVGeometry:
+    """The pages of a model; with a `window`, every other layer has one, in a group of its own."""
+    geometry = resolve_geometry(kv_components(args, dtype), args.num_layers, block_size)
+    if window is None:
+        return geometry
+    ((group,), layers) = geometry.groups, range(args.num_layers)
+    groups = replace(group, layers=tuple(layers[::2])), replace(group, layers=tuple(layers[1::2]), window=window)
+    return replace(geometry, groups=groups)
+
+
+def make_model(args: ModelArgs, target: str = "cpu", *, plain: bool = False, dtype: str = "float32",
+               window: int | None = None) -> Model:
     """The same random weights with the kernels of `target`, or with the references (`plain`)."""
     ops = operations(args)
-    forced = dict.fromkeys(ops, "ref") if plain else None
+    forced = dict.fromkeys(ops, "ref") if plain else {"attention": "ref"} if window and target == "cpu" else None
     kernels = select_kernels(target, dtype, ops=ops, head_dim=args.head_dim, forced=forced)
     params = layout(args)
     build = Build(getattr(torch, dtype), CPU, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices))  # fmt: skip
+                  linear_plans(args, params, kernels.choices),
+                  kv_groups=kv_geometry(args, dtype, BLOCK, window).groups)  # fmt: skip
     model = Decoder(args, params, build)
     fill(model, normal(0.3))
     return model
@@ -73,7 +87,7 @@ def runner_of(model: Model, limits: Limits = LIMITS, target: str = "cpu", num_bl
               **forced: str) -> StepRunner:  # fmt: skip
     """A runner with a cache that is full of what is no number."""
     dtype = str(model.embed(torch.zeros(1, dtype=torch.int64)).dtype).removeprefix("torch.")
-    geometry = resolve_geometry(kv_components(model.args, dtype), model.args.num_layers, limits.block_size)
+    geometry = kv_geometry(model.args, dtype, limits.block_size, *limits.windows[1:])
     arena = KVArena(geometry, num_blocks, CPU)
     views = kv_views(model.args, map(arena.views, range(model.args.num_layers)))
     for view in views:
@@ -135,7 +149,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 def compare_requests(executor: ComparedRunners, number: int, *, budget: int, kinds: Any = KINDS) -> EngineCore:
     """Run requests of all kinds to their ends through the engine; what they get is compared step by step."""
     facts, args = executor.facts(), executor.runner.model.args
-    geometry = resolve_geometry(kv_components(args, "float32"), args.num_layers, facts.block_size)
+    geometry = kv_geometry(args, "float32", facts.block_size, *executor.runner.limits.windows[1:])
     config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=facts.num_slots, max_waiting=1000,
                              watermark=0.0)  # fmt: skip
     core = EngineCore(executor, config, KVAllocator(BlockPool(facts.num_blocks), geometry, num_slots=facts.num_slots),

@@ -49,12 +49,13 @@ class NaiveRequest:
 class NaiveRunner:
     """Runs plans; the model's kernels are the references. `late` of `run`: see `Executor.release`.
 
+    num_groups   of KV; a request has its whole cache in each
     tie   a token whose logit leads by less may be another's in `given`, another runner's result, and is taken over: of
           greedy requests, in types that round
     """
 
-    def __init__(self, model: Model, tie: float = 0.0) -> None:
-        self.model, self.tie = model, tie
+    def __init__(self, model: Model, tie: float = 0.0, num_groups: int = 1) -> None:
+        self.model, self.tie, self.num_groups = model, tie, num_groups
         self.requests: dict[int, NaiveRequest] = {}
 
     @torch.inference_mode()
@@ -104,7 +105,8 @@ class NaiveRunner:
                   for _ in model.layers)  # fmt: skip
         meta = AttentionMeta(query_start=[0, length], seq_lens=[length], kv_slots=positions,
                              block_tables=torch.zeros(1, 1, dtype=torch.int32))  # fmt: skip
-        return run_layers(model, model.embed(ids), StepContext(positions, meta, kv_views(model.args, caches)))
+        ctx = StepContext(positions, (meta,) * self.num_groups, kv_views(model.args, caches))
+        return run_layers(model, model.embed(ids), ctx)
 
 
 def draw(logits: Tensor, request: NaiveRequest, mask: I32 | None) -> tuple[int, str]:

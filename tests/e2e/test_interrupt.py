@@ -17,17 +17,21 @@ import os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
 at = sys.argv[1]
 class Finder:
+    ready = os.environ.get("READY")  # a file, made once the handler of the command is there
     def find_spec(self, name, path=None, target=None):
         if name == at:
             os.kill(os.getpid(), signal.SIGINT)
+        if self.ready and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            self.ready = open(self.ready, "w").close()
 sys.meta_path.insert(0, Finder())
 sys.argv = ["quire", *sys.argv[2:]]
 runpy.run_module("quire", run_name="__main__", alter_sys=True)
 """
 
 
-def started(at: str, *args: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-c", START, at, *args], env=os.environ | {"PYTHONPATH": str(SOURCE)},
+def started(at: str, *args: str, **more: str) -> "subprocess.Popen[str]":
+    variables = os.environ | {"PYTHONPATH": str(SOURCE)} | more
+    return subprocess.Popen([sys.executable, "-c", START, at, *args], env=variables,
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -50,9 +54,12 @@ def test_within_an_import(module: str, args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("command", [COMPLETE, ("serve", "--port", "0")], ids=lambda command: command[0])
-def test_after_any_delay(command: tuple[str, ...]) -> None:
-    for delay in (0.15, 0.25, 0.3, 0.35, 0.5, 0.8):
-        with started("", *command) as process:
+def test_after_any_delay(command: tuple[str, ...], tmp_path: Path) -> None:
+    for delay in (0.0, 0.1, 0.15, 0.2, 0.35, 0.65):
+        ready = tmp_path / str(delay)
+        with started("", *command, READY=str(ready)) as process:
+            while not ready.exists():
+                time.sleep(0.002)
             time.sleep(delay)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=120)

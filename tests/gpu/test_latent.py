@@ -248,7 +248,7 @@ def test_a_layer_can_be_captured(name: str) -> None:
     rotation = Rotary(args.rope, R, DEVICE, width=R).rows(positions, torch.bfloat16)
 
     def run(given: AttentionMeta) -> Tensor:
-        return layer(hidden.clone(), norm, rotation, StepContext(positions, replace(given, plans={}), []), cache)
+        return layer(hidden.clone(), norm, rotation, StepContext(positions, (replace(given, plans={}),), []), cache)
 
     expected = run(meta)
     graph = torch.cuda.CUDAGraph()

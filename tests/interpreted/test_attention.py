@@ -121,6 +121,18 @@ def test_window_soft_cap_and_sinks(case: Case, window: int | None, soft_cap: flo
     check(triton.paged_attention(q, kv, on_device(meta), 0.3, window, soft_cap, sinks), expected)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_chosen_rows(share: float, window: int | None) -> None:
+    """Rows that do not follow each other, of sequences with and without a context before the step."""
+    case = Case((70, 33, 90, 1), (90, 33, 150, 40), heads=(4, 2), head_dim=32, block_size=16)
+    q, kv, meta = inputs.make(case, torch.float32)
+    chosen, rows = inputs.choose_rows(q, meta, share)
+    expected = ref.paged_attention(q, kv, meta, 0.2, window)[rows]
+    given = on_device(chosen, decode_len=0)
+    check(triton.paged_attention(q[rows], kv, given, 0.2, window), expected)
+
+
 @pytest.mark.parametrize("decode_len", [0, 1, 3])
 def test_wherever_decodes_end(decode_len: int) -> None:
     """Rows are right whether a sequence is decoded or cut into tiles. 0 promises that there are no decodes."""

@@ -60,6 +60,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
         block_size=plan.geometry.block_size,
         max_model_len=config.model.max_model_len or plan.args.max_position_embeddings,
         graph_sizes=plan.graphs.sequences, graph_tokens=plan.graphs.tokens, depth=config.device.async_depth or DEPTH,
+        windows=plan.geometry.windows,
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
         compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits)
@@ -142,7 +143,7 @@ def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
     admitted = tuple(
         Admission(
             slot=slot, request_id="", token_ids=np.zeros(past + tokens, np.int32), num_computed=past, sampler=spec,
-            block_ids=(1 + slot * blocks + places,),
+            block_ids=(1 + slot * blocks + places,) * len(limits.windows),
         )
         for slot in range(num_seqs)
     )  # fmt: skip

@@ -34,7 +34,7 @@ def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loadin
     views = kv_views(plan.args, map(arena.views, range(plan.args.num_layers)))
     limits = Limits(
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
-        max_model_len=memory.max_model_len,
+        max_model_len=memory.max_model_len, windows=memory.geometry.windows,
     )  # fmt: skip
     worker = make_runner(model, views, limits, device, target=plan.machine.device)
     return Parts(

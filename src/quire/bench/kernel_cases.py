@@ -283,18 +283,18 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
     def some(*shape: int) -> Tensor:
         return torch.randint(1, 1000, shape, device=device)
 
-    tables = Tables(block_table=some(seqs + 1, -(-context // size)).int(), computed=some(seqs + 1),
+    tables = Tables(block_tables=some(1, seqs + 1, -(-context // size)).int(), computed=some(seqs + 1),
                     history=some(seqs + 1, context + 1).int(), block_size=size)
-    buffers = StepBuffers(token_ids=some(tokens), positions=some(tokens), kv_slots=some(tokens),
+    buffers = StepBuffers(token_ids=some(tokens), positions=some(tokens), kv_slots=some(1, tokens),
                           seq_lens=some(seqs).int(), sample_rows=some(seqs), sample_slots=some(seqs),
                           sample_positions=some(seqs))
     drawn, codes, out = some(seqs), torch.zeros(seqs, dtype=torch.uint8, device=device), some(2, seqs).int()
     upload, ones = PackedUpload(seqs, seqs, device, 0, words=1 << 14), np.ones(seqs, np.int32)
     plan = StepPlan(step=0, slots=np.arange(seqs, dtype=np.int32), num_tokens=new * ones, num_rows=ones,
                     num_decodes=seqs if new == 1 else 0, outputs=np.full(seqs, SAMPLE, np.uint8))
-    before, width = np.array([context - new], np.int64).view(np.int32), tables.block_table.shape[1]
+    before, width = np.array([context - new], np.int64).view(np.int32), tables.block_tables.shape[2]
     upload.send(plan, [change for seq in range(seqs) for change in (
-        Change(tables.computed, 2 * seq, before), Change(tables.block_table, (seq + 1) * width - 1, 7 * ones[:1]))])
+        Change(tables.computed, 2 * seq, before), Change(tables.block_tables, (seq + 1) * width - 1, 7 * ones[:1]))])
 
     def run() -> Result:
         upload.apply()
@@ -305,10 +305,11 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
     def expected() -> Result:
         seq = torch.arange(seqs, device=device)
         row, at = seq.repeat_interleave(new), torch.arange(context - new, context, device=device).repeat(seqs)
-        block, whole = tables.block_table.long(), torch.full_like(seq, context)
+        block, whole = tables.block_tables[0].long(), torch.full_like(seq, context)
         block[:, -1] = 7
-        return (tables.history[row, at], at, block[row, at // size] * size + at % size, whole, seq * new + new - 1, seq,
-                whole, whole, drawn, torch.stack((drawn, codes)))
+        kv_slots = block[row, at // size] * size + at % size
+        return (tables.history[row, at], at, kv_slots[None], whole, seq * new + new - 1, seq, whole, whole, drawn,
+                torch.stack((drawn, codes)))
 
     return Pair(run, None, expected)
 

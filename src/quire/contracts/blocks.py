@@ -48,6 +48,11 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         group = self.groups[0]
         return len(group.layers) * sum(c.num_bytes(self.block_size) for c in group.components)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each group."""
+        return tuple(group.window for group in self.groups)
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

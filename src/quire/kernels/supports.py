@@ -57,11 +57,11 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=frozenset({"exact"})),
     },
     "attention": {
-        "hopper": replace(HOPPER, features=_SCORES, max_head_dim=128),
-        "triton": replace(TRITON, features=_SCORES, max_head_dim=256),
+        "hopper": replace(HOPPER, features=_SCORES | {"rows"}, max_head_dim=128),
+        "triton": replace(TRITON, features=_SCORES | {"rows"}, max_head_dim=256),
         "native": replace(NATIVE, features=frozenset({"tape"}), max_head_dim=512, needs=("flash attention", "native")),
         "cpu": replace(PLAIN, needs=("flash attention",)),
-        "ref": replace(REFERENCE, features=_SCORES),
+        "ref": replace(REFERENCE, features=_SCORES | {"rows"}),
     },
     "latent": {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"})),

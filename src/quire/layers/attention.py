@@ -13,12 +13,14 @@ from quire.layers.rope import Rotation
 class Attention(nn.Module):
     """Projections, optional RMS norm of each query and key head, rotation, cache write, attention, output.
 
-    The heads are those of this rank. Rows of q and k lie in the order that kernels rotate (see `models/layout.py`).
+    `group`: the KV group of the layer. The heads are those of this rank. Rows of q and k lie in the order that kernels
+    rotate (see `models/layout.py`).
     """
 
-    def __init__(self, args: ModelArgs, at: str, build: Build) -> None:
+    def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0) -> None:
         super().__init__()
         self.kernels, self.head_dim = build.kernels, args.head_dim
+        self.group, self.window = group, build.window(group)
         self.num_heads, self.num_kv_heads, _ = (rows // args.head_dim for rows in build.rows(f"{at}.qkv.weight"))
         self.eps, self.scale = args.norm_eps, args.head_dim**-0.5
         self.qkv = Linear(f"{at}.qkv", build)
@@ -35,6 +37,7 @@ class Attention(nn.Module):
         tokens = hidden.shape[0]
         qkv = self.qkv.normed(hidden, norm).view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         head_norm = None if self.head_norm is None else self.head_norm.weight
-        q = self.kernels.heads.prepare(qkv, head_norm, self.eps, *rotation, kv, ctx.attention.kv_slots)
-        attended = self.kernels.attention.paged_attention(q, kv, ctx.attention, self.scale)
+        meta = ctx.attention[self.group]
+        q = self.kernels.heads.prepare(qkv, head_norm, self.eps, *rotation, kv, meta.kv_slots)
+        attended = self.kernels.attention.paged_attention(q, kv, meta, self.scale, self.window)
         return self.output.add(attended.view(tokens, self.num_heads * self.head_dim), hidden)

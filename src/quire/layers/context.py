@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from quire.contracts.blocks import KVGroup
 from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.linear.plan import LinearPlan
@@ -23,6 +24,7 @@ class Build:
     linears   plans of linear layers, by the names of the layers
     experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
     sum_tp    adds up the partial results of the ranks that cut a layer; None: this rank has all of it
+    kv_groups   of this rank's layers; (): all of them are one group, which sees everything
     """
 
     dtype: torch.dtype
@@ -32,6 +34,15 @@ class Build:
     linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
     sum_tp: Sum | None = None
+    kv_groups: tuple[KVGroup, ...] = ()
+
+    def group_of(self, layer: int) -> int:
+        """The KV group of a layer."""
+        return next((number for number, group in enumerate(self.kv_groups) if layer in group.layers), 0)
+
+    def window(self, group: int) -> int | None:
+        """Tokens that a row of a KV group sees, its own included; None: all before it."""
+        return self.kv_groups[group].window if self.kv_groups else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Local shape of a parameter."""
@@ -60,10 +71,10 @@ class StepContext:
     """One step of the batch.
 
     positions   [T] int64, position of each token in its sequence
-    attention   who attends to what
+    attention   who attends to what, by KV group
     kv          one view per layer, by layer index
     """
 
     positions: Tensor
-    attention: AttentionMeta
+    attention: tuple[AttentionMeta, ...]
     kv: list[KVView]

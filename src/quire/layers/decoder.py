@@ -26,7 +26,7 @@ class DecoderBlock(nn.Module):
         at = f"layers.{layer}"
         attention = LatentAttention if args.latent else Attention
         self.attention_norm = RMSNorm(f"{at}.attention_norm", args.norm_eps, build)
-        self.attention = attention(args, f"{at}.attention", build)
+        self.attention = attention(args, f"{at}.attention", build, build.group_of(layer))
         self.mlp_norm = RMSNorm(f"{at}.mlp_norm", args.norm_eps, build)
         self.mlp: MoE | GatedMLP
         if args.moe is not None and layer in args.moe.layers:

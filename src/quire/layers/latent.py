@@ -67,10 +67,11 @@ class LatentAttention(nn.Module):
     `down` projects the hidden state to the queries' input (or the queries) and to the latent at once.
     """
 
-    def __init__(self, args: ModelArgs, at: str, build: Build, form: str = "auto") -> None:
+    def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0, form: str = "auto") -> None:
         super().__init__()
         sizes = args.latent
-        assert sizes is not None
+        assert sizes is not None and build.window(group) is None, "latent attention sees everything"
+        self.group = group
         self.sizes, self.kernel = sizes, build.kernels.latent
         self.most_absorbed, self.reason = choose_form(sizes, form)
         expanded = sizes.nope_dim + sizes.v_dim
@@ -87,7 +88,7 @@ class LatentAttention(nn.Module):
 
         Writes this step's latents and rotated keys to `kv` before anything attends.
         """
-        sizes, meta, tokens = self.sizes, ctx.attention, len(hidden)
+        sizes, meta, tokens = self.sizes, ctx.attention[self.group], len(hidden)
         up = self.kv_up.weight
         down = self.down.normed(hidden, norm)
         width = sizes.kv_rank + sizes.rope_dim

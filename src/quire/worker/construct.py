@@ -23,13 +23,15 @@ NOT_PACKED = "the operations of a step are PyTorch's, which read no packed chang
 NO_GRAPHS = "what PyTorch's operations launch depends on numbers of the step"
 
 
-def choose_parts(model: Model, target: str, forced: Mapping[str, str] | None = None) -> tuple[Choice, ...]:
-    """Operations of a step and of the sampler, upload and recorder for a model whose kernels are those of `target`
-    ("cpu" or "cuda"); `forced` maps "step" and "sampling" to implementations."""
+def choose_parts(
+    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1
+) -> tuple[Choice, ...]:
+    """Operations of a step and of the sampler, upload and recorder for a model with `num_groups` KV groups whose
+    kernels are those of `target` ("cpu" or "cuda"); `forced` maps "step" and "sampling" to implementations."""
     forced, dtype = forced or {}, "float32"  # what a head gives, whatever a model computes in
     needs = Needs(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
-    packs, why = step.name == "triton", untaped(model.kernels)
+    packs, why = step.name == "triton", untaped(model.kernels, num_groups)
     upload = Choice("upload", "packed", "one copy a step; a kernel writes the tables") if packs else Choice(
         "upload", "in place", "tables are written as a step is sent", (("packed", NOT_PACKED),))  # fmt: skip
     if packs and sampling.name == "triton":
@@ -46,7 +48,7 @@ def make_runner(
     forced: Mapping[str, str] | None = None,
 ) -> StepRunner:  # fmt: skip
     """A runner of `model` on `device` with a cache; `target`, `forced`: see `choose_parts`."""
-    parts = choose_parts(model, target, forced)
+    parts = choose_parts(model, target, forced, num_groups=len(limits.windows))
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
     state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots

@@ -20,6 +20,7 @@ class Limits:
     graph_sizes    sequences of the decode steps that are captured, ascending
     graph_tokens   tokens of the other steps whose layers are captured, ascending
     depth          steps that may be launched and not collected
+    windows        of the KV groups: tokens that a row sees, None for all
     """
 
     num_slots: int
@@ -29,6 +30,7 @@ class Limits:
     graph_sizes: tuple[int, ...] = ()
     graph_tokens: tuple[int, ...] = ()
     depth: int = 1
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def max_rows(self) -> int:
@@ -39,16 +41,17 @@ class Limits:
 class DeviceState:
     """Rows never move; a batch is a gather. The last slot of each table is for padding.
 
+    windows    of the KV groups
     tables     block tables, lengths and histories, and `sampling` parameters
     buffers    what steps of the largest size read
     lengths    [num_slots + 1] int64 on the host: tokens computed once everything submitted is, an upper bound
     """
 
     def __init__(self, limits: Limits, vocab_size: int, device: torch.device) -> None:
-        slots = limits.num_slots + 1
-        self._max_blocks = -(-limits.max_model_len // limits.block_size) + 1
+        self.windows, slots = limits.windows, limits.num_slots + 1
+        groups, self._max_blocks = len(limits.windows), -(-limits.max_model_len // limits.block_size) + 1
         self.tables = Tables(
-            block_table=zeros(slots, self._max_blocks, dtype=torch.int32, device=device),
+            block_tables=zeros(groups, slots, self._max_blocks, dtype=torch.int32, device=device),
             computed=zeros(slots, device=device),
             history=zeros(slots, limits.max_model_len, dtype=torch.int32, device=device),
             block_size=limits.block_size,
@@ -57,11 +60,12 @@ class DeviceState:
         tokens, rows = limits.max_tokens, limits.max_rows
         self.buffers = StepBuffers(
             token_ids=zeros(tokens, device=device), positions=zeros(tokens, device=device),
-            kv_slots=zeros(tokens, device=device), seq_lens=zeros(limits.num_slots, dtype=torch.int32, device=device),
+            kv_slots=zeros(groups, tokens, device=device),
+            seq_lens=zeros(limits.num_slots, dtype=torch.int32, device=device),
             sample_rows=zeros(rows, device=device), sample_slots=zeros(rows, device=device),
             sample_positions=zeros(rows, device=device),
         )  # fmt: skip
-        self.lengths, self._num_blocks = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self.lengths, self._num_blocks = np.zeros(slots, np.int64), np.zeros((groups, slots), np.int64)
 
     def apply(self, plan: StepPlan) -> list[Change]:
         """What a plan changes in the device's tables before its forward pass; lengths count the pass itself."""
@@ -70,25 +74,30 @@ class DeviceState:
             self.sampling.release(slot)
         tables = self.tables
         for a in plan.admitted:
-            blocks, tokens = a.block_ids[0], np.ascontiguousarray(a.token_ids, np.int32)
-            self._num_blocks[a.slot], self.lengths[a.slot] = len(blocks), a.num_computed
+            tokens, self.lengths[a.slot] = np.ascontiguousarray(a.token_ids, np.int32), a.num_computed
             computed = np.array([a.num_computed], np.int64).view(np.int32)
+            for group, blocks in enumerate(a.block_ids):
+                self._num_blocks[group, a.slot] = 0
+                changes.append(self._append(group, a.slot, np.ascontiguousarray(blocks, np.int32)))
             changes += (
-                Change(tables.block_table, a.slot * self._max_blocks, np.ascontiguousarray(blocks, np.int32)),
                 Change(tables.history, a.slot * tables.history.shape[1], tokens),
                 Change(tables.computed, 2 * a.slot, computed),
                 *self.sampling.admit(a.slot, a.sampler),
             )
-        for slot, _group, block in plan.appended.tolist():
-            at = slot * self._max_blocks + int(self._num_blocks[slot])
-            changes.append(Change(tables.block_table, at, np.array([block], np.int32)))
-            self._num_blocks[slot] += 1
+        changes += [self._append(group, slot, np.array([block], np.int32))
+                    for slot, group, block in plan.appended.tolist()]  # fmt: skip
         self.lengths[plan.slots] += plan.num_tokens
         return changes
 
+    def _append(self, group: int, slot: int, blocks: I32) -> Change:
+        """The change that puts blocks at the end of a slot's table."""
+        tables, at = self.tables.block_tables, int(self._num_blocks[group, slot])
+        self._num_blocks[group, slot] += len(blocks)
+        return Change(tables, (group * tables.shape[1] + slot) * self._max_blocks + at, blocks)
+
     def most_blocks(self, slots: I32) -> int:
         """Blocks of the longest block table."""
-        return int(self._num_blocks[slots].max())
+        return int(self._num_blocks[:, slots].max())
 
     def prompts(self, plan: StepPlan) -> tuple[Prompt, ...]:
         """The sequences of an applied plan behind its decodes; of a prompt the host knows how much of it was computed

@@ -47,6 +47,7 @@ class Programs:
         self.on_logits: LogitsTap | None = None
         self.some: list[int] | None = None
         self.kv, self._state, self._upload, self.operations = kv, state, upload, operations
+        self._windows = state.windows
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
         self.out = zeros(2, rows, dtype=torch.int32, device=device)
         vocab = model.args.vocab_size
@@ -119,24 +120,27 @@ class Programs:
         without a plan they are all that is known."""
         step, state, model = self._upload.step, self._state, self.model
         self._upload.apply()
-        buffers, longest, most = self._cut(shape), shape.tokens, state.tables.block_table.shape[1]
+        buffers, longest, most = self._cut(shape), shape.tokens, state.tables.block_tables.shape[2]
         prompts: tuple[Prompt, ...] = ()
         if plan is not None:
             longest, most = int(plan.num_tokens.max()), state.most_blocks(plan.slots)
             prompts = state.prompts(plan) if model.kernels.latent is not None else ()
         self.operations.build_inputs(step, state.tables, buffers)
-        block_tables, table_rows = self.operations.gather_blocks(step, state.tables, shape.seqs, most)
-        meta = AttentionMeta(
-            query_start=step.starts[: shape.seqs + 1],
-            seq_lens=buffers.seq_lens,
-            block_tables=block_tables,
-            kv_slots=buffers.kv_slots,
-            table_rows=table_rows,
-            max_query_len=1 if shape.decode else longest,
-            shared=SharedBlocks.view(step.shared, SHARED_GROUPS, step.max_seqs, shape.seqs) if shape.shared else None,
-            prompts=prompts,
-        )
-        ctx, hidden = StepContext(buffers.positions, meta, self.kv), model.embed(buffers.token_ids)
+        shared = SharedBlocks.view(step.shared, SHARED_GROUPS, step.max_seqs, shape.seqs) if shape.shared else None
+        groups = []
+        for group, kv_slots in enumerate(buffers.kv_slots):
+            block_tables, table_rows = self.operations.gather_blocks(step, state.tables, group, shape.seqs, most)
+            groups.append(AttentionMeta(
+                query_start=step.starts[: shape.seqs + 1],
+                seq_lens=buffers.seq_lens,
+                block_tables=block_tables,
+                kv_slots=kv_slots,
+                table_rows=table_rows,
+                max_query_len=1 if shape.decode else longest,
+                shared=shared if self._windows[group] is None else None,
+                prompts=prompts,
+            ))  # fmt: skip
+        ctx, hidden = StepContext(buffers.positions, tuple(groups), self.kv), model.embed(buffers.token_ids)
         if self.on_hidden is not None:
             return run_layers(model, hidden, ctx, self.some, self.on_hidden)
         return self.recorder.run_layers(model, hidden, ctx, self.some)

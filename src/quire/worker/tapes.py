@@ -44,7 +44,7 @@ class LayerTapes(Recorder):
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
         """See `Recorder`."""
-        attention, block_size, kernel = ctx.attention, ctx.kv[0].block_size, model.kernels.attention
+        (attention,), block_size, kernel = ctx.attention, ctx.kv[0].block_size, model.kernels.attention
         kind = len(hidden), attention.shared is not None
         if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size):
             self.counts["run"] += 1
@@ -63,10 +63,10 @@ class LayerTapes(Recorder):
 
     def _record(self, model: Model, kind: Kind, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
         """Run the layers on copies of the step's inputs, which stay."""
-        hidden, rotation, meta = hidden.clone(), (rotation[0].clone(), rotation[1].clone()), ctx.attention
+        hidden, rotation, meta = hidden.clone(), (rotation[0].clone(), rotation[1].clone()), ctx.attention[0]
         own = replace(meta, kv_slots=meta.kv_slots.clone())
         tape = Tape(KERNELS * len(model.layers), self._buffers)
-        step = StepContext(ctx.positions, own, ctx.kv)
+        step = StepContext(ctx.positions, (own,), ctx.kv)
         out = tape.record(lambda: run_layers(model, hidden, step, rotation=rotation))
         if tape.obstacle:
             self.obstacles[kind] = tape.obstacle
@@ -89,8 +89,10 @@ class LayerTapes(Recorder):
         return len(self._tapes)
 
 
-def untaped(kernels: Kernels) -> str:
-    """Why no layers of a model with these kernels can be recorded, or ""."""
+def untaped(kernels: Kernels, num_groups: int) -> str:
+    """Why no layers of a model with these kernels and so many KV groups can be recorded, or ""."""
+    if num_groups > 1:
+        return f"its layers are in {num_groups} KV groups, and a tape has the block tables of one"
     strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name != "native"]
     if strange:
         return f"{strange[0]}, whose operations are PyTorch's"

@@ -24,14 +24,15 @@ if not triton_runtime.INTERPRETED:
 from quire.kernels.step import triton
 
 CPU = torch.device("cpu")
-SLOTS, MAX_SEQS, MAX_TOKENS, LENGTH, BLOCK_SIZE = 9, 6, 300, 400, 16
+SLOTS, MAX_SEQS, MAX_TOKENS, LENGTH, BLOCK_SIZE, GROUPS = 9, 6, 300, 400, 16, 2
 DUMMY = SLOTS - 1
 
 
 def make_tables(seed: int = 0) -> Tables:
     random = torch.Generator().manual_seed(seed)
     return Tables(
-        block_table=torch.randint(1, 10_000, (SLOTS, LENGTH // BLOCK_SIZE), generator=random, dtype=torch.int32),
+        block_tables=torch.randint(1, 10_000, (GROUPS, SLOTS, LENGTH // BLOCK_SIZE), generator=random,
+                                   dtype=torch.int32),
         computed=torch.randint(0, 50, (SLOTS,), generator=random),
         history=torch.randint(0, 50_000, (SLOTS, LENGTH), generator=random, dtype=torch.int32),
         block_size=BLOCK_SIZE,
@@ -39,12 +40,12 @@ def make_tables(seed: int = 0) -> Tables:
 
 
 def make_buffers() -> StepBuffers:
-    def filled(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.full((size,), -7, dtype=dtype)
+    def filled(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full(size, -7, dtype=dtype)
 
     return StepBuffers(
-        token_ids=filled(MAX_TOKENS), positions=filled(MAX_TOKENS), kv_slots=filled(MAX_TOKENS),
-        seq_lens=filled(MAX_SEQS, torch.int32), sample_rows=filled(MAX_SEQS), sample_slots=filled(MAX_SEQS),
+        token_ids=filled(MAX_TOKENS), positions=filled(MAX_TOKENS), kv_slots=filled(GROUPS, MAX_TOKENS),
+        seq_lens=filled(MAX_SEQS, dtype=torch.int32), sample_rows=filled(MAX_SEQS), sample_slots=filled(MAX_SEQS),
         sample_positions=filled(MAX_SEQS),
     )  # fmt: skip
 
@@ -89,11 +90,12 @@ def test_inputs_are_what_the_tables_and_the_plan_say(
     padded, seqs, most_rows = (total + 5, MAX_SEQS, MAX_SEQS) if pad else (total, len(slots), sum(sampled))
     step.build_inputs(words, tables, buffers.cut(padded, seqs, most_rows))
     expected = [
-        (int(tables.history[slot, p]), p, int(tables.block_table[slot, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE)
+        (int(tables.history[slot, p]), p, *(blocks[slot, p // BLOCK_SIZE].item() * BLOCK_SIZE + p % BLOCK_SIZE
+                                            for blocks in tables.block_tables))
         for slot, count in zip(slots, tokens, strict=True)
         for p in range(int(tables.computed[slot]), int(tables.computed[slot]) + count)
     ]
-    found = torch.stack((buffers.token_ids, buffers.positions, buffers.kv_slots), 1)
+    found = torch.stack((buffers.token_ids, buffers.positions, *buffers.kv_slots), 1)
     assert found[:total].tolist() == [list(row) for row in expected]
     assert not found[total:padded].any() and (found[padded:] == -7).all()
     lengths = [int(tables.computed[slot]) + count for slot, count in zip(slots, tokens, strict=True)]
@@ -112,8 +114,10 @@ def test_inputs_are_what_the_tables_and_the_plan_say(
 def test_block_tables_are_those_of_the_sequences(step: ModuleType) -> None:
     tables = make_tables()
     words = sent(step, make_plan([7, 0, 2], [1, 1, 1], [True] * 3)).step
-    found, rows = step.gather_blocks(words, tables, 3, 9)
-    assert torch.equal(found[:, :9] if rows is None else found[rows.long(), :9], tables.block_table[[7, 0, 2], :9])
+    for group in range(GROUPS):
+        found, rows = step.gather_blocks(words, tables, group, 3, 9)
+        expected = tables.block_tables[group, [7, 0, 2], :9]
+        assert torch.equal(found[:, :9] if rows is None else found[rows.long(), :9], expected)
 
 
 @both

@@ -60,7 +60,7 @@ class Case:
         params = [param for param in layout(args) if param.name.startswith(AT)]
         build = Build(torch.float32, torch.device("cpu"), kernels, {param.name: param for param in params},
                       linear_plans(args, params, small.choices))  # fmt: skip
-        self.layer = LatentAttention(args, AT[:-1], build, form)
+        self.layer = LatentAttention(args, AT[:-1], build, form=form)
         self.norm = RMSNorm("norm", 1e-5, build)
         self.norm.take({"weight": torch.empty(HIDDEN).uniform_(0.5, 1.5)}, 0)
         load(self.layer, self.theirs, params)
@@ -111,7 +111,7 @@ def run(case: Case, hidden: list[Tensor], steps: tuple[tuple[int, ...], ...]) ->
         )  # fmt: skip
         given = torch.cat([hidden[s][at] for s, at in zip(present, positions, strict=True)])
         where = torch.cat(positions)
-        ctx = StepContext(where, meta, [])
+        ctx = StepContext(where, (meta,), [])
         out = case.layer(given.clone(), case.norm, case.rotary.rows(where, torch.float32), ctx, cache)
         for s, part in zip(present, out.split([rows[s] for s in present]), strict=True):
             answers[s].append(part)

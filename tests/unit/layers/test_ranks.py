@@ -61,7 +61,7 @@ def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
     table = torch.arange(1, blocks + 1, dtype=torch.int32)[None]
     meta = AttentionMeta(torch.tensor([0, TOKENS], dtype=torch.int32), torch.tensor([TOKENS], dtype=torch.int32), table,
                          BLOCK + positions)  # fmt: skip
-    out: Tensor = made(hidden.clone(), rotary.rows(positions, torch.float32), StepContext(positions, meta, [kv]), kv)
+    out: Tensor = made(hidden.clone(), rotary.rows(positions, torch.float32), StepContext(positions, (meta,), [kv]), kv)
     return out
 
 

@@ -33,7 +33,7 @@ def make() -> tuple[Model, StepContext, torch.Tensor]:
     fill(model, normal(0.3))
     kv = [KVView(*torch.zeros(2, 2, 2, 8, 8)) for _ in range(LAYERS)]
     meta = AttentionMeta([0, 5], [5], torch.tensor([[1]], dtype=torch.int32), torch.arange(8, 13))
-    return model, StepContext(torch.arange(5), meta, kv), model.embed(torch.arange(5))
+    return model, StepContext(torch.arange(5), (meta,), kv), model.embed(torch.arange(5))
 
 
 @torch.inference_mode()

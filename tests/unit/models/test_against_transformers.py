@@ -136,7 +136,7 @@ def run_paged(model: Model, prompts: list[list[int]], chunks: list[list[int]], b
             block_tables=tables[active],
             kv_slots=torch.cat(slots),
         )
-        hidden = run_layers(model, model.embed(torch.cat(tokens)), StepContext(torch.cat(positions), meta, kv))
+        hidden = run_layers(model, model.embed(torch.cat(tokens)), StepContext(torch.cat(positions), (meta,), kv))
         rows = model.head(model.norm(hidden)).split(counts)
         for i, n, part in zip(active, counts, rows, strict=True):
             logits[i].append(part)

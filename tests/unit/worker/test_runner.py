@@ -45,6 +45,20 @@ def test_every_step_is_the_naive_one_s(kind: str, blocks: int, depth: int) -> No
     assert not runner._running
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("blocks", [40, 12], ids=["room", "preempted"])
+def test_two_groups_of_layers_keep_what_their_windows_see(blocks: int, depth: int) -> None:
+    """Every other layer sees 20 tokens, in a KV group of its own, whose blocks behind the window others get."""
+    args, window = model_args(num_hidden_layers=4), 20
+    limits = replace(LIMITS, depth=depth, windows=(None, window))
+    runner = runner_of(make_model(args, window=window), limits, num_blocks=blocks + 1)
+    naive = NaiveRunner(make_model(args, plain=True, window=window), num_groups=2)
+    compared = ComparedRunners(runner, naive, blocks)
+    core = compare_requests(compared, 20, budget=24)
+    assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks == 12)
+    assert runner.parts[-1].name == "none" and "2 KV groups" in runner.parts[-1].reason
+
+
 def test_steps_without_rows_run_and_leave_what_they_bring() -> None:
     args = model_args()
     runner, naive = runner_of(make_model(args)), NaiveRunner(make_model(args, plain=True))

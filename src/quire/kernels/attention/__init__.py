@@ -1,16 +1,16 @@
 """Causal attention over the paged KV cache.
 
 paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks=None) -> [T, Hq, D]
-    Row i of sequence s is at position p = seq_len_s - query_len_s + i and attends to positions <= p of its own
-    sequence; with `window` w, only to positions > p - w. score = scale * q . k; with `soft_cap` c it becomes
-    c * tanh(score / c); `sinks` [Hq] adds one score per head that takes weight and gives nothing. Query head h reads
-    KV head h // (Hq / Hkv). Softmax in float32. The result has q's dtype.
+    Row i of sequence s is at position p = seq_len_s - query_len_s + i, or where `meta.row_positions` says, and attends
+    to positions <= p of its own sequence; with `window` w, only to positions > p - w. score = scale * q . k; with
+    `soft_cap` c it becomes c * tanh(score / c); `sinks` [Hq] adds one score per head that takes weight and gives
+    nothing. Query head h reads KV head h // (Hq / Hkv). Softmax in float32. The result has q's dtype.
 
 Contract: all KV of the step is written (`quire.kernels.heads`) before any row attends, so a sequence may read blocks
 that another sequence of the same step fills. Slots of a block past the sequence's length may hold any key, NaN too. On
 a GPU every value in the cache is a finite number, because tiles are multiplied whole: who writes it puts the largest
 where there is none.
-Features an implementation may declare: window, soft_cap, sinks, and
+Features an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), and
 
 tape  It can be recorded (kernels/native/tape.py) in a step where rows_only(meta, block_size) is true: no sequence has a
     chunk of a prompt. retarget(tape address, meta, block_size, num_heads, head_dim) gives what is recorded the rows of
@@ -84,6 +84,8 @@ class AttentionMeta:
     shared         which decodes share the beginning of their context, for implementations that read it once
     prompts        the sequences from the first of more than `decode_len` rows on, for who wants to know them on the
                    host; none in a captured step; None: they are to be read from the lengths
+    row_positions  [T] int64: position of each row in its sequence, for steps that compute chosen rows; below seq_lens,
+                   ascending in a sequence, and decode_len is 0. None: the rows are the last of their sequences
     plans          scratch of the implementation: what it derives from the above, once per step, by what it is for
     """
 
@@ -96,6 +98,7 @@ class AttentionMeta:
     decode_len: int = 1
     shared: SharedBlocks | None = None
     prompts: tuple[Prompt, ...] | None = None
+    row_positions: Tensor | None = None
     plans: dict[object, object] = field(default_factory=dict)
 
 

@@ -41,7 +41,8 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`)."""
-    assert window is None and soft_cap is None and sinks is None, "selected for features it does not declare"
+    undeclared = (window, soft_cap, sinks, meta.row_positions)
+    assert all(one is None for one in undeclared), "selected for features it does not declare"
     plan = plan_step(meta, kv.block_size)
     decode = plan.decode
     if decode is not None and decode.rows is None:

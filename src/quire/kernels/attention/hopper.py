@@ -28,14 +28,16 @@ def paged_attention(
 
 
 class _Call(triton.Call):
-    """Takes the new way where tiles are whole, keys lie in blocks of whole tiles and heads have a common size."""
+    """Takes the new way where tiles are whole, keys lie in blocks of whole tiles, heads have a common size, and the
+    rows of a sequence follow each other."""
 
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
         """See `triton.Call`."""
         q, kv = self.q, self.kv
         dim, kv_heads, size = q.shape[2], kv.k.shape[1], kv.block_size
         group = q.shape[1] // kv_heads
-        if config.rows != ROWS or dim not in DIMS or ROWS // 2 % group or size % 64 or q.stride(1) != dim:
+        strange = self.meta.row_positions is not None or q.stride(1) != dim
+        if strange or config.rows != ROWS or dim not in DIMS or ROWS // 2 % group or size % 64:
             super().prefill(plan, out, config)
             return
         tile = 128 if size % 128 == 0 else 64

@@ -1,6 +1,6 @@
 """Random steps over a paged cache, for tests and measurements of the attention kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,6 +74,21 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView,
         kv_slots=slots,
     )
     return q, kv, meta
+
+
+def choose_rows(q: Tensor, meta: AttentionMeta, share: float, seed: int = 0) -> tuple[AttentionMeta, Tensor]:
+    """A step that computes about a `share` of a step's rows q, the last of each sequence among them; and which."""
+    generator = torch.Generator().manual_seed(seed)
+    assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
+    kept = torch.rand(len(q), generator=generator) < share
+    kept[meta.query_start[1:].long() - 1] = True
+    rows, counts = kept.nonzero()[:, 0], meta.query_start.diff()
+    ends = meta.seq_lens.repeat_interleave(counts) - meta.query_start[1:].repeat_interleave(counts)
+    before = torch.cat((torch.zeros(1, dtype=torch.int64), kept.cumsum(0)))
+    return replace(
+        meta, query_start=before[meta.query_start.long()].int(), kv_slots=meta.kv_slots[rows], decode_len=0,
+        row_positions=(ends + torch.arange(len(q)))[rows],
+    ), rows  # fmt: skip
 
 
 def _deal(case: Case, counts: list[int], generator: torch.Generator) -> tuple[Tensor, int]:

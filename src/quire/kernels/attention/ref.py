@@ -34,6 +34,8 @@ def paged_attention(
         num_rows = starts[s + 1] - starts[s]
         for i in range(num_rows):
             position = length - num_rows + i
+            if meta.row_positions is not None:
+                position = int(meta.row_positions[starts[s] + i])
             first = 0 if window is None else max(0, position - window + 1)
             seen = slice(first, position + 1)
             scores = torch.einsum("hd,lhd->hl", q[starts[s] + i].float(), keys[seen]) * scale

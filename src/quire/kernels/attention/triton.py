@@ -82,6 +82,7 @@ class Call:
         """Launch what the step may need."""
         q = self.q
         tokens, heads, dim = q.shape
+        assert self.meta.row_positions is None or not self.meta.decode_len, "a decode's row is its sequence's last"
         k, size = self.kv.k, self.kv.block_size
         assert q.stride()[1:] == (dim, 1) and k.stride(-1) == 1 and k.stride() == self.kv.v.stride()
         group = heads // k.shape[1]
@@ -156,8 +157,9 @@ class Call:
         """The sequences of many rows."""
         kv = self.kv
         prefill_kernel[(len(plan.tiles), kv.k.shape[1])](
-            self.q, out, kv.k, kv.v, self.meta.block_tables, plan.tiles, self.sinks, self.q.stride(0), out.stride(0),
-            *self.numbers(), WINDOW=self.window or 0, M=config.rows, TILE_WORDS=TILE_WORDS, **self._options(config),
+            self.q, out, kv.k, kv.v, self.meta.block_tables, plan.tiles, self.sinks, self.meta.row_positions,
+            self.q.stride(0), out.stride(0), *self.numbers(), WINDOW=self.window or 0, M=config.rows,
+            TILE_WORDS=TILE_WORDS, **self._options(config),
         )  # fmt: skip
 
     def _prefix(self, plan: Plan, config: Config) -> None:

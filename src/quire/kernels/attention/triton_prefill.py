@@ -11,12 +11,12 @@ from quire.kernels.triton_runtime import jit, tl
 
 @jit
 def prefill_kernel(
-    q, out, k, v, table, tiles, sinks, stride_q, stride_out, stride_block, stride_head,
+    q, out, k, v, table, tiles, sinks, row_positions, stride_q, stride_out, stride_block, stride_head,
     stride_token, stride_table, scale, cap, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tiles, KV heads)."""
+    """Programs (tiles, KV heads). `row_positions` None: the rows of a tile follow each other."""
     head = tl.program_id(1)
     record = tiles + tl.program_id(0) * TILE_WORDS
     row = tl.load(record)
@@ -29,7 +29,13 @@ def prefill_kernel(
     lane = tl.arange(0, M)
     token = lane // GROUP
     rows, heads, live = row + token, head * GROUP + lane % GROUP, lane < num_rows * GROUP
-    positions = position + token
+    last = position + num_rows
+    if row_positions is None:
+        positions = position + token
+    else:
+        positions = tl.load(row_positions + rows, mask=live, other=0).to(tl.int32)
+        position = tl.load(row_positions + row).to(tl.int32)
+        last = tl.max(positions, 0) + 1
     queries = load_queries(q, rows, heads, live, stride_q, D, DP)
     sums = tl.zeros([M, DP], tl.float32)
     top = tl.zeros([M], tl.float32) + LOWEST
@@ -43,7 +49,7 @@ def prefill_kernel(
             False, 0, CAPPED, EXACT, SIZE, TILE, D, DP,
         )  # fmt: skip
     sums, top, weight = attend(
-        queries, sums, top, weight, positions, k, v, table, middle, position + num_rows, stride_block, stride_token,
-        scale, cap, True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
+        queries, sums, top, weight, positions, k, v, table, middle, last, stride_block, stride_token, scale, cap,
+        True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
     )  # fmt: skip
     store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride_out, D, DP)

@@ -13,8 +13,9 @@ A step reaches the device as int32 words (`worker/upload.py` writes them):
 build_inputs(step, tables, buffers)
     Fill `buffers`, each as long as the step needs it or longer. Past the last token: id 0, position 0, slot 0 of block
     0; past the last sequence: length 0; past the last row: row 0, the dummy slot, position 0.
-gather_blocks(step, tables, seqs, most) -> (block_tables [., blocks] int32, table_rows [seqs] int32 or None)
-    What `AttentionMeta` calls so, for the first `seqs` sequences, of which none has more than `most` blocks.
+gather_blocks(step, tables, group, seqs, most) -> (block_tables [., blocks] int32, table_rows [seqs] int32 or None)
+    What `AttentionMeta` calls so in a KV group, for the first `seqs` sequences, of which none has more than `most`
+    blocks.
 finish_step(step, tables, buffers, tokens, codes, out)
     Accept and remember: write the sampled `tokens` [R] int64 to the history, advance the sequences by what is accepted
     (without drafts every token that was computed), and write (token, code) of every row to out [2, max_rows] int32;
@@ -74,11 +75,12 @@ def fixed_words(max_seqs: int, shared_words: int = 0) -> int:
 class Tables:
     """The device's tables by slot; the last slot is a dummy for padding.
 
-    block_table [num_slots, max_blocks] int32;  computed [num_slots] int64 tokens whose KV is written
+    block_tables [groups, num_slots, max_blocks] int32, by KV group;  computed [num_slots] int64 tokens whose KV is
+                 written
     history     [num_slots, max_model_len] int32 token ids by position
     """
 
-    block_table: Tensor
+    block_tables: Tensor
     computed: Tensor
     history: Tensor
     block_size: int
@@ -88,7 +90,8 @@ class Tables:
 class StepBuffers:
     """What a forward pass and its sampling read, at addresses that never change.
 
-    token_ids, positions, kv_slots   [tokens] int64
+    token_ids, positions             [tokens] int64
+    kv_slots                         [groups, tokens] int64
     seq_lens                         [seqs] int32 context with this step
     sample_rows, sample_slots, sample_positions   [rows] int64: the token row whose logits are sampled, its slot, and
                                      the position of the new token
@@ -105,7 +108,7 @@ class StepBuffers:
     def cut(self, tokens: int, seqs: int, rows: int) -> "StepBuffers":
         """The beginnings of all, for a step of these sizes."""
         return StepBuffers(
-            token_ids=self.token_ids[:tokens], positions=self.positions[:tokens], kv_slots=self.kv_slots[:tokens],
+            token_ids=self.token_ids[:tokens], positions=self.positions[:tokens], kv_slots=self.kv_slots[:, :tokens],
             seq_lens=self.seq_lens[:seqs], sample_rows=self.sample_rows[:rows], sample_slots=self.sample_slots[:rows],
             sample_positions=self.sample_positions[:rows],
         )  # fmt: skip

@@ -27,8 +27,9 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
         owner = slots[seq]
     size = tables.block_size
     b.token_ids.copy_(tables.history[owner, b.positions])
-    torch.remainder(b.positions, size, out=b.kv_slots)
-    b.kv_slots.add_(tables.block_table[owner, b.positions // size], alpha=size)
+    inside, places = b.positions % size, b.positions // size
+    for kv_slots, block_table in zip(b.kv_slots, tables.block_tables, strict=True):
+        torch.add(inside, block_table[owner, places], alpha=size, out=kv_slots)
     if rows == tokens:  # all of them are sampled
         torch.arange(rows, out=b.sample_rows)
         b.sample_slots.copy_(slots)
@@ -45,13 +46,13 @@ def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int)
     b = buffers
     for buffer, count in ((b.token_ids, tokens), (b.positions, tokens), (b.kv_slots, tokens), (b.seq_lens, seqs),
                           (b.sample_rows, rows), (b.sample_positions, rows)):  # fmt: skip
-        buffer[count:] = 0
+        buffer[..., count:] = 0
     b.sample_slots[rows:] = dummy
 
 
-def gather_blocks(step: StepWords, tables: Tables, seqs: int, most: int) -> tuple[Tensor, None]:
+def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, None]:
     """See `quire.kernels.step`. A copy of what the sequences have: kernels that know no slots read it."""
-    return tables.block_table[step.slots[:seqs], :most], None
+    return tables.block_tables[group][step.slots[:seqs], :most], None
 
 
 def finish_step(

@@ -31,18 +31,19 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
     """See `quire.kernels.step`."""
     tokens, seqs, rows = len(buffers.token_ids), len(buffers.seq_lens), len(buffers.sample_rows)
     token_programs, seq_programs = -(-tokens // BLOCK), -(-max(seqs, rows) // BLOCK)
+    block_tables = tables.block_tables
     _inputs_kernel[(token_programs + seq_programs,)](
-        step.words, tables.computed, tables.history, tables.block_table, buffers.token_ids, buffers.positions,
+        step.words, tables.computed, tables.history, block_tables, buffers.token_ids, buffers.positions,
         buffers.kv_slots, buffers.seq_lens, buffers.sample_rows, buffers.sample_slots, buffers.sample_positions,
-        tables.history.stride(0), tables.block_table.stride(0), tables.computed.shape[0] - 1, token_programs, tokens,
-        seqs, rows, step.max_seqs, tables.block_size, step.max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS,
-        NUM_SAMPLES, num_warps=4,
+        tables.history.stride(0), block_tables.stride(1), block_tables.stride(0), buffers.kv_slots.stride(0),
+        tables.computed.shape[0] - 1, token_programs, tokens, seqs, rows, step.max_seqs, tables.block_size,
+        step.max_seqs.bit_length(), BLOCK, HEADER, NUM_SEQS, NUM_TOKENS, NUM_SAMPLES, len(block_tables), num_warps=4,
     )  # fmt: skip
 
 
-def gather_blocks(step: StepWords, tables: Tables, seqs: int, most: int) -> tuple[Tensor, Tensor]:
+def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, Tensor]:
     """See `quire.kernels.step`. The table of all slots, and whose rows: nothing is copied."""
-    return tables.block_table, step.slots[:seqs]
+    return tables.block_tables[group], step.slots[:seqs]
 
 
 def finish_step(
@@ -75,10 +76,10 @@ def _apply_kernel(packed, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, NUM_RUNS:
 
 @jit
 def _inputs_kernel(
-    packed, computed, history, block_table, token_ids, positions, kv_slots, seq_lens, sample_rows, sample_slots,
-    sample_positions, history_stride, table_stride, dummy, token_programs, tokens, seqs, rows,
+    packed, computed, history, block_tables, token_ids, positions, kv_slots, seq_lens, sample_rows, sample_slots,
+    sample_positions, history_stride, table_stride, group_stride, kv_stride, dummy, token_programs, tokens, seqs, rows,
     MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
-    NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SAMPLES: tl.constexpr,
+    NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SAMPLES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -99,12 +100,14 @@ def _inputs_kernel(
         position = tl.load(computed + slot, mask=live, other=0) + token - tl.load(starts + low, mask=live, other=0)
         position = tl.where(live, position, 0)
         word = tl.load(history + slot * history_stride + position, mask=live, other=0)
-        block = tl.load(block_table + slot * table_stride + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
         inside = token < tokens
         tl.store(token_ids + token, word.to(tl.int64), mask=inside)
         tl.store(positions + token, position, mask=inside)
-        where = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
-        tl.store(kv_slots + token, where, mask=inside)
+        for group in tl.static_range(GROUPS):
+            blocks = block_tables + group * group_stride + slot * table_stride
+            block = tl.load(blocks + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+            where = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+            tl.store(kv_slots + group * kv_stride + token, where, mask=inside)
     else:
         seq = (program - token_programs) * BLOCK + lanes
         live = seq < num_seqs
