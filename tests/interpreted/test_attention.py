@@ -129,7 +129,7 @@ def test_chosen_rows(share: float, window: int | None) -> None:
     q, kv, meta = inputs.make(case, torch.float32)
     chosen, rows = inputs.choose_rows(q, meta, share)
     expected = ref.paged_attention(q, kv, meta, 0.2, window)[rows]
-    given = on_device(chosen, decode_len=0)
+    given = on_device(chosen, decode_len=0, row_positions=chosen.row_positions)
     check(triton.paged_attention(q[rows], kv, given, 0.2, window), expected)
 
 
@@ -287,8 +287,10 @@ def launch_production(block_size: int, heads: tuple[int, int], dim: int, **optio
         meta = AttentionMeta(ints(65), ints(64), ints(99, 512), ints(9), ints(64), longest, min(longest, 4), group)
         q = torch.empty(tokens, heads[0] + 2 * heads[1], dim, dtype=dtype, device=meta_device)
         queries, k, v = q.split((heads[0], heads[1], heads[1]), 1)
+        steps = [meta] if longest < tokens else [meta, replace(meta, decode_len=0, row_positions=ints(tokens).long())]
         for module in (triton, hopper) if dtype != torch.float32 else (triton,):
-            module.paged_attention(queries, kv, replace(meta, plans={}), 0.1, **options)
+            for step in steps:
+                module.paged_attention(queries, kv, replace(step, plans={}), 0.1, **options)
 
 
 def compile_production(full: bool) -> None:

@@ -33,8 +33,8 @@ def prefill_kernel(
     if row_positions is None:
         positions = position + token
     else:
-        positions = tl.load(row_positions + rows, mask=live, other=0).to(tl.int32)
         position = tl.load(row_positions + row).to(tl.int32)
+        positions = tl.where(live, tl.load(row_positions + rows, mask=live, other=0).to(tl.int32), position)
         last = tl.max(positions, 0) + 1
     queries = load_queries(q, rows, heads, live, stride_q, D, DP)
     sums = tl.zeros([M, DP], tl.float32)
