@@ -75,7 +75,7 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None,
     for name, file_name in placed.items():
         if name not in tensors or tensors[name].file.name != file_name:
             raise WeightsError(f"{folder / file_name} has no tensor {name}, which {INDEX} promises: {AGAIN}")
-    full = _full_names(tensors)
+    full = full_names(tensors)
     return Checkpoint(folder, tuple(files), {full[name]: replace(t, name=full[name]) for name, t in tensors.items()})
 
 
@@ -98,12 +98,12 @@ def stored_in(folder: Path) -> dict[str, str]:
     `read_checkpoint`."""
     placed = _read_index(Path(folder))
     if placed or not any(Path(folder).glob("*.safetensors")):
-        full = _full_names(placed)
+        full = full_names(placed)
         return {full[name]: file for name, file in placed.items()}
     return {tensor.name: tensor.file.name for tensor in read_checkpoint(folder).tensors.values()}
 
 
-def _full_names(stored: Collection[str]) -> dict[str, str]:
+def full_names(stored: Collection[str]) -> dict[str, str]:
     """Name -> the name in a checkpoint of a whole model: in those of embedding models the head is gone, and with it
     what the names of the others began with."""
     return {name: f"model.{name}" if "embed_tokens.weight" in stored else name for name in stored}
