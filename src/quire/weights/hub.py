@@ -93,7 +93,8 @@ class Repository:
         except SafetensorsParsingError:
             raise WeightsError(f"{path} has a damaged header: {AGAIN}") from None
         entries = {name: {key: getattr(tensor, key) for key in ENTRY} for name, tensor in found.tensors.items()}
-        least = 8 + len(json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode())
+        text = {"__metadata__": found.metadata} | entries if found.metadata else entries
+        least = 8 + len(json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode())
         return stored_tensors(path, entries, 0, size - least)  # the client does not tell how long the header is
 
     @contextmanager
