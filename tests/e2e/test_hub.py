@@ -52,11 +52,16 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def edit_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace the header of a safetensors file; the bytes behind it stay."""
-    data = path.read_bytes()
+    """Replace the entries of a safetensors file; each takes the bytes behind the old header that it names."""
+    data, body = path.read_bytes(), b""
     end = 8 + int.from_bytes(data[:8], "little")
-    header = json.dumps(change(json.loads(data[8:end]))).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    changed = change(json.loads(data[8:end]))
+    for entry in (entry for name, entry in changed.items() if name != "__metadata__"):
+        taken = data[slice(*(end + offset for offset in entry["data_offsets"]))]
+        entry["data_offsets"] = [len(body), len(body) + len(taken)]
+        body += taken
+    header = json.dumps(changed).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + body)
 
 
 def without_index(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -100,6 +105,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "damaged header": (lambda f: (f / SHARDS[0]).write_bytes(b"\x20" + bytes(7) + b"nothing here" * 999), {},
                        "has a damaged header"),
     "cut short": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[1]).read_bytes()[:99_999]), {}, "is truncated"),
+    "last bytes": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[1]).read_bytes()[:-9]), {}, "is truncated"),
     "memory": (lambda f: None, {"device": "cpu"}, "of weights in"),
 }  # fmt: skip
 
@@ -190,6 +196,27 @@ def test_weights_and_explain_read_headers(hub: FakeHub, command: tuple[str, ...]
     assert main(list(command)) == 0
     assert said in capsys.readouterr().out
     assert 0 < hub.weight_bytes() <= 2 * HEADER_BYTES
+
+
+@pytest.mark.parametrize("name", ["pickles", "shard", "shape", "missing tensor", "surplus tensor", "stored type",
+                                  "damaged header", "cut short"])  # fmt: skip
+def test_explain_says_what_would_not_load(hub: FakeHub, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    REFUSALS[name][0](hub.repos[NAME])
+    with pytest.raises(UserError) as error:
+        LLM(NAME, device="cpu")
+    assert main(["explain", NAME, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["load_error"] == str(error.value)
+    assert main(["explain", NAME, "--load-format", "dummy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["load_error"] == ""
+
+
+def test_explain_checks_a_whole_cache(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(NAME, device="cpu") as llm:
+        folder = llm.engine.folder
+    edit_header(folder / SHARDS[0], retype)
+    for model in (NAME, str(folder)):
+        assert main(["explain", model, "--offline", "--json"]) == 0
+        assert "is stored as I16" in json.loads(capsys.readouterr().out)["load_error"]
 
 
 def test_weights_of_the_hub_are_those_of_the_files(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,8 @@ import quire.assemble
 import quire.assemble.plain
 from quire import EngineConfig
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, ModelError, RequestFailed
+from quire.explain import parity
 from quire.explain.parity import NUM_TOKENS, verify
 from quire.explain.verdict import Report, Stage, Step
 from quire.kernels.heads import cpu, native, ref
@@ -247,6 +248,77 @@ def _late_keys(prepare: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return q
 
     return wrong
+
+
+@pytest.mark.parametrize("half", ["attention", "feed-forward"])
+def test_a_wrong_sum_is_named_once(checkpoint: Any, planted: Any, monkeypatch: pytest.MonkeyPatch, half: str) -> None:
+    """A residual that is scaled in one layer, the last one, is an error of that layer alone."""
+
+    def scaled(module: Any, given: Any, result: Tensor) -> Tensor:
+        return result * 1.001
+
+    def assembled(config: EngineConfig) -> Any:
+        engine = quire.assemble.assemble(config)
+        last = engine.worker.model.layers[-1]
+        (last.attention if half == "attention" else last).register_forward_hook(scaled)
+        return engine
+
+    monkeypatch.setattr(parity, "assemble", assembled)
+    for family in ("qwen3", "deepseek_v3"):
+        report = verify(str(checkpoint(family)), CONFIG)
+        differing = [(stage.name, step.name) for stage in report.stages for step in stage.steps if step.diverged]
+        assert differing == [(f"layer 2 {half}", "sum")] and not report.changed, report.render()
+        assert "The same step differs" not in report.render()
+
+
+def test_a_sum_that_is_wrong_in_every_layer_is_counted_by_layers() -> None:
+    steps = (Step("sum", 1e-3, 3e-5),)
+    stages = tuple(Stage(f"layer {layer} {half}", steps, 0.0) for layer in range(3)
+                   for half in ("attention", "feed-forward"))  # fmt: skip
+    report = Report(model="m", reference="m", num_prompt=3, stages=stages, changed=(), ours=(5,), theirs=(5,),
+                    margin=0.0, scale=12.0)  # fmt: skip
+    assert "differs in 3 of 3 layers" in report.render()
+
+
+def stored(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], target: Path) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(folder, target)
+    (file,) = target.glob("*.safetensors")
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    return target
+
+
+def test_the_files_that_are_loaded_are_those_compared(checkpoint: Any, tmp_path: Path) -> None:
+    """Names of a model without a head, and beside them a second copy of other weights."""
+    def headless(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+
+    folder = stored(checkpoint("qwen3"), headless, tmp_path / "headless")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "zeros.safetensors")
+    report = verify(str(folder), CONFIG)
+    assert report.ok, report.render()
+
+
+def test_not_a_number_is_located(checkpoint: Any, tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors["model.layers.1.mlp.down_proj.weight"][3] = torch.nan
+        return tensors
+
+    folder = stored(checkpoint("qwen3"), spoil, tmp_path / "spoiled")
+    with pytest.raises(RequestFailed, match="down_proj of layer 1 feed-forward is the first step with NaN") as failed:
+        verify(str(folder), CONFIG)
+    assert failed.value.code == "nan_logits"
+
+
+def test_a_folder_that_transformers_cannot_load_is_told(checkpoint: Any, tmp_path: Path) -> None:
+    """Shards without an index: Quire reads them, transformers does not."""
+    target = tmp_path / "shards"
+    shutil.copytree(checkpoint("qwen3"), target)
+    (target / "model.safetensors").rename(target / "model-00001-of-00001.safetensors")
+    with pytest.raises(ModelError, match=r"is loaded by Quire and not by transformers \(OSError: .*nothing to compare"):
+        verify(str(target), CONFIG)
 
 
 def test_another_folder_can_be_the_reference(oracle: Any, tmp_path: Path) -> None:

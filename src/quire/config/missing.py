@@ -6,13 +6,15 @@ The table of flags and the reader of quantized checkpoints decide; a feature lea
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from quire.config.peer_flags import refusal
+from quire.config.peer_flags import ON, refusal
 from quire.config.placement import Parallel
 from quire.config.quantized import missing_format
 
+EXPERTS = "--enable-expert-parallel"
+
 
 class Missing(NamedTuple):
-    """A feature with the flag or the format that asks for it, and the refusal of `quire serve`."""
+    """A feature with the flag or the format that asks for it, and the words of `quire serve` about it."""
 
     feature: str
     reason: str
@@ -26,6 +28,8 @@ def missing_features(parallel: Parallel, quantization: Mapping[str, Any]) -> tup
         ("data parallelism", "-dp", str(parallel.dp)),
     )
     found = [(f"{feature} ({flag} {text})", refusal(flag, text)) for feature, flag, text in asked]
+    if parallel.expert_ranks > 1:
+        found.append((f"expert parallelism ({EXPERTS})", refusal(EXPERTS, ON)))
     found.append((f"{quantization.get('quant_method')} weights", missing_format(quantization)))
     return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
 

@@ -153,8 +153,8 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
 
 
 def refusal(spelling: str, text: str) -> str:
-    """The words with which one flag is refused for its value (ON or OFF of a switch); "" where it is accepted."""
-    flag = next((flag for flag in PEER_FLAGS if spelling in flag.names and flag.meaning == "refused"), None)
+    """The words with which one flag is refused or ignored for its value (ON or OFF of a switch); "" where it works."""
+    flag = next((flag for flag in PEER_FLAGS if spelling in flag.names and flag.meaning in ("refused", "no-op")), None)
     if flag is None or asks_nothing(flag, text) or _is_among(text, (*flag.neutral, *flag.idle)):
         return ""
     return _refusal(flag, spelling, text)

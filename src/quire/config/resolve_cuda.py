@@ -114,7 +114,7 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
         there_is = f"{source} gives {_size(given)}" if forced else _room(memory, config)
         more = f"a larger {source}." if forced else _advice(memory, config, dtype, wanted)
         cause = f"max_model_len={asked} needs {_size(wanted)} of KV cache" if asked else (
-            f"a KV cache of one block needs {_size(wanted)}")
+            f"the smallest KV cache, of a page and one for padding, needs {_size(wanted)}")
         missing = wanted - given if forced else memory.ours + wanted - _limit(memory, config)
         held = "" if forced else f" beside {_size(memory.ours)} of weights, activations and graphs"
         cut = f"--max-model-len {shorter}, or " if shorter > 0 else ""

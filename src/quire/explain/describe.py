@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.config.bundled import NAME
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel
@@ -26,9 +25,8 @@ from quire.models.registry import check_routing
 from quire.models.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import probe_driver, resolve_device
-from quire.weights.files import Checkpoint
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
-from quire.weights.match import load_error
+from quire.weights.match import load_error, match_tensors
 
 EMPTY, GRAPHS = 600 << 20, 40 * (24 << 20)  # bytes: a process on a GPU before there is anything in it, and its graphs
 
@@ -68,10 +66,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
     plan = resolve_engine(config, folder, args, machine, dtype, _probe(gpu), parallel=parallel,
                           quantization=read_quantization(raw, str(folder / "config.json")))  # fmt: skip
-    report = PlanReport(plan=plan, memory="", headers=_headers(config, folder))
-    if config.load.load_format != "dummy" and _is_here(config.model.model):
-        refused = load_error(folder, report.layout, args, quantized=bool(plan.quantization))
-        report = replace(report, load_error=refused)
+    report = _with_headers(PlanReport(plan=plan, memory=""), folder)
     memory, fullest = _tightest(report, gpu, facts.free_memory)
     if isinstance(memory, str) and gpu is not None and None not in (held for _, held in report.held):
         memory += _larger(report, gpu)
@@ -85,18 +80,24 @@ def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
     raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
 
 
-def _is_here(model: str) -> bool:
-    """True for a folder on this machine. Of a model on the hub only headers are fetched, so weights are missing."""
-    return model in ("", NAME) or Path(model).expanduser().is_dir()
-
-
-def _headers(config: EngineConfig, folder: Path) -> Checkpoint | None:
-    """Those of weights that are still on the hub; None where there are none, or none that can be read."""
+def _with_headers(report: PlanReport, folder: Path) -> PlanReport:
+    """The report with the words of a loader that would refuse the weights, in `folder` or on the hub, and with their
+    headers where they are on the hub."""
+    config, args, quantized = report.plan.config, report.plan.args, bool(report.plan.quantization)
+    if config.load.load_format == "dummy":
+        return report
+    repository = absent_weights(config, folder)
+    if repository is None:
+        return replace(report, load_error=load_error(folder, report.layout, args, quantized=quantized))
+    headers, refused = None, ""
     try:
-        repository = absent_weights(config, folder)
-        return None if repository is None else repository.read_headers(folder)
-    except (ModelNotFound, WeightsError):
-        return None
+        headers = repository.read_headers(folder)
+        with repository.named(folder):
+            if not quantized:
+                match_tensors(headers, report.layout, args)
+    except (ModelNotFound, WeightsError) as error:
+        refused = str(error)
+    return replace(report, headers=headers, load_error=refused)
 
 
 def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:

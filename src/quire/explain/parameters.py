@@ -1,11 +1,12 @@
 """The parameters that Quire computes with, in the checkpoint's order, held against the checkpoint bit for bit.
 
-Undoes what `pack` does in float32 on a CPU; reads the files with the safetensors library, not with Quire's loader.
+Undoes what `pack` does in float32 on a CPU; reads the files that the loader reads, with the safetensors library.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.layers.decoder import Decoder
 from quire.layers.latent import Expansion
 from quire.layers.moe import Experts
 from quire.layers.norm import HeadNorm
+from quire.weights.files import full_names, weight_files
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,20 @@ def changed_parameters(model: Decoder, folder: Path) -> tuple[Changed, ...]:
     from safetensors import safe_open
 
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("*.safetensors"))]
+        files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
         holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a dict
+        stored = {full: partial(holders[name].get_tensor, name) for name, full in full_names(holders).items()}
         return tuple(found for name, ours in parameters(model)
-                     if (found := _compare(name, ours, holders)) is not None)  # fmt: skip
+                     if (found := _compare(name, ours, stored.get(name))) is not None)  # fmt: skip
 
 
-def _compare(name: str, ours: Tensor, holders: dict[str, Any]) -> Changed | None:
-    theirs = holders[name].get_tensor(name).float() if name in holders else torch.full(ours.shape[-1:], torch.nan)
+def _compare(name: str, ours: Tensor, read: Callable[[], Tensor] | None) -> Changed | None:
+    theirs = torch.full(ours.shape[-1:], torch.nan) if read is None else read().float()
     if ours.shape[-theirs.dim() :] != theirs.shape:
         return Changed(name, ours.numel(), ours.numel(), float("inf"))
-    apart = (ours - theirs).abs()
-    count = int((apart != 0).sum())
-    most = float(apart.max() / theirs.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
+    differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+    count = int(differ.sum())
+    most = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(torch.finfo(torch.float32).tiny))
     return Changed(name, count, ours.numel(), most) if count else None
 
 

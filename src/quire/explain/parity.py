@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.assemble import Engine, assemble
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import ConfigError
+from quire.contracts.errors import ConfigError, RequestFailed
 from quire.contracts.sampling import SamplingParams
 from quire.entry.local import front_end
 from quire.entry.prompts import Prompt
@@ -129,8 +129,8 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
     watch(model, recording)
 
     def keep(where: int | str, hidden: Tensor) -> None:
-        if where == "embed":
-            recording.keep("embed", "embed_tokens", hidden)
+        stage, step = ("embed", "embed_tokens") if where == "embed" else (stage_name(int(where), FEED_FORWARD), "sum")
+        recording.keep(stage, step, hidden)
 
     engine.worker.programs.on_hidden = keep
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
@@ -140,8 +140,22 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
         engine.core.add(request)
     while not generation.finished:
         front.apply(engine.core.step())
+    (completion,) = generation.completions
+    if completion.finish_reason == "error":
+        raise RequestFailed(
+            f"Quire's own request failed ({completion.stop_reason}), so there is nothing to compare: "
+            f"{_not_finite(recording)} is the first step with NaN or infinity; look for them in its parameters.",
+            code=str(completion.stop_reason),
+        )
     with torch.inference_mode():
         normed = model.norm(recording.result(stage_name(last, FEED_FORWARD), "sum"))
         recording.keep("norm", "norm", normed)
         recording.keep("logits", "lm_head", model.head(normed))
-    return generation.completions[0].token_ids, recording
+    return completion.token_ids, recording
+
+
+def _not_finite(recording: Recording) -> str:
+    """The first step with a number that is not finite, in words."""
+    steps = ((stage, step) for stage, pieces in recording.pieces.items() for step in pieces)
+    return next((f"{step} of {stage}" for stage, step in steps if not recording.result(stage, step).isfinite().all()),
+                "lm_head of logits")  # fmt: skip

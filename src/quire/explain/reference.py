@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.contracts.errors import ModelError
 from quire.explain.steps import ATTENTION, FEED_FORWARD, Recording, stage_name
 
 INTERFACE = "quire_verify"  # the name under which transformers finds our attention function
@@ -58,12 +59,19 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def load(folder: Path) -> Any:
-    """Hugging Face's model of a checkpoint, in float32."""
+    """Hugging Face's model of a checkpoint, in float32. Raises ModelError where transformers cannot load it."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
-    ).eval()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+        ).eval()
+    except Exception as error:  # of transformers, safetensors, or whatever else reads a file there
+        detail = (str(error).splitlines() or [""])[0]
+        raise ModelError(
+            f"{folder} is loaded by Quire and not by transformers ({type(error).__name__}: {detail}), so there is "
+            "nothing to compare with: give the files that the model was published with, or another transformers."
+        ) from error
 
 
 @torch.inference_mode()
@@ -147,7 +155,12 @@ def _first(value: Any) -> Tensor:
 
 
 def _on_given(module: Any, differences: Differences, stage: str, step: str) -> None:
-    module.register_forward_pre_hook(lambda module, given: (differences.replace(stage, step, given[0]), *given[1:]))
+    """Compare what a module is given, and write Quire's result over it: a sum is the residual of what follows, too."""
+
+    def hook(module: Any, given: Any) -> None:
+        given[0].copy_(differences.replace(stage, step, given[0]))
+
+    module.register_forward_pre_hook(hook)
 
 
 def _on_result(module: Any, differences: Differences, stage: str, step: str) -> None:

@@ -16,6 +16,7 @@ from quire.models.facts import fact_lines
 from quire.models.report import NEVER
 
 Plan = Mapping[str, Any]
+MOST_RUNS = 4  # of ranks that are alike and not neighbours, before their count is told instead
 WEIGH = {"experts": "experts kernel", "combine": "combine step"}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -192,9 +193,8 @@ def _ranks(tree: Tree, plan: Plan) -> None:
         each = (rank[key][1] - rank[key][0] for key in shown)
         alike.setdefault((rank["stage"], rank["bytes"], *each), []).append(rank)
     for (stage, count, *widths), some in alike.items():
-        one, most, held = some[0], some[-1]["number"], list[str]()
-        who = f"ranks {one['number']}-{most}" if len(some) > 1 else f"rank {most}"
-        who = f"{len(some):,} of {who}" if most - one["number"] >= len(some) else who
+        one, held = some[0], list[str]()
+        who = _numbers([rank["number"] for rank in some])
         for (key, word), width in zip(shown.items(), widths, strict=True):
             first, end = min(rank[key][0] for rank in some), max(rank[key][1] for rank in some)
             if width and not (key == "kv_heads" and plan["latent"]):
@@ -221,6 +221,16 @@ def _kv_heads(plan: Plan) -> str:
     words = (f"{_range('head', *heads)} on {_range('rank', places[0], places[-1] + 1)}"
              for heads, places in held.items())  # fmt: skip
     return f"KV heads on tp ranks: {'; '.join(words)}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    """Ranks by their numbers: each run of neighbours, or their count where there are many runs."""
+    known = set(ranks)
+    runs = list(zip([n for n in ranks if n - 1 not in known], [n for n in ranks if n + 1 not in known], strict=True))
+    if len(runs) > MOST_RUNS:
+        return f"{len(ranks):,} of ranks {ranks[0]}-{ranks[-1]}"
+    words = (f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
 
 
 def _range(word: str, first: int, end: int) -> str:

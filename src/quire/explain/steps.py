@@ -57,7 +57,6 @@ def watch(model: Decoder, recording: Recording) -> None:
             _watch_experts(block.mlp, keep)
         else:
             _on_sum(block.mlp.down, keep, "gate_proj, up_proj", "down_proj")
-        _on_result(block.mlp, keep, "sum")
 
 
 def stage_name(layer: int, half: str) -> str:

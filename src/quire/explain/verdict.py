@@ -146,8 +146,9 @@ class Report:
             return
         if first is not None:
             stage, step = first
-            alike = sum(any(one.name == step and one.diverged for one in stage.steps) for stage in self.stages)
-            every = sum(any(one.name == step for one in stage.steps) for stage in self.stages)
+            half = [one for one in self.stages if one.name.rpartition(" ")[2] == stage.rpartition(" ")[2]]
+            alike = sum(any(one.name == step and one.diverged for one in stage.steps) for stage in half)
+            every = sum(any(one.name == step for one in stage.steps) for stage in half)
             yield f"differs: {step} of {stage} is the first step beyond rounding."
             if alike > 1:
                 yield f"  The same step differs in {alike} of {every} layers: look for one cause of all of them."

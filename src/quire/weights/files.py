@@ -21,6 +21,7 @@ ITEM_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 AGAIN = "download it again."  # the remedy for damaged files of a folder
+LFS_POINTER = b"version "  # the beginning of the text that Git LFS keeps in place of a large file
 PICKLES = (".bin", ".pt", ".pth")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
 
@@ -74,7 +75,7 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None,
     for name, file_name in placed.items():
         if name not in tensors or tensors[name].file.name != file_name:
             raise WeightsError(f"{folder / file_name} has no tensor {name}, which {INDEX} promises: {AGAIN}")
-    full = _full_names(tensors)
+    full = full_names(tensors)
     return Checkpoint(folder, tuple(files), {full[name]: replace(t, name=full[name]) for name, t in tensors.items()})
 
 
@@ -97,12 +98,12 @@ def stored_in(folder: Path) -> dict[str, str]:
     `read_checkpoint`."""
     placed = _read_index(Path(folder))
     if placed or not any(Path(folder).glob("*.safetensors")):
-        full = _full_names(placed)
+        full = full_names(placed)
         return {full[name]: file for name, file in placed.items()}
     return {tensor.name: tensor.file.name for tensor in read_checkpoint(folder).tensors.values()}
 
 
-def _full_names(stored: Collection[str]) -> dict[str, str]:
+def full_names(stored: Collection[str]) -> dict[str, str]:
     """Name -> the name in a checkpoint of a whole model: in those of embedding models the head is gone, and with it
     what the names of the others began with."""
     return {name: f"model.{name}" if "embed_tokens.weight" in stored else name for name in stored}
@@ -112,7 +113,10 @@ def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of one safetensors file, by offset. Raises WeightsError when it is damaged or cut short."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        begins = file.read(8)
+        if begins == LFS_POINTER:
+            raise WeightsError(f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` there.")
+        length = int.from_bytes(begins, "little")
         if size < 8 or length > MAX_HEADER or 8 + length > size:
             raise WeightsError(f"{path} is truncated (a header of {length} bytes in a file of {size}): {AGAIN}")
         try:
@@ -122,13 +126,25 @@ def read_header(path: Path) -> list[StoredTensor]:
     if not isinstance(header, dict):
         raise WeightsError(f"{path} has a damaged header: {AGAIN}")
     header.pop("__metadata__", None)
-    return stored_tensors(path, header, 8 + length, size)
+    tensors = stored_tensors(path, header, 8 + length, size)
+    end = tensors[-1].offset + tensors[-1].num_bytes if tensors else 8 + length
+    if end != size:
+        raise WeightsError(f"{path} has {size - end} bytes behind its last tensor: {AGAIN}")
+    return tensors
 
 
 def stored_tensors(path: Path, header: Mapping[str, Any], data: int, size: int) -> list[StoredTensor]:
-    """The entries of a header, by offset; the bytes begin at `data` in a file of `size`. Raises WeightsError."""
+    """The entries of a header, by offset; the bytes begin at `data` in a file of `size`. The format allows neither a
+    gap nor shared bytes. Raises WeightsError."""
     tensors = [_stored(path, name, entry, data, size) for name, entry in header.items()]
-    return sorted(tensors, key=lambda tensor: tensor.offset)
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
+    end = data
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise WeightsError(f"{path}: {tensor.name} begins at byte {tensor.offset}, and the tensor before it ends "
+                               f"at {end}: {AGAIN}")
+        end += tensor.num_bytes
+    return tensors
 
 
 def _stored(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTensor:

@@ -3,10 +3,11 @@
 Knows the hub client and its errors. No torch.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config.engine import LoadConfig
@@ -23,6 +24,7 @@ from quire.weights.files import (
 )
 
 IGNORED = ("consolidated*", "original/*", "*/*.safetensors")  # other frameworks' weights, second copies of the same
+ENTRY = ("dtype", "shape", "data_offsets")  # of a tensor in a header
 NUM_THREADS = 8  # that ask for headers
 
 
@@ -90,7 +92,10 @@ class Repository:
                 self.name, path.name, revision=path.parent.name)
         except SafetensorsParsingError:
             raise WeightsError(f"{path} has a damaged header: {AGAIN}") from None
-        return stored_tensors(path, {name: asdict(tensor) for name, tensor in found.tensors.items()}, 0, size)
+        entries = {name: {key: getattr(tensor, key) for key in ENTRY} for name, tensor in found.tensors.items()}
+        text = {"__metadata__": found.metadata} | entries if found.metadata else entries
+        least = 8 + len(json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode())
+        return stored_tensors(path, entries, 0, size - least)  # the client does not tell how long the header is
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

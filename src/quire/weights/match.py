@@ -41,8 +41,8 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
             "download it again." + _tied_hint(missing)
         )
     if unknown:
-        raise WeightsError(f"{_some(unknown)} has no place in a {args.model_type} model with this config.json: "
-                           "use the config.json that belongs to these weights.")  # fmt: skip
+        raise WeightsError(f"{_some(unknown)} {'has' if len(unknown) == 1 else 'have'} no place in a {args.model_type} "
+                           "model with this config.json: use the config.json that belongs to these weights.")
     return found
 
 

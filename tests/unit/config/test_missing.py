@@ -31,6 +31,16 @@ def test_reasons_are_the_refusals_of_serve() -> None:
     assert missing_features(ALONE, {"quant_method": "awq"}) == (("awq weights", reason),)
 
 
+def test_experts_that_are_spread_are_missing_though_serve_ignores_the_flag() -> None:
+    (replicas, experts) = missing_features(Parallel(dp=2, experts=True), {})
+    assert replicas.feature == "data parallelism (-dp 2)"
+    (note,) = judge([Given("--enable-expert-parallel", "--enable-expert-parallel", "on")]).notes
+    assert experts.feature == "expert parallelism (--enable-expert-parallel)"
+    assert experts.reason.endswith("it counts only where experts are spread over GPUs, which is not implemented yet.")
+    assert experts.reason.partition(": ")[2] in note
+    assert missing_features(Parallel(experts=True), {}) == (), "one rank has all experts anyway"
+
+
 def test_a_feature_leaves_with_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_flags, "PEER_FLAGS", tuple(
         flag for flag in peer_flags.PEER_FLAGS if "-tp" not in flag.names))  # fmt: skip

@@ -109,7 +109,7 @@ def test_a_context_that_does_not_fit_names_ways_that_do() -> None:
 
 def test_what_leaves_no_room_for_a_block_says_how_much_is_missing() -> None:
     text = refusal(replace(SMALL, free=GIB), gpu_memory_utilization=0.9)
-    assert "a KV cache of one block needs 36 MiB beside 24.00 GiB of weights, activations and graphs" in text
+    assert "the smallest KV cache, of a page and one for padding, needs 36 MiB beside 24.00 GiB of weights, act" in text
     assert "2.44 GiB are missing" in text and "--max-num-seqs 100" in text and "--gpu-memory" not in text
     assert "--dtype bfloat16" in refusal(replace(SMALL, free=GIB), dtype="float32")
 

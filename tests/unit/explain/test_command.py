@@ -143,6 +143,9 @@ def test_ranks_that_hold_as_much_are_one_line(shared: Path, capsys: pytest.Captu
     model = str(shared / "hf" / "Qwen3-0.6B")
     out = printed(capsys, model, "--device", "h200", "-pp", "2", "-dp", "2048")
     assert "2,048 of ranks 0-4094 (stage 0): layers 0-13, query heads 0-15, KV heads 0-7, embedding," in out
+    out = printed(capsys, model, "--device", "h200", "-tp", "2", "-pp", "2", "-dp", "2")
+    assert "ranks 0-1, 4-5 (stage 0): layers 0-13" in out and "ranks 2-3, 6-7 (stage 1): layers 14-27" in out
+    assert "ranks 0, 2, 4 (stage 0)" in printed(capsys, model, "--device", "h200", "-pp", "2", "-dp", "3")
     assert "ranks 0-3 (stage 0): layers 0-27, query heads 0-15 (4 each), KV heads 0-7 (2 each), embedding, head, " in (
         printed(capsys, model, "--device", "h200", "-tp", "4"))
 

@@ -100,6 +100,19 @@ def damage(folder: Path, kind: str) -> str:
             text = json.dumps({"c": entry}).encode()
             second.write_bytes(len(text).to_bytes(8, "little") + text + bytes(2))
             return "model-00002-of-00002.safetensors: the header entry of c is damaged"
+        case "shared bytes" | "gap":
+            offset = 0 if kind == "shared bytes" else 4
+            entries = {"c": ("F16", [1, 1], bytes(2)), "e": ("F16", [1, 1], bytes(2))}
+            write(second, entries)
+            data = second.read_bytes().replace(b"[2, 4]", f"[{offset}, {offset + 2}]".encode())
+            second.write_bytes(data + bytes(2))
+            return "e begins at byte"
+        case "bytes behind":
+            second.write_bytes(second.read_bytes() + bytes(3))
+            return "model-00002-of-00002.safetensors has 3 bytes behind its last tensor"
+        case "pointer of Git LFS":
+            second.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+            return "model-00002-of-00002.safetensors is a pointer of Git LFS"
         case "damaged index":
             (folder / INDEX).write_text('{"weight_map": {"a": "../../etc/passwd"}}')
             return f"{INDEX} is damaged"
@@ -111,7 +124,7 @@ def damage(folder: Path, kind: str) -> str:
     [
         "truncated", "cut in the header", "empty", "not safetensors", "missing shard", "missing shard without index",
         "tensor missing", "tensor twice", "wrong length", "unknown dtype", "offsets of text", "offsets of fractions",
-        "negative shape", "damaged index",
+        "negative shape", "shared bytes", "gap", "bytes behind", "pointer of Git LFS", "damaged index",
     ],
 )  # fmt: skip
 def test_damage_is_named(tmp_path: Path, kind: str) -> None:
@@ -121,7 +134,7 @@ def test_damage_is_named(tmp_path: Path, kind: str) -> None:
         read_checkpoint(tmp_path)
     message = str(error.value)
     assert named in message and "\n" not in message
-    assert "download it again" in message or "remove one" in message
+    assert "download it again" in message or "remove one" in message or "git lfs pull" in message
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
