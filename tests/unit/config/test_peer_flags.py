@@ -228,7 +228,7 @@ REFUSED = [
     ("serve m --guided-decoding-disable-any-whitespace", "--guided-decoding-disable-any-whitespace: llguidance makes"),
     ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
     ("serve m --kv-cache-dtype bfloat16", "bfloat16: the KV cache has the dtype of the computation (--dtype)"),
-    ("serve m --kv-cache-dtype fp8", "fp8: the KV cache has the dtype of the computation (--dtype); a quantized one is"),
+    ("serve m --kv-cache-dtype fp8", "fp8: the KV cache has the dtype of the computation (--dtype); a quantized one"),
     ("serve m --distributed-executor-backend external_launcher", "there is one device"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
     ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
