@@ -21,7 +21,7 @@ from quire.contracts.named import asks_nothing
 from quire.contracts.text_table import read_rows
 from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
-from quire.entry.http.errors import HttpError, not_implemented
+from quire.entry.http.errors import HttpError, json_fault, not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.responses_schema import ResponseRequest
@@ -35,8 +35,6 @@ MISSING = re.compile(r"missing required field `(\w+)`")
 UNKNOWN = re.compile(r"contains unknown field `(.*?)`", re.S)
 NONE_OF = re.compile(r"Invalid enum value '?(.*?)'?", re.S)
 GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
-HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u....))")
-HALF_WORDS = "a \\u escape is half of a surrogate pair; send whole characters"
 TOKEN_ID = re.compile("0|[1-9][0-9]*")
 FRACTION = re.compile(r"Expected `int.*`, got `float` - at `\$\.(\w+)`")
 MAX_BIAS = 100
@@ -134,8 +132,8 @@ class RequestDecoder(Generic[T]):
                 raise not_implemented(f"{fault.param}: structural_tag", STRUCTURAL, fault.param) from error
             raise fault from error
         except msgspec.DecodeError as error:
-            words = HALF_WORDS if HALF.search(body.replace(rb"\\", b"")) else str(error)
-            raise HttpError(400, f"the body is not valid JSON: {words}.", code="invalid_json") from error
+            words = f"the body is not valid JSON: {json_fault(error, body)}."
+            raise HttpError(400, words, code="invalid_json") from error
         except UnicodeDecodeError as error:
             raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
         except RecursionError as error:
