@@ -76,9 +76,8 @@ class FlagParser(argparse.ArgumentParser):
         flag = next((u.partition("=")[0] for u in unknown if u.startswith("-")), None)
         if flag is None:
             return f"unexpected argument {unknown[0]!r}."
-        known = self._option_string_actions
-        meant = f"--{abbreviated(flag.lstrip('-'))}"
-        near = [meant] if meant in known else difflib.get_close_matches(flag, known, n=1)
+        known, whole = self._option_string_actions, abbreviated(flag.lstrip("-"))
+        near = difflib.get_close_matches(f"--{whole}" if whole else flag, known, n=1)
         return f"unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else "")
 
 

@@ -4,10 +4,13 @@ APIs send the arguments of a call as JSON text and no content beside a call. Tem
 JSON and would quote a text a second time, some join text, some look for an empty content and some for a null one, and
 many drop the call in silence if it comes another way. Instead of a list of models, a template is tried once with each
 form, and the first form in which call, arguments and result reach the prompt is its style; mappings come first, so a
-template that would quote text twice never gets it.
+template that would quote text twice never gets it. Then it is tried with arguments that `max_tokens` cut and with ids
+of several lengths. Such turns stay in a conversation, so a template that refuses them gets a form that it takes.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -16,18 +19,28 @@ import msgspec
 
 from quire.contracts.errors import InvalidParameter
 
+SHORT_ID = re.compile("[0-9A-Za-z]{9}")  # the ids that Mistral's templates take
+
 
 class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """arguments_as_text: JSON text, else a mapping. null_content: None beside a call without text, else ""."""
+    """The form in which a template takes past calls.
+
+    arguments_as_text   arguments are JSON text, else a mapping
+    null_content        None beside a call without text, else ""
+    objects_only        arguments that are no JSON object become {}, else the template gets their text
+    short_ids           ids have nine letters and digits: others become a hash of theirs, in results, too
+    """
 
     arguments_as_text: bool = False
     null_content: bool = False
+    objects_only: bool = False
+    short_ids: bool = False
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
         """The form in which templates get an assistant's turn: with content, which may be its refusal or "", and with
-        tool calls in this style, or no such key. Any other message as it is."""
+        tool calls in this style, or no such key. Of other messages only the id of a call may change."""
         if message.get("role") != "assistant":
-            return message
+            return self._named(message, "tool_call_id")
         turn = {name: value for name, value in message.items() if name not in ("refusal", "tool_calls")}
         turn["content"] = message.get("content") or message.get("refusal") or ""
         if calls := message.get("tool_calls"):
@@ -39,38 +52,56 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
             return call
         function = call["function"]
-        return {**call, "function": {**function, "arguments": self._arguments(function.get("arguments", {}))}}
+        told = {**function, "arguments": self._arguments(function.get("arguments"))}
+        return self._named({"type": "function", **call, "function": told}, "id")
+
+    def _named(self, value: dict[str, Any], key: str) -> dict[str, Any]:
+        given = value.get(key)
+        if not self.short_ids or not isinstance(given, str) or SHORT_ID.fullmatch(given):
+            return value
+        return {**value, key: hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]}
 
     def _arguments(self, arguments: Any) -> Any:
-        if not isinstance(arguments, str):
-            return json.dumps(arguments, ensure_ascii=False) if self.arguments_as_text else arguments
+        given = {} if arguments is None else arguments
         if self.arguments_as_text:
-            return arguments
-        try:
-            mapping = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):  # what a model wrote need not be JSON: the template gets it as it was
-            return arguments
-        return mapping if isinstance(mapping, dict) else arguments
+            return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        if isinstance(given, str):
+            try:
+                given = json.loads(given or "{}")
+            except (ValueError, RecursionError):  # a model may write anything, and `max_tokens` cuts it anywhere
+                given = None
+        return given if isinstance(given, dict) else {} if self.objects_only else arguments
 
 
-PROBE_CALL = {"id": "probe0001", "type": "function",
-              "function": {"name": "probe_name", "arguments": '{"probe_key": "v"}'}}
-PROBE: list[dict[str, Any]] = [
-    {"role": "user", "content": "question"}, {"role": "assistant", "tool_calls": [PROBE_CALL]},
-    {"role": "tool", "tool_call_id": "probe0001", "name": "probe_name", "content": "probe_result"}]
+PROBE_ARGUMENTS, PROBE_ID = '{"probe_key": "v"}', "probe0001"
 PROBE_TOOL: dict[str, Any] = {"type": "function", "function": {  # some templates fail without any; no call is to it
     "name": "other", "description": "other",
     "parameters": {"type": "object", "properties": {"other": {"type": "string", "description": "other"}}}}}
 
 
+CUT_ARGUMENTS = '{"probe_key": "v'
+ODD_IDS = ("p", "call_0123456789abcdef01234567", "functions.probe_name:0")
+
+
 def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]) -> CallStyle:
     """The style of a template, given its rendering of (messages, tools); the first style when none carries the call."""
+
+    def carries(style: CallStyle, arguments: str = PROBE_ARGUMENTS, call_id: str = PROBE_ID) -> bool:
+        try:
+            text = render([style.apply(message) for message in _probe(arguments, call_id)], [PROBE_TOOL])
+        except InvalidParameter:
+            return False
+        return all(word in text for word in ("probe_name", "probe_key", "probe_result"))
+
     for null_content, as_text in product((False, True), repeat=2):
         style = CallStyle(arguments_as_text=as_text, null_content=null_content)
-        try:
-            text = render([style.apply(message) for message in PROBE], [PROBE_TOOL])
-        except InvalidParameter:
-            continue
-        if all(word in text for word in ("probe_name", "probe_key", "probe_result")):
-            return style
+        if carries(style):
+            return msgspec.structs.replace(style, objects_only=not carries(style, arguments=CUT_ARGUMENTS),
+                                           short_ids=not all(carries(style, call_id=odd) for odd in ODD_IDS))
     return CallStyle()
+
+
+def _probe(arguments: str, call_id: str) -> list[dict[str, Any]]:
+    call = {"id": call_id, "type": "function", "function": {"name": "probe_name", "arguments": arguments}}
+    return [{"role": "user", "content": "question"}, {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call_id, "name": "probe_name", "content": "probe_result"}]

@@ -139,6 +139,8 @@ class ChatTemplate:
             if not isinstance(last, str) or "content" not in self.sources[name]:
                 raise InvalidParameter("continue_final_message needs text in the last message.", param="messages")
             chat[-1]["content"] = last + CONTINUE_MARK
+        if adapt_turns:
+            _check_texts(chat)
         variables = {**_plain(kwargs, "chat_template_kwargs"), "add_generation_prompt": add_generation_prompt}
         text = self._render(name, chat, _plain(tools, "tools"), variables)
         return _cut_at_mark(text, str(last)) if continue_final_message else text
@@ -228,6 +230,14 @@ def _normal_message(message: Any, at: int) -> dict[str, Any]:
     if reasoning is not None:
         plain = {**dict.fromkeys(REASONING, reasoning), **plain, "reasoning_content": reasoning}
     return plain
+
+
+def _check_texts(chat: Sequence[Mapping[str, Any]]) -> None:
+    """Errors: `InvalidParameter` for a message without a text. An assistant's turn needs none: it may call a tool."""
+    for at, message in enumerate(chat):
+        if message["role"] != "assistant" and "content" not in message:
+            raise InvalidParameter(f"messages[{at}].content is missing: a message of role {message['role']} needs a "
+                                   "text.", param="messages")
 
 
 def _flat_content(content: Any, where: str) -> str:

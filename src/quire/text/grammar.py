@@ -94,9 +94,15 @@ class _Words:
         self.tokens = [tokenizer.token_bytes(i) for i in range(size)]
         self.special_token_ids = [i for i in sorted(tokenizer.all_special_ids)
                                   if i == end or tokenizer.token_text(i) not in TAGS]
+        special = {*self.special_token_ids}
+        byte_ids = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1 and i not in special}
+        self._spelled = {i: [byte_ids[byte] for byte in self.tokens[i]] for i in special
+                         if self.tokens[i] and byte_ids.keys() >= {*self.tokens[i]}}
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text, False)
+        """The ids of a text that a form asks for. A special token that it spells is text, byte by byte."""
+        ids = self._encode(text, False)
+        return [one for i in ids for one in self._spelled.get(i, (i,))]
 
 
 class GrammarCompiler:

@@ -203,6 +203,7 @@ WORKING = [
     "--structured-outputs-config.backend guidance --chat-template-content-format auto",
     "serve m --scheduling-policy priority --async-scheduling --optimization-level 2 --cudagraph-capture-sizes 1 2 4 8 "
     "--port 9000",
+    "serve m --kv-events-config '{\"enable_kv_cache_events\": false}' --no-guided-decoding-disable-any-whitespace",
 ]
 # Flags that say which part does the work, or how fast: nothing that a user gets depends on them.
 NOTED = [
@@ -217,6 +218,8 @@ NOTED = [
     ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: there is one device"),
     ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),
     ("--model-loader-extra-config.enable_multithread_load true", "each file is read once"),
+    ("--guided-decoding-backend auto:no-fallback", "--guided-decoding-backend auto:no-fallback changes nothing"),
+    ("--guided-decoding-disable-fallback", "--guided-decoding-disable-fallback changes nothing: llguidance makes"),
 ]
 REFUSED = [
     ("serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.95 "
@@ -227,6 +230,10 @@ REFUSED = [
     ("serve Qwen/Qwen3-8B --structured-outputs-config '{\"backend\": \"xgrammar\", \"disable_any_whitespace\": true}'",
      '"disable_any_whitespace": true}: llguidance makes every mask, and its options are fixed'),
     ("serve m --guided-decoding-backend xgrammar:disable-any-whitespace", "--guided-decoding-backend xgrammar:disable"),
+    ("serve m --guided-decoding-disable-any-whitespace", "--guided-decoding-disable-any-whitespace: llguidance makes"),
+    ("serve m --guided-decoding-disable-additional-properties", "-disable-additional-properties: llguidance makes"),
+    ("serve m --kv-cache-dtype bfloat16", "bfloat16: the KV cache has the dtype of the computation (--dtype)"),
+    ("serve m --kv-cache-dtype fp8", "fp8: the KV cache has the dtype of the computation (--dtype); a quantized one"),
     ("serve m --distributed-executor-backend external_launcher", "there is one device"),
     ("serve m --enable-lora --lora-modules sql=/a law=/b --max-lora-rank 64", "--lora-modules sql=/a law=/b: adapters"),
     ("serve m --kv-transfer-config '{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_both\"}'", "the KV cache"),
@@ -323,6 +330,14 @@ def test_an_abbreviation_gets_the_flag_with_that_short_form(command: str, flag: 
     with pytest.raises(SystemExit):
         build_parser().parse_args([command, flag, "2"])
     assert f"Did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["chat"], ["bench", "latency"], ["complete", "a"]])
+def test_an_abbreviation_of_a_flag_that_a_command_lacks_gets_no_hint(command: list[str],
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([*command, "--tp-size", "2"])
+    assert "unknown flag --tp-size. (" in capsys.readouterr().err
 
 
 def test_keywords_and_keys_of_files_get_the_same_hint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import enum
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,50 @@ def test_arguments_that_are_no_json_stay_as_they_are() -> None:
     broken = {"id": "a", "function": {"name": "f", "arguments": '{"a": '}}
     talk = [USER, {"role": "assistant", "tool_calls": [broken]}]
     assert ChatTemplate({"default": source}).render(talk) == '{"a": '
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_CALLS])
+@pytest.mark.parametrize("arguments", ['{"city": "K', "[1]", "1", "null", "", [1], None])
+def test_a_call_whose_arguments_are_no_object_can_be_followed(shared: Path, name: str, arguments: Any) -> None:
+    """`max_tokens` cuts arguments. The turn stays in the conversation, so every later prompt must render."""
+    template = ChatTemplate({"default": (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")}, SPECIALS)
+    call = {**CALL, "function": {"name": "forecast", "arguments": arguments}}
+    text = template.render([USER, {"role": "assistant", "tool_calls": [call]}, RESULT], tools=TOOLS)
+    assert "forecast" in text and "sun" in text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_CALLS])
+def test_a_call_is_of_a_function_unless_it_says_otherwise(shared: Path, name: str) -> None:
+    template = ChatTemplate({"default": (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")}, SPECIALS)
+    bare = {key: value for key, value in CALL.items() if key != "type"}
+    texts = {template.render([USER, {"role": "assistant", "tool_calls": [call]}, RESULT], tools=TOOLS)
+             for call in (CALL, bare)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("name", ["mistral_7b_v0.3", "mistral_nemo", "mistral_vllm", "mistral_parallel_vllm"])
+def test_ids_of_calls_have_the_length_that_a_template_wants(shared: Path, name: str) -> None:
+    template = ChatTemplate({"default": (shared / "hf" / "templates" / f"{name}.jinja").read_text("utf-8")}, SPECIALS)
+
+    def prompt(*ids: str) -> str:
+        calls = [{**CALL, "id": given} for given in ids]
+        results = [{**RESULT, "tool_call_id": given} for given in ids]
+        return template.render([USER, {"role": "assistant", "tool_calls": calls}, *results], tools=TOOLS)
+
+    for given in ("c1", "call_ee89ad884f5787be480e14e1", "functions.weather:0"):
+        text = prompt(given)
+        (used,) = set(re.findall(r'(?:"id"|"call_id"): "(.*?)"', text))
+        assert re.fullmatch("[0-9a-zA-Z]{9}", used), text
+        assert prompt(given, used).count(used) == text.count(used) * 2  # the same id is the same text
+    assert "abcdefgh1" in prompt("abcdefgh1")
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "tool"}])
+def test_a_message_without_a_text_is_refused_by_name(tiny_folder: Path, message: Any) -> None:
+    template = ChatTemplate.load(tiny_folder)
+    assert template is not None
+    with pytest.raises(InvalidParameter, match=r"messages\[1\].content is missing: a message of role (user|tool)"):
+        template.render([USER, message])
 
 
 def test_errors_carry_the_templates_own_words(shared: Path) -> None:

@@ -83,6 +83,23 @@ def test_a_form_takes_its_texts_and_no_others(
     assert [text for text in bad if fits(compiler, text, **form)] == []
 
 
+@pytest.mark.parametrize(("text", "form"), [
+    ("<|im_end|>", {"choice": ["<|im_end|>"]}), ("a<|im_end|>b", {"regex": r"a<\|im_end\|>b"}),
+    ("<|im_start|>user<|im_end|>", {"choice": ["<|im_start|>user<|im_end|>", "x"]}),
+    ('"<|im_end|>"', {"json": {"const": "<|im_end|>"}}), ("<|endoftext|>.", {"grammar": 'start: "<|endoftext|>."'}),
+])
+def test_the_text_of_a_special_token_is_text(compiler: GrammarCompiler, text: str, form: dict[str, Any]) -> None:
+    matcher = compiled(compiler, **form).fork()
+    written = b""
+    while not (step := allowed(compiler, matcher))[1]:
+        ids = {i for i in step[0] if text.encode().startswith(written + TOKENIZER.token_bytes(i))}
+        assert ids and not step[0] & TOKENIZER.all_special_ids, (written, step)
+        token = max(ids, key=lambda i: len(TOKENIZER.token_bytes(i)))
+        assert matcher.consume_token(token)
+        written += TOKENIZER.token_bytes(token)
+    assert written.decode() == text
+
+
 def test_what_a_mask_allows_beside_the_form(compiler: GrammarCompiler) -> None:
     """The enders of the request where the text may end and nowhere else; no special token, no id beyond the vocabulary.
     """

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.contracts.errors import ConfigError, EngineError, shown
+from quire.entry.http.errors import json_fault
 
 IN_FLIGHT = 256  # requests that are asked for at once: enough to fill a batch, few enough to hold
 RETRY_SECONDS = 0.5  # before a request is sent again for which there was no room
@@ -181,7 +182,7 @@ class Batch:
                     problem = (f"it has more than {self._most} bytes: send less, or set --max-body-bytes"
                                if len(data) > self._most else line.check())
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    problem = f"it is no request ({error})"
+                    problem = f"it is no request ({json_fault(error, data)})"
                 line.problem = problem and f"line {number}: {problem}."
                 yield number, line
 

@@ -6,6 +6,7 @@ request would fail again. Knows nothing of routes.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 RETRY_SOON = 1  # seconds: a full queue drains within a few steps
 RETRY_LATER = 5  # seconds: a restart, another replica, a queue that has stood still for long
+# An escape of the first half of a surrogate pair without the second after it, or of a second without a first.
+HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u....))")
 DETERMINISTIC = (("x-should-retry", "false"),)
 
 
@@ -115,3 +118,10 @@ def error_answer(
 ) -> Response:
     """An error as a response, for what is refused before and beside the routes."""
     return Response(error_json(status, message, code), status, headers, "application/json")
+
+
+def json_fault(error: Exception, text: bytes) -> str:
+    """The words for a text that is no JSON. The parser's own words for half of a character mislead."""
+    if HALF.search(text.replace(rb"\\", b"")):
+        return "a \\u escape is half of a surrogate pair; send whole characters"
+    return str(error)

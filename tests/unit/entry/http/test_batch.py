@@ -100,6 +100,7 @@ def test_the_commonest_error_is_told_with_an_example(files: Callable[..., Any]) 
     ('{"custom_id": "x", "url": "/a", "method": "GET", "body": {}}', "x", "POST"),
     ('{"custom_id": "x", "body": {}}', "x", "url"), ('{"custom_id": "x", "url": 5, "body": {}}', "x", "url"),
     ('{"custom_id": "x", "url": "/a"}', "x", "no request"),
+    (r'{"custom_id": "x", "url": "/a", "body": {"prompt": "\ud800"}}', None, "half of a surrogate pair"),
     ('{"custom_id": "x", "url": "/a", "body": [1]}', "x", "no request"),
     (line("x", stream=True), "x", "stream"), (line("x", background=True), "x", "background"),
     (line("x", long="y" * 1000), "x", "--max-body-bytes"),

@@ -110,6 +110,8 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
 def _add(talk: Talk, message: InputMessage, where: str) -> None:
     """One more message. It becomes one with another of its role before it; results of calls are messages by themselves.
     """
+    if message.role == "assistant":
+        talk.say([], message.role)
     for block in _blocks(message.content, where, message.role):
         call_id = (block.tool_use_id or block.id or "").removeprefix(CALL_PREFIX)
         if block.type == "tool_result":
@@ -120,13 +122,12 @@ def _add(talk: Talk, message: InputMessage, where: str) -> None:
         elif block.type == "text":
             talk.say(block.text or "", message.role)
         else:  # of thoughts that nobody here can read, only the turn is left
-            talk.say([], message.role)
             talk.think(block.thinking or "")
 
 
 def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:
     """The blocks of a content. Errors: 400 for one that cannot be read, or lacks something."""
-    if not content and isinstance(content, list):
+    if content == [] and role != "assistant":  # an answer may end before its first block
         raise InvalidParameter(f"{where} is an empty list: give at least one block.", param="messages")
     for at, block in enumerate([Block(type="text", text=content)] if isinstance(content, str) else content):
         needs = BLOCKS[role].get(block.type)

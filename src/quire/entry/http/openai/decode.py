@@ -21,7 +21,7 @@ from quire.contracts.named import asks_nothing
 from quire.contracts.text_table import read_rows
 from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
-from quire.entry.http.errors import HttpError, not_implemented
+from quire.entry.http.errors import HttpError, json_fault, not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.responses_schema import ResponseRequest
@@ -35,6 +35,7 @@ MISSING = re.compile(r"missing required field `(\w+)`")
 UNKNOWN = re.compile(r"contains unknown field `(.*?)`", re.S)
 NONE_OF = re.compile(r"Invalid enum value '?(.*?)'?", re.S)
 GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
+TOKEN_ID = re.compile("0|[1-9][0-9]*")
 FRACTION = re.compile(r"Expected `int.*`, got `float` - at `\$\.(\w+)`")
 MAX_BIAS = 100
 MAX_WHOLE = 2**53  # from here on a fraction does not say which integer is meant
@@ -131,7 +132,8 @@ class RequestDecoder(Generic[T]):
                 raise not_implemented(f"{fault.param}: structural_tag", STRUCTURAL, fault.param) from error
             raise fault from error
         except msgspec.DecodeError as error:
-            raise HttpError(400, f"the body is not valid JSON: {error}.", code="invalid_json") from error
+            words = f"the body is not valid JSON: {json_fault(error, body)}."
+            raise HttpError(400, words, code="invalid_json") from error
         except UnicodeDecodeError as error:
             raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
         except RecursionError as error:
@@ -208,7 +210,7 @@ def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
 
 def _bad_biases(given: Any) -> list[str]:
     """The keys of entries that are no biases of tokens."""
-    return [key for key, bias in given.items() if not (key.isascii() and key.isdecimal()) or type(bias) is bool or (
+    return [key for key, bias in given.items() if not TOKEN_ID.fullmatch(key) or type(bias) is bool or (
         not isinstance(bias, int | float) or abs(bias) > MAX_BIAS)] if isinstance(given, dict) else []
 
 

@@ -277,7 +277,7 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
         called |= {call.id: call.function.name for call in message.tool_calls or ()}
         # An assistant may have called a tool, only thought, or refused.
         other = message.tool_calls or message.reasoning or message.reasoning_content or message.refusal
-        if message.content is None and not (message.role == "assistant" and other):
+        if message.content is None and message.role == "assistant" and not other:
             raise InvalidParameter(
                 f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages")
         check_parts(message.content, f"messages[{at}].content", "messages")

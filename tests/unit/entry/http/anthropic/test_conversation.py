@@ -59,6 +59,11 @@ def test_messages_of_one_role_are_one(api: Api) -> None:
                   assistant(text("e")), *HELLO) == "<|user|>a\nb\nc\n<|assistant|>d\ne\n<|user|>hi\n<|assistant|>"
 
 
+def test_an_answer_without_blocks_is_an_empty_turn(api: Api) -> None:
+    empty = "<|user|>hi\n<|assistant|>\n<|user|>hi\n<|assistant|>"
+    assert prompt(api, *HELLO, assistant(), *HELLO) == prompt(api, *HELLO, assistant(text("")), *HELLO) == empty
+
+
 def test_earlier_turns_with_thinking_calls_and_results(api: Api) -> None:
     call = {"type": "tool_use", "id": "toolu_7", "name": "weather", "input": {"town": "Faro", "days": 2}}
     other = call | {"id": "functions.weather:1", "input": {}}
@@ -165,6 +170,7 @@ def test_what_changes_no_answer_is_taken(api: Api) -> None:
     ([{"role": "tool", "content": "x"}], "messages[0].role must be one of assistant, system, user"),
     ([*HELLO, assistant({"type": "tool_use", "id": "t", "name": "f", "input": {}})], "which the answer continues"),
     ([*HELLO, assistant({"type": "thinking", "thinking": "x", "signature": ""})], "which the answer continues"),
+    ([*HELLO, assistant()], "which the answer continues"),
 ])
 def test_messages_that_cannot_be_read(api: Api, messages: Any, words: str) -> None:
     assert words in refusal(api, messages=messages)

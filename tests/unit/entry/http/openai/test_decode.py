@@ -66,6 +66,20 @@ def test_integers_are_numbers_and_null_is_not_given() -> None:
     assert unknown == []
 
 
+@pytest.mark.parametrize("text", [r"\ud800", r"a \uDBFF b", r"\ud83d\u0041", r"\udc00", r"\\\ud800"])
+def test_half_a_character_is_called_that(text: str) -> None:
+    with pytest.raises(HttpError, match="half of a surrogate pair; send whole characters") as caught:
+        COMPLETION.decode(b'{"model": "m", "prompt": "%b"}' % text.encode())
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("prompt", [rb'"\ud83d\ude00', rb'"\\ud800', rb'"\u12"'])
+def test_other_mistakes_of_json_keep_their_words(prompt: bytes) -> None:
+    with pytest.raises(HttpError, match="not valid JSON") as caught:
+        COMPLETION.decode(b'{"model": "m", "prompt": %b' % prompt)
+    assert "surrogate" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - {*CompletionRequest.__struct_fields__}))
 def test_what_is_not_implemented_is_refused_and_its_harmless_values_are_not(name: str) -> None:
     with pytest.raises(HttpError) as caught:

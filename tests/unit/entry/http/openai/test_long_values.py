@@ -103,6 +103,7 @@ def test_values_are_shown_cut() -> None:
     ({"5": 1, "6": 101, "7": "a", "8": True, "9": None}, "logit_bias at '6', '7', '8', '9': keys must be"),
     ({f"k{at}": 1 for at in range(900)}, "'k0', 'k1', 'k2', 'k3', 'k4' and 895 more"),
     ({"99999": 1, "5": 1, "88888": 1}, "logit_bias holds 99999, 88888, outside the vocabulary of"),
+    ({"05": 1, "00": 1, "0": 1}, "logit_bias at '05', '00': keys must be token ids"),
     ([], "logit_bias must be an object of at most 1024 entries"),
 ], ids=str)
 def test_every_bad_bias_is_named(
