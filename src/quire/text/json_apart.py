@@ -9,11 +9,12 @@ from typing import Any
 
 from quire.text.json_parts import Document, Part
 
-FUEL = 100_000  # schemas that are looked at, for one form
+FUEL = 50_000  # schemas that are looked at, for one form
 DEPTH = 16
 KINDS = {bool: "boolean", str: "string", list: "array", dict: "object", type(None): "null"}
 NUMBERS = {"integer": ("integer",), "number": ("integer", "fraction")}
 ALL = frozenset((*KINDS.values(), "integer", "fraction"))
+Constants = dict[str, set[str]]  # of a schema: as JSON, by kind
 Skipped = frozenset[tuple[int, str]]  # keywords that are not looked at, by the id of their schema
 
 
@@ -22,6 +23,7 @@ class Alternatives:
 
     def __init__(self, document: Document, closes: Callable[[Part], bool]) -> None:
         self._document, self._closes, self._fuel = document, closes, FUEL
+        self._constants: dict[int, Constants] = {}  # of schemas that were looked at
 
     def clash(self, part: Part) -> tuple[int, ...] | None:
         """Two alternatives of `oneOf` that one value may be of, after it was written for either; None: there are none;
@@ -48,8 +50,8 @@ class Alternatives:
         sides = self._spread(one, skipped), self._spread(other, skipped)
         if any(part is False for side in sides for part in side):
             return True
-        kinds = _kinds(sides[0]) & _kinds(sides[1])
-        values = [_values(side, kinds) for side in sides]
+        kinds = self._kinds(sides[0]) & self._kinds(sides[1])
+        values = [self._values(side, kinds) for side in sides]
         if not kinds or any(each is not None and not each for each in values):
             return True
         if values[0] is not None and values[1] is not None and values[0].isdisjoint(values[1]):
@@ -78,7 +80,7 @@ class Alternatives:
             seen.add(id(part))
             found.append(part)
             stack += part["allOf"] if isinstance(part.get("allOf"), list) else ()
-            targets = self._document.targets(part.get("$ref"))
+            targets = self._document.targets(part)
             stack += [target for _, target in targets] if len(targets) == 1 else ()
         return found
 
@@ -93,6 +95,30 @@ class Alternatives:
                 found.append(part.get("additionalProperties", not (closed and self._closes(part))))
         return found
 
+    def _kinds(self, parts: list[Part]) -> frozenset[str]:
+        kinds = ALL
+        for part in parts:
+            if (types := part.get("type")) is not None:
+                listed = types if isinstance(types, list) else [types]
+                kinds &= {kind for name in listed for kind in NUMBERS.get(str(name), (str(name),))}
+            if (constants := self._listed(part)) is not None:
+                kinds &= constants.keys()
+        return kinds
+
+    def _values(self, parts: list[Part], kinds: frozenset[str]) -> set[str] | None:
+        """The values that are left, as JSON; None: any may be."""
+        lists = [constants for part in parts if (constants := self._listed(part)) is not None]
+        left = [set().union(*(texts for kind, texts in constants.items() if kind in kinds)) for constants in lists]
+        return set.intersection(*left) if left else None
+
+    def _listed(self, part: Part) -> Constants | None:
+        values = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(values, list) and id(part) not in self._constants:
+            found = self._constants[id(part)] = {}
+            for value in values:
+                found.setdefault(_kind(value), set()).add(_text(value))
+        return self._constants.get(id(part))
+
 
 def _choices(sides: tuple[list[Part], list[Part]], skipped: Skipped) -> Iterator[tuple[int, Part, str]]:
     for at, side in enumerate(sides):
@@ -105,30 +131,6 @@ def _choices(sides: tuple[list[Part], list[Part]], skipped: Skipped) -> Iterator
 def _required(part: Part) -> list[str]:
     names = part.get("required")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-def _kinds(parts: list[Part]) -> frozenset[str]:
-    kinds = ALL
-    for part in parts:
-        if (types := part.get("type")) is not None:
-            listed = types if isinstance(types, list) else [types]
-            kinds &= {kind for name in listed for kind in NUMBERS.get(str(name), (str(name),))}
-        if (values := _listed(part)) is not None:
-            kinds &= {_kind(value) for value in values}
-    return kinds
-
-
-def _values(parts: list[Part], kinds: frozenset[str]) -> set[str] | None:
-    """The values that are left, as JSON; None: any may be."""
-    lists = [values for part in parts if (values := _listed(part)) is not None]
-    if not lists:
-        return None
-    return set.intersection(*({_text(value) for value in values if _kind(value) in kinds} for values in lists))
-
-
-def _listed(part: Part) -> list[Any] | None:
-    values = [part["const"]] if "const" in part else part.get("enum")
-    return values if isinstance(values, list) else None
 
 
 def _kind(value: Any) -> str:

@@ -13,6 +13,7 @@ Placed = tuple[str, Any]  # a part with its path
 MAPS = ("properties", "patternProperties")  # from names to schemas
 LISTS = ("allOf", "anyOf", "oneOf")
 INSIDE = (*LISTS, "items", "prefixItems", "additionalItems", "additionalProperties")  # a schema, or a list of schemas
+MOST_NAMESAKES = 8  # schemas of one name: two are a mistake, or documents of several folders
 WHERE = "x-quire-where"  # in a schema that is a part of another: its path there
 
 
@@ -21,13 +22,18 @@ class Document:
 
     def __init__(self, root: Part) -> None:
         self.root, self.path = root, str(root.pop(WHERE, ""))
-        self._named: list[tuple[str, Part]] = []
-        stack: list[Placed] = [("", root)]
+        self._homes: dict[int, Placed] = {}  # of a part: the nearest one around it that has an $id, or the root
+        self._named: dict[str, list[Placed]] = {}  # by the last part of an $id, and by # and an anchor
+        stack: list[tuple[str, Any, Placed]] = [("", root, ("", root))]
         while stack:
-            path, node = stack.pop()
-            if isinstance(node, dict) and any(isinstance(node.get(key), str) for key in ("$id", "id", "$anchor")):
-                self._named.append((path, node))
-            stack += [each for each in _inner(path, node) if isinstance(each[1], dict | list)]
+            path, node, home = stack.pop()
+            if isinstance(node, dict):
+                for name in _names(node):
+                    if len(same := self._named.setdefault(name, [])) < MOST_NAMESAKES:
+                        same.append((path, node))
+                    home = home if name.startswith("#") else (path, node)
+                self._homes[id(node)] = home
+            stack += [(at, each, home) for at, each in _inner(path, node) if isinstance(each, dict | list)]
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """The schemas that hold anywhere in an output, each once, with its path."""
@@ -46,23 +52,20 @@ class Document:
                 elif key in INSIDE:
                     queue.append((at, value))
                 elif key == "$ref":
-                    queue.extend(self.targets(value))
+                    queue.extend(self.targets(node))
 
-    def targets(self, reference: Any) -> list[Placed]:
-        """The schemas that a reference may mean: by its place, its $anchor or its $id. [] where none does."""
-        if not isinstance(reference, str):
+    def targets(self, part: Part) -> list[Placed]:
+        """The schemas that the $ref of a part may mean: by a place, an $anchor or an $id. [] where there are none."""
+        if not isinstance(reference := part.get("$ref"), str):
             return []
         base, _, fragment = reference.partition("#")
         fragment = unquote(fragment)
-        documents = [(path, part) for path, part in self._named if not base or _file(_id(part)) == _file(base)]
-        documents = documents if base else [("", self.root), *documents]
-        if not fragment:
-            return [*documents]
-        if not fragment.startswith("/"):
-            return [each for each in self._named if fragment in (each[1].get("$anchor"), _id(each[1])[1:])]
-        path = fragment[1:].replace("/", ".")
-        return [(f"{at}.{path}" if at else path, found) for at, part in documents
-                if isinstance(found := _at(part, fragment), dict | bool)]  # fmt: skip
+        if fragment and not fragment.startswith("/"):
+            return self._named.get(f"#{fragment}", [])
+        documents = self._named.get(_file(base), []) if base else [self._homes.get(id(part), ("", self.root))]
+        path = fragment.replace("/", ".")
+        return [(f"{at}{path}".removeprefix("."), found) for at, document in documents
+                if isinstance(found := _at(document, fragment), dict | bool)]  # fmt: skip
 
 
 def _inner(path: str, node: Any) -> Iterator[Placed]:
@@ -70,8 +73,10 @@ def _inner(path: str, node: Any) -> Iterator[Placed]:
         yield f"{path}.{key}" if path else str(key), value
 
 
-def _id(part: Part) -> str:
-    return str(part.get("$id") or part.get("id") or "")
+def _names(part: Part) -> Iterator[str]:
+    for key in ("$id", "id", "$anchor"):
+        if isinstance(name := part.get(key), str) and name:
+            yield f"#{name}" if key == "$anchor" else name if name.startswith("#") else _file(name)
 
 
 def _file(uri: str) -> str:

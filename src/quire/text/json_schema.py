@@ -91,7 +91,7 @@ def holdable(schema: Any, reading: Reading | None = None) -> Any:
     clashes = {id(part): alternatives.clash(part) for _, part in parts if "oneOf" in part}
     for path, part in parts:
         single = id(part) not in beside
-        if "$ref" in part and not document.targets(part["$ref"]):
+        if "$ref" in part and not document.targets(part):
             raise refusal(path, f"$ref: {shown(part['$ref'])} is not defined in the schema: add it, as under $defs")
         _drop_unheld(document, path, part, reading, single)
         if "oneOf" in part:
@@ -130,7 +130,7 @@ def _beside(document: Document, parts: list[Part]) -> set[int]:
     members: dict[int, list[Part]] = {}
     for part in parts:
         inner = [each for key in LISTS if isinstance(part.get(key), list) for each in part[key]]
-        inner += [target for _, target in document.targets(part.get("$ref"))]
+        inner += [target for _, target in document.targets(part)]
         members[id(part)] = [each for each in inner if isinstance(each, dict)]
         ways = sum(key in part for key in (*LISTS, "$ref"))
         objects = {*MAPS, *UNHELD, "required", "additionalProperties", "minProperties", "maxProperties"} & part.keys()
@@ -157,6 +157,8 @@ def _drop_unheld(document: Document, path: str, part: Part, reading: Reading, si
             del part[key]
             if part.get("maxItems") not in (0, 1):
                 reading.note(path, key)
+        elif key == "unevaluatedProperties" and value is False and single and not {*LISTS, "$ref"} & part.keys():
+            part.setdefault("additionalProperties", part.pop(key))
         elif key == "propertyNames" and single and _name_properties(document, path, part, reading):
             del part[key]
         else:
@@ -175,10 +177,12 @@ def _name_properties(document: Document, path: str, part: Part, reading: Reading
     """Write `propertyNames` as properties or as a pattern. False where that is not possible."""
     names, extra = part["propertyNames"], part.get("additionalProperties", True)
     if isinstance(names, dict) and "$ref" in names:
-        names = next((target for _, target in document.targets(names["$ref"])), None)
+        names = next((target for _, target in document.targets(names)), None)
     if not isinstance(names, dict) or any(part.get(key) for key in MAPS) or {*LISTS, "$ref", *UNHELD} & names.keys():
         return False
     kinds = NAMES & names.keys()
+    if kinds == {"format"} and names["format"] in FORMATS:
+        names, kinds = {"pattern": f"^({FORMATS[names['format']]})$"}, {"pattern"}
     if kinds & {*DATA}:
         listed = names["enum"] if "enum" in names else [names["const"]]
         if len(kinds) > 1 or not isinstance(listed, list) or len(listed) * len(str(extra)) > MOST_COPIED:

@@ -19,7 +19,6 @@ from quire.text.tool_values import STRING, branches, kinds_of
 # White space as models write it: without a bound some write nothing else.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 ANYTHING = "/(?s:.*)/"
-ELSEWHERE = (*LISTS, "$ref", "propertyNames", "patternProperties")  # not of an object whose arguments are not JSON
 MOST_REFERENCES = 8
 SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 SLASH = re.compile(r"(\\.)|[/\n\r]", re.DOTALL)
@@ -80,7 +79,8 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
     one, in the schema's order (in Python's form the required first)."""
     _, before, between, after, _, _ = form.printed
     root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
-    properties, required = root.get("properties") or {}, root.get("required") or []
+    root = _resolved(root) if form.key or form.python else root
+    properties = root.get("properties") or {}
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions", "components", "$id") if key in root}
     own = root.get("x-guidance")
     lenient = not function.get("strict") or isinstance(own, dict) and bool(own.get("lenient"))
@@ -90,14 +90,19 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
         between, after = ("(**", ")") if form.python else (between, after)
         shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
         return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", f"{rule}_: %json {_plus(root, shared)}"]
-    root = _resolved(root)
+    items, rules = _one_by_one(form, root, shared, rule)
+    return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
+
+
+def _one_by_one(form: ToolFormat, root: dict[str, Any], shared: dict[str, Any], rule: str) -> tuple[str, list[str]]:
+    """Arguments that are no JSON object, and their rules."""
     properties, required = root.get("properties") or {}, root.get("required") or []
-    least, most = root.get("minProperties"), root.get("maxProperties")
-    unheld = [key for key in ELSEWHERE if root.get(key) not in (None, True, {}, [])]
+    least, most = root.get("minProperties", 0), root.get("maxProperties")
+    unheld = [key for key in (*LISTS, "$ref") if root.get(key)]
     unheld += [f"required {name}" for name in required if name not in properties]
-    unheld += ["minProperties"] * (isinstance(least, int) and least > len(required))
+    unheld += ["minProperties"] * (isinstance(least, int) and least > max(1, len(required)))
     unheld += ["maxProperties"] * (isinstance(most, int) and most < len(properties))
-    asked = {key: root[key] for key in root if key in UNHELD and key not in ELSEWHERE} | {UNHELD_HERE: unheld}
+    asked = {key: root[key] for key in root if key in UNHELD} | {UNHELD_HERE: unheld}
     rules = [f"{rule}_check: %json {_plus(asked, shared)}"] if unheld or len(asked) > 1 else []
     must: list[str] = []
     may: list[str] = []
@@ -106,21 +111,21 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
         known = shared | {WHERE: f"{shared[WHERE]}.properties.{key}"}
         rules += _tagged(form, key, schema, known, f"{rule}_{at}") if form.key else [
             f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, known)}"]
-    if form.key:
-        items = " ".join(f"{rule}_{at}{'' if key in required else '?'}" for at, key in enumerate(properties))
-    else:  # a comma before each but the first
-        rows = [must + may] if must else [may[at:] for at in range(len(may))]
-        items = " | ".join(" ".join([row[0], *(f'(", " {one}){"" if one in must else "?"}' for one in row[1:])])
-                           for row in rows)
-        items = f"({items}){'' if must else '?'}" if items else ""
-    return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
+    names = [f"{rule}_{at}" for at in range(len(properties))] if form.key else must + may
+    join = "" if form.key else '", " '
+    rest = [f"{rule}_from{at}" for at in range(len(names))] + [""]
+    rules += [f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
+              for at in range(1, len(names))]  # fmt: skip
+    first = next((at for at, name in enumerate(names) if name in must), len(names) - 1)
+    items = " | ".join(f"{names[at]} {rest[at + 1]}" for at in range(first + 1))
+    return f"({items}){'' if must or least else '?'}" if items else "", rules
 
 
 def _resolved(root: dict[str, Any]) -> dict[str, Any]:
     """The schema that the root only refers to."""
     seen = 0
     while "$ref" in root and not root.get("properties") and seen < MOST_REFERENCES:
-        targets = [target for _, target in Document({**root}).targets(root["$ref"]) if isinstance(target, dict)]
+        targets = [target for _, target in Document(root).targets(root) if isinstance(target, dict)]
         if len(targets) != 1:
             break
         root, seen = {**{key: each for key, each in root.items() if key != "$ref"}, **targets[0]}, seen + 1
