@@ -42,7 +42,7 @@ class StructuredOutputsParams(
     def __post_init__(self) -> None:
         given = self.given
         if len(given) > 1 or not given and self.budget is None:
-            what = "none" if not given else " and ".join(given)
+            what = " and ".join(given) or ("none" if self.json_object is None else "json_object=False alone")
             raise InvalidParameter(f"structured_outputs needs exactly one of {', '.join(KINDS)}, not {what}.",
                                    param="structured_outputs")
 

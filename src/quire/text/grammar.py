@@ -37,7 +37,7 @@ MAX_REASON = 500  # characters of what is wrong with a grammar
 # A form is compiled as often as there are threads, as often as is asked for at most, for up to COPIES_SECONDS.
 # Each copy grows with what its outputs find out, to 50 MB at most (LIMITS).
 MOST_COPIES, COPIES_SECONDS = 8, 0.02
-LEFT_OUT = re.compile(r"\w\?(?=\s)")  # a rule that a grammar has or not, as `tool_grammar` writes them
+LEFT_OUT = re.compile(r"\btail\d+_\d+\)?\?")  # an argument that may be left out, as `tool_grammar` writes them
 WIDE = re.compile(r"row has \d+ items|Too many items")  # in an error
 TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
 # Of llguidance: a token of an ambiguous grammar takes 0.5 s at most and not 6 s, by the items in a row (those of a step
@@ -250,7 +250,7 @@ def notes(form: StructuredOutputsParams) -> list[str]:
     reading = Reading()
     if form.json is not None or form.grammar is not None and "%json" in form.grammar:
         _source(msgspec.json.decode(form.spec(), type=StructuredOutputsParams), reading)
-    return reading.notes
+    return [*dict.fromkeys(reading.notes)]
 
 
 def _limits(reading: Reading) -> dict[str, Any]:

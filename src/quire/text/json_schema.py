@@ -5,43 +5,45 @@ Knows the keywords of JSON schema and the gaps of llguidance. Knows no tokens an
 
 import json
 import re
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
-from quire.contracts.errors import InvalidParameter
+from quire.contracts.errors import InvalidParameter, shown
+from quire.text.json_apart import Alternatives
+from quire.text.json_parts import LISTS, MAPS, Document, Part
+from quire.text.text_formats import FORMATS
 
-Part = dict[str, Any]
-MAPS = ("properties", "patternProperties")  # from names to schemas
-LISTS = ("allOf", "anyOf", "oneOf")
-INSIDE = (*LISTS, "items", "prefixItems", "additionalItems", "additionalProperties")  # a schema, or a list of schemas
 # Keywords that llguidance does not implement, and values with which they ask for nothing.
 UNHELD: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,), "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}), "not": (False,),
     "propertyNames": (True, {}), "dependencies": ({},), "dependentRequired": ({},), "dependentSchemas": ({},),
-    **dict.fromkeys(("if", "then", "else", "contains", "minContains", "maxContains", "$dynamicRef", "$dynamicAnchor",
-                     "$recursiveRef", "$recursiveAnchor"), ()),
+    **dict.fromkeys(("then", "else"), (True, {})),
+    **dict.fromkeys(("if", "contains", "minContains", "maxContains", "$dynamicRef", "$dynamicAnchor", "$recursiveRef",
+                     "$recursiveAnchor"), ()),
 }  # fmt: skip
-NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}  # without it: for nothing
-FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # that are enforced
-UUID = re.compile(r"uuid([1-8])")
+# Keywords that ask for nothing without one of others.
+NEEDS = {"then": ("if",), "else": ("if",), "if": ("then", "else"), "minContains": ("contains",),
+         "maxContains": ("contains",)}  # fmt: skip
+UUID = re.compile(r"uuid[1-8]")
 NAMES = {"enum", "const", "pattern", "minLength", "maxLength", "format"}  # of `propertyNames`, which are rewritten
 DATA = ("const", "enum")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 EXACT, LONGEST = 2**53, 2**63 - 1
 WIDEST = {"minimum": -EXACT, "exclusiveMinimum": -EXACT, "maximum": EXACT, "exclusiveMaximum": EXACT}
 MOST_COPIED = 2**20  # characters of schemas of properties that are made of names
+LOOKS = re.compile(r"\(\?<?[=!]|\(\?P=|\\[1-9bBkcGZ]")  # beside classes
 LONGEST_PATTERN = 20_000  # characters; every class of one is compiled
 # Of one object. A mask takes 20 ms with 500 of them and a vocabulary of 150,000, and its time grows with their square.
 MOST_OPTIONAL = 512
+MOST_NAMED = 64  # properties of which at least one has to be there
 LONGEST_PATH = 200  # characters of a path in a message
 CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)  # one that does not end takes all
 CONTROLS = [chr(code) for code in range(32) if code != 10]
-WHERE = "x-quire-where"  # in a schema that is a part of another: its path there
 LENIENT = 'leave it out, or send "x-guidance": {"lenient": true} in the schema to have it ignored'
 NO_CODES = 'nrbtf\\"'  # escapes without \uXXXX
+CODED = re.compile(r"\\u00|\x7f|\\\\[xuUavpP]")  # in a schema as JSON: texts of it may need such escapes
+UNHELD_HERE = "x-quire-unheld"  # in a schema: keywords of it that its place in a grammar does not hold
 
 
 @dataclass
@@ -52,16 +54,24 @@ class Reading:
     optional   properties that may be left out, of all objects
     patterns   an object has names of a pattern
     listed     an object has listed names and others
+    lenient    the schema asks that keywords which cannot be held are noted, not refused
     """
 
     notes: list[str] = field(default_factory=list)
     optional: int = 0
     patterns: bool = False
     listed: bool = False
+    lenient: bool = False
 
     def note(self, path: str, keyword: str) -> None:
         """Remember a keyword that is not enforced; names of properties may hold anything, line breaks too."""
         self.notes.append(f"{_shown(path)}{ascii(keyword)[1:-1][:LONGEST_PATH]}")
+
+    def cannot(self, path: str, keyword: str, reason: str) -> None:
+        """Refuse a keyword that cannot be held, or note it if the schema is lenient."""
+        if not self.lenient:
+            raise refusal(path, f"{reason}: {LENIENT}")
+        self.note(path, keyword)
 
 
 def holdable(schema: Any, reading: Reading | None = None) -> Any:
@@ -70,18 +80,28 @@ def holdable(schema: Any, reading: Reading | None = None) -> Any:
         return schema
     reading = reading or Reading()
     own = schema.get("x-guidance", {})
-    lenient = isinstance(own, dict) and bool(own.get("lenient"))
-    parts = [*_parts(schema)]
-    beside = _beside(schema, [part for _, part in parts])
+    reading.lenient = isinstance(own, dict) and bool(own.get("lenient"))
+    unheld = schema.pop(UNHELD_HERE, ())
+    document = Document(schema)
+    for key in unheld:
+        reading.cannot(document.path, key, f"{key} is not implemented in this model's way to call")
+    parts = [*document.parts()]
+    beside = _beside(document, [part for _, part in parts])
+    alternatives = Alternatives(document, lambda part: id(part) not in beside and _closes(part))
+    clashes = {id(part): alternatives.clash(part) for _, part in parts if "oneOf" in part}
     for path, part in parts:
         single = id(part) not in beside
-        _drop_unheld(schema, path, part, reading, lenient, single)
-        if not lenient:
+        if "$ref" in part and not document.targets(part):
+            raise refusal(path, f"$ref: {shown(part['$ref'])} is not defined in the schema: add it, as under $defs")
+        _drop_unheld(document, path, part, reading, single)
+        if "oneOf" in part:
+            _one_of(path, part, reading, clashes[id(part)])
+        if not reading.lenient:
             _check_numbers(path, part)
-            if isinstance(pattern := part.get("pattern"), str):
-                part["pattern"] = _pattern(path, pattern)
-            if isinstance(patterns := part.get("patternProperties"), dict):
-                part["patternProperties"] = {_pattern(path, pattern): each for pattern, each in patterns.items()}
+        if isinstance(part.get("pattern"), str):
+            part["pattern"] = _pattern(path, part["pattern"], reading)
+        if isinstance(patterns := part.get("patternProperties"), dict):
+            part["patternProperties"] = {_pattern(path, name, reading): each for name, each in patterns.items()}
         _close(path, part, reading, single)
     return schema
 
@@ -97,58 +117,20 @@ def holdable_in_lark(text: str, reading: Reading | None = None) -> str:
         reading.listed = False
         schema = holdable(schema, reading)
         own = schema.get("x-guidance", {})
-        # Without escapes like \u0061 no other name repeats a listed one. Literals would lose their control characters.
-        if reading.listed and isinstance(own, dict) and "\\u00" not in json.dumps(schema, ensure_ascii=False):
+        # Without escapes like \u0061 no other name repeats a listed one. Some texts have control characters, though.
+        if reading.listed and isinstance(own, dict) and not CODED.search(json.dumps(schema, ensure_ascii=False)):
             schema["x-guidance"] = {"json_allowed_escapes": NO_CODES, **own}
         parts[at] = json.dumps(schema) + parts[at][end:]
     return "".join(parts)
 
 
-def _parts(root: Part) -> Iterator[tuple[str, Part]]:
-    """The schemas that hold anywhere in an output, each once, with its path."""
-    queue: deque[tuple[str, Any]] = deque([(str(root.pop(WHERE, "")), root)])
-    seen: set[int] = set()
-    while queue:
-        path, node = queue.popleft()
-        if not isinstance(node, dict) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield path, node
-        for key, value in [*node.items()]:
-            at = f"{path}.{key}" if path else key
-            if key in MAPS and isinstance(value, dict):
-                queue.extend((f"{at}.{name}", each) for name, each in value.items())
-            elif key in INSIDE:
-                several = isinstance(value, list)
-                queue.extend(((f"{at}.{i}", each) for i, each in enumerate(value)) if several else [(at, value)])
-            elif key == "$ref" and (target := _target(root, value)) is not None:
-                queue.append((unquote(value[2:]).replace("/", "."), target))
-            elif key == "$ref":  # by an anchor or a name: it may be any of them
-                queue.extend((f"{name}.{each}", root[name][each]) for name in ("$defs", "definitions")
-                             if isinstance(root.get(name), dict) for each in root[name])  # fmt: skip
-
-
-def _target(root: Part, reference: Any) -> Part | None:
-    """The schema that a reference within the document means; None where it is of another kind."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return None
-    found: Any = root
-    for name in unquote(reference[2:]).split("/") if len(reference) > 2 else ():
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal():
-            found = dict(enumerate(found)).get(int(name))
-        else:
-            found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else None
-
-
-def _beside(root: Part, parts: list[Part]) -> set[int]:
+def _beside(document: Document, parts: list[Part]) -> set[int]:
     """The ids of schemas that hold at one place together with another: none of them can be closed by itself."""
     stack: list[Part] = []
     members: dict[int, list[Part]] = {}
     for part in parts:
         inner = [each for key in LISTS if isinstance(part.get(key), list) for each in part[key]]
-        inner.append(_target(root, part.get("$ref")))
+        inner += [target for _, target in document.targets(part)]
         members[id(part)] = [each for each in inner if isinstance(each, dict)]
         ways = sum(key in part for key in (*LISTS, "$ref"))
         objects = {*MAPS, *UNHELD, "required", "additionalProperties", "minProperties", "maxProperties"} & part.keys()
@@ -163,40 +145,44 @@ def _beside(root: Part, parts: list[Part]) -> set[int]:
     return marked
 
 
-def _drop_unheld(root: Part, path: str, part: Part, reading: Reading, lenient: bool, single: bool) -> None:
+def _drop_unheld(document: Document, path: str, part: Part, reading: Reading, single: bool) -> None:
     """Take out keywords that llguidance does not implement. An error names a keyword that asks for something."""
+    for key in [key for key in part if key in ("then", "else") and part[key] in UNHELD[key]]:
+        del part[key]
     for key in [key for key in part if key in UNHELD]:
         value = part[key]
-        if value in UNHELD[key] or key.endswith("Anchor") or NEEDS.get(key, key) not in part:
+        if value in UNHELD[key] or key.endswith("Anchor") or not any(need in part for need in NEEDS.get(key, (key,))):
             del part[key]
         elif key == "uniqueItems":
             del part[key]
             if part.get("maxItems") not in (0, 1):
                 reading.note(path, key)
-        elif key == "propertyNames" and single and _name_properties(root, path, part, reading):
+        elif key == "unevaluatedProperties" and value is False and single and not {*LISTS, "$ref"} & part.keys():
+            part.setdefault("additionalProperties", part.pop(key))
+        elif key == "propertyNames" and single and _name_properties(document, path, part, reading):
             del part[key]
-        elif lenient:
-            del part[key]
-            reading.note(path, key)
         else:
-            raise _refusal(path, f"{key} is not implemented: {LENIENT}")
-    if not isinstance(name := part.get("format"), str) or name in FORMATS:
-        return
-    if (version := UUID.fullmatch(name)) and "pattern" not in part:
-        part.update(format="uuid", pattern=f"^.{{14}}{version[1]}.{{4}}[89abAB]")
+            reading.cannot(path, key, f"{key} is not implemented")
+            del part[key]
+    if not isinstance(name := part.get("format"), str) or name in FORMATS and not UUID.fullmatch(name):
         return
     del part["format"]
-    reading.note(path, f"format {name}")
+    if UUID.fullmatch(name) and "pattern" not in part:
+        part["pattern"] = f"^{FORMATS[name]}$"
+    else:
+        reading.note(path, f"format {name}")
 
 
-def _name_properties(root: Part, path: str, part: Part, reading: Reading) -> bool:
+def _name_properties(document: Document, path: str, part: Part, reading: Reading) -> bool:
     """Write `propertyNames` as properties or as a pattern. False where that is not possible."""
     names, extra = part["propertyNames"], part.get("additionalProperties", True)
     if isinstance(names, dict) and "$ref" in names:
-        names = _target(root, names["$ref"])
+        names = next((target for _, target in document.targets(names)), None)
     if not isinstance(names, dict) or any(part.get(key) for key in MAPS) or {*LISTS, "$ref", *UNHELD} & names.keys():
         return False
     kinds = NAMES & names.keys()
+    if kinds == {"format"} and names["format"] in FORMATS:
+        names, kinds = {"pattern": f"^({FORMATS[names['format']]})$"}, {"pattern"}
     if kinds & {*DATA}:
         listed = names["enum"] if "enum" in names else [names["const"]]
         if len(kinds) > 1 or not isinstance(listed, list) or len(listed) * len(str(extra)) > MOST_COPIED:
@@ -214,6 +200,23 @@ def _name_properties(root: Part, path: str, part: Part, reading: Reading) -> boo
     return True
 
 
+def _one_of(path: str, part: Part, reading: Reading, clash: tuple[int, ...] | None) -> None:
+    """Write `oneOf` as `anyOf`, which says the same of alternatives that exclude each other."""
+    if clash or clash is not None and reading.lenient:
+        which = " and ".join(map(str, clash))
+        reading.cannot(path, "oneOf", f"oneOf: {which} may both hold of a value (write anyOf, or give them a required "
+                                      "property with different constants)")
+    if clash != () and "anyOf" not in part:
+        part["anyOf"] = part.pop("oneOf")
+
+
+def _closes(part: Part) -> bool:
+    """True for an object with properties that says nothing of others."""
+    named, required, patterns = part.get("properties", {}), part.get("required", []), part.get("patternProperties")
+    return (isinstance(named, dict) and isinstance(required, list) and bool(named or patterns)
+            and not {*DATA, "additionalProperties"} & part.keys() and all(name in named for name in required))
+
+
 def _close(path: str, part: Part, reading: Reading, single: bool) -> None:
     """Let an object with properties have no others where the schema does not speak of others: they could repeat a name
     without end."""
@@ -225,13 +228,35 @@ def _close(path: str, part: Part, reading: Reading, single: bool) -> None:
     reading.optional += optional
     reading.patterns |= bool(patterns)
     if optional > MOST_OPTIONAL:
-        raise _refusal(path, f"{optional} of its properties may be left out, at most {MOST_OPTIONAL} may: require "
+        raise refusal(path, f"{optional} of its properties may be left out, at most {MOST_OPTIONAL} may: require "
                              "some, or nest them in objects")
-    if (named or patterns) and single and not {*DATA, "additionalProperties"} & part.keys():
-        if all(name in named for name in required):
-            part["additionalProperties"] = False
+    if single and _closes(part):
+        part["additionalProperties"] = False
+    _count_properties(path, part, reading, single)
     free = part.get("additionalProperties") is not False
     reading.listed |= bool((named or required) and (free or patterns) or patterns and free)
+
+
+def _count_properties(path: str, part: Part, reading: Reading, single: bool) -> None:
+    """Write counts of properties in words that llguidance holds: names that are required, one of several if any."""
+    named, required = part.get("properties") or {}, part.get("required") or []
+    closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    least, most = part.get("minProperties"), part.get("maxProperties")
+    if isinstance(least, int) and least <= len(required):
+        del part["minProperties"]
+    elif least == 1 and closed and single and named and "anyOf" not in part and len(named) <= MOST_NAMED:
+        part["anyOf"] = [{"required": [name]} for name in named]
+        del part["minProperties"]
+    elif isinstance(least, int) and least > 1:
+        reading.cannot(path, "minProperties", f"minProperties: {least} are more than are required and may be one name "
+                                              "that is written twice (require names instead)")
+        del part["minProperties"]
+    if isinstance(most, int) and closed and most >= len(named):
+        del part["maxProperties"]
+    if {"minProperties", "maxProperties"} & part.keys() and len(named) > len(required):
+        for key in {"minProperties", "maxProperties"} & part.keys():
+            reading.cannot(path, key, f"{key} is not implemented beside properties that may be left out")
+            del part[key]
 
 
 def _check_numbers(path: str, part: Part) -> None:
@@ -241,11 +266,8 @@ def _check_numbers(path: str, part: Part) -> None:
             part[key] = value = WIDEST[key]  # a wider range than can be held, as for any number of 64 bits
         numbers = _numbers(value) if key in DATA or isinstance(value, int | float) else ()
         if any(abs(number) > most for number in numbers):
-            raise _refusal(path, f"{key} has a number beyond ±{most}, which is not read exactly: give a smaller one, "
+            raise refusal(path, f"{key} has a number beyond ±{most}, which is not read exactly: give a smaller one, "
                                  "or a string with a pattern")
-    least, required = part.get("minProperties", 0), part.get("required", ())
-    if isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0):
-        raise _refusal(path, "minProperties counts a name that is written twice as two: require names instead")
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -258,30 +280,42 @@ def _numbers(value: Any) -> Iterator[int | float]:
             stack.extend(node.values() if isinstance(node, dict) else node)
 
 
-def _pattern(path: str, pattern: str) -> str:
+def _pattern(path: str, pattern: str, reading: Reading) -> str:
     """A class of characters that has all controls also lets a quote and a backslash pass that it excludes: one control
-    less where it excludes anything."""
+    less where it excludes anything. A pattern that cannot be held becomes one of any text."""
+    if not (fault := pattern_fault(pattern)):
+        return CLASS.sub(lambda found: r"[^\x0b" + found[0][2:] if _leaks(found[0]) else found[0], pattern)
+    reading.cannot(path, f"pattern {pattern}", f"pattern: {fault}")
+    return ""
+
+
+def pattern_fault(pattern: str) -> str:
+    """Why a pattern cannot be held; "": it can."""
     if len(pattern) > LONGEST_PATTERN:
-        raise _refusal(path, f"a pattern has {len(pattern)} characters: at most {LONGEST_PATTERN} are taken")
-    return CLASS.sub(lambda found: _narrowed(path, found[0]), pattern)
+        return f"it has {len(pattern)} characters, at most {LONGEST_PATTERN} are taken"
+    outside = CLASS.sub(lambda each: each[0] if LOOKS.match(each[0]) else " ", pattern)
+    if found := LOOKS.search(outside):
+        return f"{found[0]} (a look-around, a back reference or of another dialect) is not implemented"
+    return next(filter(None, map(_leak, CLASS.findall(pattern))), "")
 
 
-def _narrowed(path: str, chars: str) -> str:
+def _leaks(chars: str) -> bool:
     try:
         known = re.compile(chars)
     except re.error:  # syntax of Rust: a bare quote or backslash in it is taken for excluded
-        leaky = chars[:2] == "[^" and ('"' in chars or r"\\" in chars)
-    else:
-        leaky = all(map(known.match, CONTROLS)) and not (known.match('"') and known.match("\\"))
-    if chars[0] != "[" or not leaky:
-        return chars
-    if chars[:2] != "[^" or chars[:3] == "[^]":
-        raise _refusal(path, f"pattern: {chars} has control characters, and not both of quote and backslash: leave the "
-                             "control characters out")
-    return r"[^\x0b" + chars[2:]
+        return chars[:2] == "[^" and ('"' in chars or r"\\" in chars)
+    return chars[0] == "[" and all(map(known.match, CONTROLS)) and not (known.match('"') and known.match("\\"))
 
 
-def _refusal(path: str, reason: str) -> InvalidParameter:
+def _leak(chars: str) -> str:
+    """Why a class cannot be rewritten; ""."""
+    if not _leaks(chars) or chars[:2] == "[^" and chars[:3] != "[^]":
+        return ""
+    return f"{chars} has control characters, and not both of quote and backslash"
+
+
+def refusal(path: str, reason: str) -> InvalidParameter:
+    """The error about a part of a schema."""
     return InvalidParameter(f"structured_outputs: the grammar cannot be used: {_shown(path)}{reason}.",
                             param="structured_outputs")
 

@@ -4,18 +4,24 @@ Knows how calls are printed, and what of a free text `tools` would take for a ca
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
 from quire.contracts.errors import InvalidParameter, shown
-from quire.text.json_schema import WHERE
+from quire.text.json_parts import LISTS, WHERE, Document
+from quire.text.json_schema import UNHELD, UNHELD_HERE, pattern_fault
+from quire.text.text_formats import FORMATS, whole
 from quire.text.tool_formats import PLAIN, OutputStyles, ToolFormat
 from quire.text.tool_values import STRING, branches, kinds_of
 
 # White space as models write it: without a bound some write nothing else.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 ANYTHING = "/(?s:.*)/"
+MOST_REFERENCES = 8
+SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+SLASH = re.compile(r"(\\.)|[/\n\r]", re.DOTALL)
 
 
 def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choice: str, *, parallel: bool,
@@ -25,7 +31,7 @@ def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choic
     choice     "required": one or more calls, one if not `parallel`; a tool's name: one call of it; "auto": text, calls
     thinking   the answer begins within reasoning, which ends first; if not, it may begin with some
     Arguments obey their schemas. What llguidance does not know of one is an error there if the tool is `strict`, else
-    left out. Errors: `InvalidParameter` when `choice` names no tool, or for what a bare string cannot be held to.
+    left out. Errors: `InvalidParameter` when `choice` names no tool.
     """
     form, reasoning = styles.tools or PLAIN, styles.reasoning
     wanted = [tool["function"] for tool in tools if choice in ("auto", "required", tool["function"]["name"])]
@@ -73,8 +79,9 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
     one, in the schema's order (in Python's form the required first)."""
     _, before, between, after, _, _ = form.printed
     root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
-    properties, required = root.get("properties") or {}, root.get("required") or []
-    shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    root = _resolved(root) if form.key or form.python else root
+    properties = root.get("properties") or {}
+    shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions", "components", "$id") if key in root}
     own = root.get("x-guidance")
     lenient = not function.get("strict") or isinstance(own, dict) and bool(own.get("lenient"))
     shared["x-guidance"] = {**LAYOUT, "lenient": True} if lenient else LAYOUT
@@ -83,7 +90,20 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
         between, after = ("(**", ")") if form.python else (between, after)
         shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
         return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", f"{rule}_: %json {_plus(root, shared)}"]
-    rules: list[str] = []
+    items, rules = _one_by_one(form, root, shared, rule)
+    return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
+
+
+def _one_by_one(form: ToolFormat, root: dict[str, Any], shared: dict[str, Any], rule: str) -> tuple[str, list[str]]:
+    """Arguments that are no JSON object, and their rules."""
+    properties, required = root.get("properties") or {}, root.get("required") or []
+    least, most = root.get("minProperties", 0), root.get("maxProperties")
+    unheld = [key for key in (*LISTS, "$ref") if root.get(key)]
+    unheld += [f"required {name}" for name in required if name not in properties]
+    unheld += ["minProperties"] * (isinstance(least, int) and least > max(1, len(required)))
+    unheld += ["maxProperties"] * (isinstance(most, int) and most < len(properties))
+    asked = {key: root[key] for key in root if key in UNHELD} | {UNHELD_HERE: unheld}
+    rules = [f"{rule}_check: %json {_plus(asked, shared)}"] if unheld or len(asked) > 1 else []
     must: list[str] = []
     may: list[str] = []
     for at, (key, schema) in enumerate(properties.items()):
@@ -91,38 +111,67 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
         known = shared | {WHERE: f"{shared[WHERE]}.properties.{key}"}
         rules += _tagged(form, key, schema, known, f"{rule}_{at}") if form.key else [
             f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, known)}"]
-    if form.key:
-        items = " ".join(f"{rule}_{at}{'' if key in required else '?'}" for at, key in enumerate(properties))
-    else:  # a comma before each but the first
-        rows = [must + may] if must else [may[at:] for at in range(len(may))]
-        items = " | ".join(" ".join([row[0], *(f'(", " {one}){"" if one in must else "?"}' for one in row[1:])])
-                           for row in rows)
-        items = f"({items}){'' if must else '?'}" if items else ""
-    return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
+    names = [f"{rule}_{at}" for at in range(len(properties))] if form.key else must + may
+    join = "" if form.key else '", " '
+    rest = [f"{rule}_from{at}" for at in range(len(names))] + [""]
+    rules += [f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
+              for at in range(1, len(names))]  # fmt: skip
+    first = next((at for at, name in enumerate(names) if name in must), len(names) - 1)
+    items = " | ".join(f"{names[at]} {rest[at + 1]}" for at in range(first + 1))
+    return f"({items}){'' if must or least else '?'}" if items else "", rules
 
 
-def _plus(schema: Any, shared: Mapping[str, Any]) -> str:
+def _resolved(root: dict[str, Any]) -> dict[str, Any]:
+    """The schema that the root only refers to."""
+    seen = 0
+    while "$ref" in root and not root.get("properties") and seen < MOST_REFERENCES:
+        targets = [target for _, target in Document(root).targets(root) if isinstance(target, dict)]
+        if len(targets) != 1:
+            break
+        root, seen = {**{key: each for key, each in root.items() if key != "$ref"}, **targets[0]}, seen + 1
+    return root
+
+
+def _plus(schema: Any, shared: dict[str, Any]) -> str:
     return json.dumps({**(schema if isinstance(schema, dict) else {}), **shared})
 
 
-def _tagged(form: ToolFormat, key: str, schema: Any, shared: Mapping[str, Any], rule: str) -> list[str]:
-    """The rules of an argument in tags: a string is bare and holds no tag that would end it, the rest is JSON."""
+def _tagged(form: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule: str) -> list[str]:
+    """The rules of an argument in tags: a string is bare and holds no tag that would end it, the rest is JSON.
+
+    No text comes of the rules `check`. Their schemas are read as in JSON, so that what is not held is told as there.
+    """
     rules, ways, end = [], [], _quoted(form.value_ends[0])
+    listed = next((each for each in ("anyOf", "oneOf") if isinstance(schema, dict) and schema.get(each)), None)
     for at, part in enumerate(branches(schema)):
         bare, name = kinds_of(part) == STRING, f"{rule}_{at}"
         key_end = form.key_ends[-1 if not bare and "string=" in form.key_ends[-1] else 0]
         body = f"{name} {end}"
+        known = shared | {WHERE: f"{shared[WHERE]}.{listed}.{at}"} if listed else shared
         if bare and ("enum" in part or "const" in part):
             rules.append(f"{name}: {' | '.join(_quoted(str(word)) for word in part.get('enum') or [part['const']])}")
         elif bare:
-            if {"pattern", "format"} & part.keys() and "lenient" not in shared["x-guidance"]:
-                raise InvalidParameter(f"{shown(key)}: this model writes strings bare, which cannot be held to a "
-                                       "pattern or a format: send neither, or the tool without strict.", param="tools")
-            length = f"/(?s:.{{{part.get('minLength', 0)},{part.get('maxLength', '')}}})/"
-            body = name
+            body, texts, unheld = name, _bare(part), [each for each in (*LISTS, "$ref") if each in part]
+            unheld += ["pattern"] * (None in texts)
+            tagless = _without([*map(_quoted, form.value_ends[-2:])])
             rules += [f"{name}[suffix={end}]: {name.upper()}",
-                      f"{name.upper()}: {length} & {_without([*map(_quoted, form.value_ends[-2:])])}"]
+                      f"{name.upper()}: {' & '.join([*map(_terminal, filter(None, texts)), tagless])}"]
+            rules.append(f"{name}_check: %json {_plus({**part, UNHELD_HERE: unheld}, known)}")
         else:
-            rules.append(f"{name}: %json {_plus(part, shared)}")
+            rules.append(f"{name}: %json {_plus(part, known)}")
         ways.append(rf"{_quoted(form.key + key + key_end + form.value)} {body} /\n?/")
+    rules += [f"{rule}_check: %json {_plus(schema, shared)}"] if listed == "oneOf" else []
     return [f"{rule}: {' | '.join(ways)}", *rules]
+
+
+def _bare(part: Mapping[str, Any]) -> list[str | None]:
+    """Expressions that a string without quotes matches, all of them. None: one cannot be written."""
+    length = f"(?s:.{{{part.get('minLength', 0)},{part.get('maxLength', '')}}})"
+    texts: list[str | None] = [length]
+    if isinstance(pattern := part.get("pattern"), str) and not pattern_fault(pattern):
+        texts.append(whole(pattern))
+    return [*texts, FORMATS[part["format"]]] if part.get("format") in FORMATS else texts
+
+
+def _terminal(text: str) -> str:
+    return "/" + SLASH.sub(lambda found: found[1] or SLASHES[found[0]], text) + "/"

@@ -13,7 +13,7 @@ from quire.text.grammar import GrammarCompiler, notes
 from quire.text.grammar_trial import GrammarTrial
 from quire.text.json_schema import LENIENT, holdable
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_formats import PLAIN, OutputStyles
+from quire.text.tool_formats import PLAIN, TOOL_FORMATS, OutputStyles
 from quire.text.tools import tool_grammar
 
 TOKENIZER = Tokenizer.load(bundled_model())
@@ -34,20 +34,23 @@ def takes(schema: Any, text: str, *, lark: bool = False) -> bool:
 
 
 @pytest.mark.parametrize(("schema", "words"), [
-    ({"type": "array", "contains": {}}, "contains"), ({"if": {}, "then": {}}, "if is not implemented"),
+    ({"type": "array", "contains": {}}, "contains"), ({"if": {}, "then": False}, "if is not implemented"),
     ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"), ({"dependentSchemas": {"a": {}}}, "dependentSchemas"),
     ({"propertyNames": {"not": {}}}, "propertyNames"), ({"not": {}}, "not is not implemented"),
     ({"propertyNames": {"pattern": "a", "maxLength": 3}}, "propertyNames"),
     ({"properties": {"a": {}}, "propertyNames": {"maxLength": 3}}, "propertyNames"),
-    ({"unevaluatedProperties": False}, "unevaluatedProperties"), ({"$dynamicRef": "#a"}, "$dynamicRef"),
-    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are not supported"),
+    ({"unevaluatedProperties": False, "anyOf": [{}]}, "unevaluatedProperties"), ({"$dynamicRef": "#a"}, "$dynamicRef"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf: 0 and 1 may both hold of a value"),
     ({"patternProperties": {"^a": {}, "b$": {"type": "null"}}}, "are not disjoint"),
-    ({"type": "object", "minProperties": 2}, "minProperties counts a name that is written twice"),
-    ({"type": "string", "pattern": "^(?!a)b$"}, "look-around"), ({"type": "string", "pattern": r"(a)\1"}, "backref"),
-    ({"type": "string", "pattern": '[\\x00-"]'}, "has control characters"),
+    ({"type": "object", "minProperties": 2}, "minProperties: 2 are more than are required"),
+    ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, "maxProperties is not implemented beside properties"),
+    *(({"type": "string", "pattern": pattern}, f"pattern: {found} (a look-around, a back") for pattern, found in (
+        ("^(?!a)b$", "(?!"), (r"(a)\1", r"\1"), (r"(?<=a)b", "(?<="), (r"\bb", r"\b"), (r"\cA", r"\c"))),
+    ({"type": "string", "pattern": '[\\x00-"]'}, 'pattern: [\\x00-"] has control characters'),
     ({"type": "integer", "minimum": 2**53 + 1}, "not read exactly"), ({"const": -(2**63)}, "not read exactly"),
     ({"enum": [1, [2**64]]}, "not read exactly"), ({"minimum": 3, "maximum": 2, "type": "integer"}, "is greater than"),
-    ({"$ref": "https://example.com/a"}, "retrieving it failed"), ({"enum": []}, "is empty"),
+    ({"$ref": "https://example.com/a"}, "$ref: 'https://example.com/a' is not defined in the schema"),
+    ({"$ref": "#nowhere"}, "$ref: '#nowhere' is not defined in the schema"), ({"enum": []}, "is empty"),
     ({"properties": {f"p{i}": {} for i in range(513)}}, "513 of its properties may be left out, at most 512 may"),
 ])  # fmt: skip
 def test_what_cannot_be_held_is_refused_not_dropped(schema: dict[str, Any], words: str) -> None:
@@ -63,13 +66,113 @@ def test_what_cannot_be_held_is_refused_not_dropped(schema: dict[str, Any], word
             COMPILER.compile(StructuredOutputsParams(**form).spec())
         assert words in str(refusal.value) or "Unsatisfiable" in str(refusal.value), form
         if LENIENT in str(refusal.value):
-            assert str(refusal.value).startswith(f"structured_outputs: the grammar cannot be used: {at}{words[:3]}")
+            assert str(refusal.value).startswith(f"structured_outputs: the grammar cannot be used: {at}{words[:2]}")
             with pytest.raises(InvalidParameter) as same:
                 notes(StructuredOutputsParams(**form))
             assert str(same.value) == str(refusal.value)
 
 
 OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize(("count", "good", "bad"), [
+    ({"minProperties": 1}, ['{"a":1}', '{"b":1}', '{"a":1,"b":1}'], ["{}"]), ({"maxProperties": 2}, ["{}"], []),
+    ({"minProperties": 1, "required": ["a"]}, ['{"a":1}', '{"a":1,"b":1}'], ["{}", '{"b":1}']),
+    ({"minProperties": 2, "required": ["a", "b"], "maxProperties": 2}, ['{"a":1,"b":1}'], ['{"a":1}']),
+], ids=str)
+def test_counts_of_properties_beside_some_that_may_be_left_out(count: dict[str, Any], good: list[str],
+                                                               bad: list[str]) -> None:
+    schema = {**OBJECT, "properties": {"a": {"enum": [1]}, "b": {"enum": [1]}}, **count}
+    assert [text for text in good if not takes(schema, text)] == []
+    assert [text for text in bad if takes(schema, text)] == []
+
+
+@pytest.mark.parametrize("kind", ["$ref", "oneOf", "pattern", "not"])
+@pytest.mark.parametrize("row", ["plain", "qwen3_coder", "deepseek_v32", "glm45", "pythonic"])
+def test_a_refusal_names_the_path_in_every_way_to_call(row: str, kind: str) -> None:
+    """Strict, it is refused; if not, told, but for a reference to nothing, which nobody can mean."""
+    wrong = {"$ref": {"$ref": "#/$defs/no"}, "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+             "pattern": {"type": "string", "pattern": "(?!a)b"}, "not": {"type": "string", "not": {"const": "a"}}}[kind]
+    style = OutputStyles(tools=next(each for each in TOOL_FORMATS if row in each.names), reasoning=None, why="")
+    parameters = {**OBJECT, "properties": {"a": wrong}, "required": ["a"]}
+    for strict in (True, False):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+        form = StructuredOutputsParams(grammar=tool_grammar(style, [tool], "required", parallel=False))
+        if strict or kind == "$ref":
+            with pytest.raises(InvalidParameter, match=re.escape(f"cannot be used: f.parameters.properties.a: {kind}")):
+                notes(form)
+        else:
+            [note] = notes(form)
+            assert note.startswith(f"f.parameters.properties.a: {kind}")
+            COMPILER.compile(form.spec())
+
+
+A, B = ({**OBJECT, "properties": {name: {"enum": [1]}}, "required": [name]} for name in "ab")
+C = {**OBJECT, "properties": {"a": {"enum": [1]}, "b": {"enum": [1]}}, "required": ["a", "b"]}
+
+
+@pytest.mark.parametrize("schema", [
+    {"allOf": [{"$ref": "#A"}, {"$ref": "#B"}], "$defs": {"A": {**A, "$anchor": "A"}, "B": {**B, "$anchor": "B"}}},
+    {"$id": "https://x.org/s.json", "$defs": {"A": A, "B": B},
+     "allOf": [{"$ref": "https://x.org/s.json#/$defs/A"}, {"$ref": "s.json#/$defs/B"}]},
+    {"$id": "https://x.org/s.json", "allOf": [{"$ref": "a.json"}, {"$ref": "https://x.org/b.json"}],
+     "$defs": {"A": {**A, "$id": "https://x.org/a.json"}, "B": {**B, "$id": "b.json"}}},
+    {"$ref": "#A", "properties": B["properties"], "required": ["b"], "$defs": {"A": {**A, "$anchor": "A"}}},
+    {"allOf": [{"$ref": "#/components/schemas/A"}, B], "components": {"schemas": {"A": A}}},
+], ids=str)
+def test_schemas_that_hold_together_stay_open_however_they_are_named(schema: dict[str, Any]) -> None:
+    assert takes(schema, '{"a":1,"b":1}') and not takes(schema, '{"a":1}') and not takes(schema, '{"b":1}')
+
+
+def test_a_keyword_behind_a_name_is_found() -> None:
+    for reference, name in (("#A", {"$anchor": "A"}), ("https://x.org/a.json", {"$id": "https://x.org/a.json"})):
+        schema = {"items": {"$ref": reference}, "properties": {"b": {"type": "integer", "not": {"const": 1}, **name}}}
+        with pytest.raises(InvalidParameter, match="cannot be used: properties.b: not is not implemented"):
+            notes(StructuredOutputsParams(json={**schema, "type": "array"}))
+
+
+CAT, DOG = ({**OBJECT, "properties": {"kind": {"const": kind}, "n": {"type": "integer"}}, "required": ["kind"]}
+            for kind in ("cat", "dog"))  # fmt: skip
+DEFS = {"$defs": {"c": CAT, "d": DOG, "both": {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}]}}}
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), [
+    ({"oneOf": [{"type": "integer"}, {"type": ["string", "null"]}]}, ["1", '"a"', "null"], ["true"]),
+    ({"oneOf": [{"enum": [1, 2]}, {"enum": [3, "a"]}]}, ["1", "3"], ["4"]), ({"oneOf": [A, B]}, ['{"a":1}'], ["{}"]),
+    ({"oneOf": [CAT, DOG]}, ['{"kind":"cat"}', '{"kind":"dog","n":3}'], ['{"kind":"cow"}', "{}"]),
+    ({"oneOf": [{"$ref": "#/$defs/both"}, {"type": "null"}], **DEFS}, ["null", '{"kind":"cat"}'], ["1"]),
+    ({"oneOf": [{"allOf": [{"$ref": "#/$defs/c"}, {"title": "Cat"}]}, {"$ref": "#/$defs/d"}], **DEFS},
+     ['{"kind":"cat"}'], []),
+    ({"oneOf": [{"anyOf": [{"type": "null"}, CAT]}, DOG]}, ["null", '{"kind":"dog"}'], []),
+    ({"oneOf": [{"type": "array"}]}, ["[]"], ["1"]),
+    ({**OBJECT, "properties": {"p": A}, "required": ["p"],
+      "oneOf": [{"properties": {"p": {"properties": {"a": {"const": 1}}}}},
+                {"properties": {"p": {"type": "null"}}}]}, ['{"p":{"a":1}}'], []),
+    ({"oneOf": [A, C]}, None, []), ({"oneOf": [A, {**B, "required": []}]}, None, []),
+    ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}], **OBJECT}, None, []),
+    ({"oneOf": [{"type": "integer"}, {"enum": ["a", 1.0]}]}, None, []),
+    ({"oneOf": [{"$ref": "#"}, {"type": "null"}]}, None, []),
+], ids=str)
+def test_one_of_takes_alternatives_that_exclude_each_other(schema: dict[str, Any], good: list[str] | None,
+                                                           bad: list[str]) -> None:
+    """By types, values and required properties; what an alternative is closed to does not count for the other: a value
+    that was written for one must not be of both. `good` None: it is refused."""
+    if good is None:
+        with pytest.raises(InvalidParameter, match="oneOf: 0 and 1 may both hold of a value"):
+            takes(schema, "")
+        assert notes(StructuredOutputsParams(json={**schema, "x-guidance": {"lenient": True}})) == ["oneOf"]
+        return
+    assert [text for text in good if not takes(schema, text)] == []
+    assert [text for text in bad if takes(schema, text)] == []
+
+
+def test_hundreds_of_alternatives_take_a_moment_and_circles_end() -> None:
+    many = [{**OBJECT, "properties": {"k": {"const": i}}, "required": ["k"]} for i in range(60)]
+    assert takes({"oneOf": many}, '{"k":59}')
+    circle = {**OBJECT, "properties": {"next": {"$ref": "#/$defs/a"}}, "required": ["next"]}
+    with pytest.raises(InvalidParameter, match="oneOf: 0 and 1"):
+        notes(StructuredOutputsParams(json={"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+                                            "$defs": {"a": circle, "b": {**circle}}}))
 
 
 @pytest.mark.parametrize(("schema", "noted", "good", "bad"), [
@@ -92,9 +195,14 @@ OBJECT = {"type": "object"}
      ["{}", '{"ab":1}', '{"\u00e9b\u00e9":1}'], ['{"a":1}', '{"abcd":1}', '{"ab":2}']),
     ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"pattern": "^a"}}, [], ['{"ab":1}'],
      ['{"b":1}', '{"ab":2}']),
-    ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"format": "uuid"}},
-     ["propertyNames: format uuid"], ['{"a":1}'], ['{"a":2}']),
+    ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"format": "path"}},
+     ["propertyNames: format path"], ['{"a":1}'], ['{"a":2}']),
+    ({**OBJECT, "additionalProperties": {"enum": [1]}, "propertyNames": {"format": "date"}}, [],
+     ["{}", '{"2024-02-28":1}'], ['{"2024-02-31":1}', '{"2024-02-28":2}']),
+    ({**OBJECT, "properties": {"a": {"enum": [1]}}, "unevaluatedProperties": False}, [], ["{}"], ['{"b":1}']),
     ({"not": False, "type": "null", "dependentSchemas": {}, "then": {}}, [], ["null"], []),
+    ({"type": "integer", "if": {"minimum": 3}, "then": {}, "else": True}, [], ["1"], []),
+    ({"type": "integer", "if": {"minimum": 3}}, [], ["1"], []),
 ], ids=str)
 def test_what_is_not_enforced_is_noted_with_its_path(schema: dict[str, Any], noted: list[str], good: list[str],
                                                      bad: list[str]) -> None:
@@ -150,6 +258,18 @@ def test_an_object_has_no_listed_name_twice(schema: dict[str, Any], good: list[s
     for lark in (False, True):
         assert [text for text in good if not takes(schema, text, lark=lark)] == []
         assert [text for text in bad if takes(schema, text, lark=lark) and r"\u" not in text] == []
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    ({"enum": ["x\u0001y"]}, r"x\u0001y"), ({"enum": ["x\x7fy"]}, r"x\u007fy"),
+    ({"type": "string", "pattern": r"^a\x01$"}, r"a\u0001"),
+    ({"type": "string", "pattern": "^[\x01-\x03]$"}, r"\u0002"),
+], ids=str)
+def test_values_keep_their_control_characters_beside_any_names(value: dict[str, Any], text: str) -> None:
+    """In a grammar, too, where names have no such escapes."""
+    for more in ({}, {"additionalProperties": True}, {"additionalProperties": {"type": "string"}}):
+        schema = {**OBJECT, "properties": {"a": value}, "required": ["a"], **more}
+        assert takes(schema, f'{{"a":"{text}"}}') and takes(schema, f'{{"a":"{text}"}}', lark=True), more
 
 
 def test_literals_keep_their_control_characters() -> None:

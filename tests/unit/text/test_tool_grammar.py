@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
+from quire.contracts.structured import StructuredOutputsParams
+from quire.text.grammar import LEFT_OUT, GrammarCompiler
+from quire.text.json_schema import Reading, holdable_in_lark
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.text.tools import OutputParser, OutputStyles, tool_grammar
@@ -147,17 +151,101 @@ def test_schemas_that_llguidance_does_not_know(vocabulary: Any) -> None:
             assert bool(problem) == strict, (name, problem)
 
 
-@pytest.mark.parametrize("keyword", ["pattern", "format"])
-def test_what_a_bare_string_cannot_be_held_to_is_refused(keyword: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", keyword: "date"}}}
+@pytest.mark.parametrize(("schema", "good", "bad"), [
+    ({"pattern": "^[a-z/]{2,4}$"}, ["ab/c"], ["a", "aB", "abcde"]), ({"pattern": "b/"}, ["xb/x", "b/"], ["xb"]),
+    ({"pattern": "^a|b$", "maxLength": 3}, ["a", "axx", "xb"], ["xax", "axxx"]), ({"pattern": "^$"}, [""], ["a"]),
+    ({"pattern": "(?i)^ab$"}, ["aB"], ["b"]), ({"pattern": r"^[^/\]]\n\\$"}, ["a\n\\"], ["/\n\\"]),
+    ({"pattern": r"^(x|y$)", "minLength": 1}, None, []), ({"pattern": "a(?=b)"}, None, []),
+    ({"format": "date"}, ["2024-02-28"], ["2024-02-31", "24-1-1"]),
+    ({"format": "date-time"}, ["2024-02-28T23:59:01Z", "2024-12-31t00:00:00.5+01:00"], ["2024-02-28"]),
+    ({"format": "time"}, ["23:59:01Z"], ["24:00:00Z"]), ({"format": "duration"}, ["P1DT2H", "PT5M", "P3W"], ["P"]),
+    ({"format": "email"}, ["a.b+c@d-e.org"], ["a@", "a b@c"]), ({"format": "hostname"}, ["a.b-c.org"], ["-a", "a..b"]),
+    ({"format": "ipv4"}, ["192.168.0.255"], ["1.2.3.256"]), ({"format": "ipv6"}, ["fe80::1", "::"], ["fe80", "1::g"]),
+    ({"format": "uuid4"}, ["0b9a2a1e-6b6b-4f6e-8f6e-0b9a2a1e6b6b"], ["0b9a2a1e-6b6b-1f6e-8f6e-0b9a2a1e6b6b"]),
+    ({"format": "uuid"}, ["0b9a2a1e-6b6b-1f6e-0f6e-0b9a2a1e6b6b"], ["0b9a2a1e"]),
+    ({"format": "uri"}, ["https://a.org:80/b?c=d#e", "mailto:a@b.c"], ["a b", "//a"]),
+    ({"format": "path"}, ["any"], []), ({"not": {"const": "a"}}, None, []), ({"allOf": [{"maxLength": 1}]}, None, []),
+], ids=str)
+def test_a_bare_string_is_held_to_its_schema(vocabulary: Any, schema: dict[str, Any], good: list[str] | None,
+                                             bad: list[str]) -> None:
+    """In tags, where there are no quotes. `good` None: it cannot be held; strict it is refused, and told if not."""
     for name, form in FORMATS.items():
+        for strict in (True, False) if form.key else ():
+            parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
+            tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+            grammar = tool_grammar(OutputStyles(form, None, ""), [tool], "f", parallel=False)
+            opening, before, between, after, _, closing = form.printed
+            texts = {text: "".join((opening, before, "f", between, form.key, "a", form.key_ends[0], form.value, text,
+                                    form.value_ends[0], "\n", after, closing)) for text in [*(good or ["b"]), *bad]}
+            if good is None and strict:
+                with pytest.raises(InvalidParameter, match=r"cannot be used: f\.parameters\.properties\.a: "):
+                    holdable_in_lark(grammar)
+                continue
+            held = holdable_in_lark(grammar, reading := Reading())
+            assert [text for text in good or ["b"] if not matches(vocabulary, held, texts[text])] == [], name
+            assert [text for text in bad if matches(vocabulary, held, texts[text])] == [], name
+            assert bool(reading.notes) == (good is None or schema == {"format": "path"}), reading.notes
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_what_is_asked_of_all_arguments_together_is_not_lost(name: str) -> None:
+    """Where these are not one JSON object: refused with the path, or told; a root that only refers is followed."""
+    a = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    for more, words in (({"anyOf": [{"required": ["a"]}]}, "anyOf"), ({"minProperties": 2}, "minProperties"),
+                        ({"not": {}}, "not"), ({"required": ["a", "b"]}, "required b"), ({"maxProperties": 0}, "max")):
         for strict in (True, False):
-            tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
-            if strict and form.key:
-                with pytest.raises(InvalidParameter, match="'a': this model writes strings bare"):
-                    tool_grammar(OutputStyles(form, None, ""), [tool], "f", parallel=True)
+            tool = {"type": "function", "function": {"name": "f", "parameters": a | more, "strict": strict}}
+            grammar = tool_grammar(OutputStyles(FORMATS[name], None, ""), [tool], "f", parallel=False)
+            if strict:
+                with pytest.raises(InvalidParameter, match=f"cannot be used: f.parameters: {words}"):
+                    holdable_in_lark(grammar)
             else:
-                assert tool_grammar(OutputStyles(form, None, ""), [tool], "f", parallel=True), name
+                holdable_in_lark(grammar, reading := Reading())
+                assert [note.startswith(f"f.parameters: {words}") for note in reading.notes] == [True]
+    for parameters in (a, {"$ref": "#/$defs/A", "$defs": {"A": a}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        assert "tail0_0" in tool_grammar(OutputStyles(FORMATS[name], None, ""), [tool], "f", parallel=False)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_arguments_one_by_one(vocabulary: Any, name: str) -> None:
+    """Those that may be left out are; at least one is there if it is asked for; 500 of them are taken."""
+    form = FORMATS[name]
+    opening, before, between, after, _, closing = form.printed
+
+    def call(*names: str) -> str:
+        ends = (form.key_ends or "=")[0], "".join(form.value_ends[:1]) + "\n" * bool(form.key)
+        each = ("" if form.key else ", ").join(f"{form.key}{key}{ends[0]}1{ends[1]}" for key in names)
+        return "".join((opening, before, "f", between, each, after, closing))
+
+    def grammar(count: int, **more: Any) -> str:
+        properties = {f"p{at}": {"type": "integer"} for at in range(count)}
+        tool = {"function": {"name": "f", "parameters": {"type": "object", "properties": properties, **more}}}
+        return tool_grammar(OutputStyles(form, None, ""), [tool], "f", parallel=False)
+
+    for more, good, bad in (
+        ({}, [(), ("p0",), ("p2",), ("p0", "p2"), ("p0", "p1", "p2")], [("p1", "p0"), ("p0", "p0"), ("p3",)]),
+        ({"minProperties": 1}, [("p0",), ("p2",), ("p1", "p2")], [()]),
+        ({"required": ["p0"]}, [("p0",), ("p0", "p2")], [(), ("p1",)]), ({"required": ["p0", "p1", "p2"]},
+                                                                        [("p0", "p1", "p2")], [("p0", "p2"), ()]),
+    ):  # fmt: skip
+        assert [names for names in good if not matches(vocabulary, grammar(3, **more), call(*names))] == [], more
+        assert [names for names in bad if matches(vocabulary, grammar(3, **more), call(*names))] == [], more
+    spec = StructuredOutputsParams(grammar=grammar(500)).spec()
+    tokenizer = Tokenizer.load(bundled_model())
+    matcher = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size).compile(spec).fork()
+    assert matcher.try_consume_tokens(tokens := tokenizer.encode(call("p3", "p70", "p499"))) == len(tokens)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_arguments_that_may_be_left_out_give_a_grammar_room(name: str) -> None:
+    properties = {f"p{at}": {"type": "integer"} for at in range(9)}
+    parameters = {"type": "object", "properties": properties, "required": ["p3"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = tool_grammar(OutputStyles(FORMATS[name], THINK, ""), [tool], "auto", parallel=True)
+    in_lark = FORMATS[name].key or FORMATS[name].python
+    assert len(LEFT_OUT.findall(text)) == (8 - bool(FORMATS[name].key) if in_lark else 0)  # the first has a way more
+    assert not LEFT_OUT.findall("start: (word ' ' )? w? detail0? x1? tail? \nw: /a? /")
 
 
 def test_a_tool_without_parameters_takes_none(vocabulary: Any) -> None:

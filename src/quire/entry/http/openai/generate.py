@@ -5,6 +5,7 @@ every way out, so that nothing is generated for a client that is gone.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -31,7 +32,7 @@ from quire.entry.prompts import Prompt
 from quire.text.grammar import notes
 from quire.text.tokenizer import Tokenizer
 
-MOST_NOTES = 20  # keywords that are not enforced, in one warning
+MOST_NOTES, MOST_NOTE_CHARS = 20, 1_000  # keywords that are not enforced, in one warning
 LOG = logging.getLogger("quire")
 Request = TypeVar("Request", bound=SamplingFields)
 Piece = tuple[int, CompletionOutput]  # (choice, what is new of it)
@@ -152,11 +153,17 @@ async def answer(
     try:
         if (form := params.structured_outputs) is not None:
             if found := await away(context, exchange.size, lambda: notes(form)):
-                more = f"; and {len(found) - MOST_NOTES} more" if len(found) > MOST_NOTES else ""
-                exchange.warn(f"not enforced: {'; '.join(found[:MOST_NOTES])}{more}")
+                exchange.warn(f"not enforced: {_told(found)}")
         await generate(context, exchange, job, writer(job, request, text.tokenizer))
     except (RequestFailed, InvalidParameter) as error:
         raise form_fault(error, request, params, bool(turn.tools)) from error
+
+
+def _told(notes: list[str]) -> str:
+    """Notes as a header has room for them, and how many more there are."""
+    ends = itertools.accumulate(len(note) + 2 for note in notes)
+    told = max(1, min(MOST_NOTES, sum(end <= MOST_NOTE_CHARS for end in ends)))
+    return "; ".join(notes[:told]) + (f"; and {len(notes) - told} more" if len(notes) > told else "")
 
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:

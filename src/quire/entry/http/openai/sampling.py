@@ -53,9 +53,10 @@ def structured(request: SamplingFields) -> StructuredOutputsParams | None:
     """The form that a request asks for, None when it leaves the text free."""
     form, asked = request.response_format, request.structured_outputs
     given = {name: value for name in KINDS if (value := getattr(asked, name, None)) is not None}
-    if given == {"json_object": False}:
-        given = {}
-    if form is None or form.type == "text":
+    free = form is None or form.type == "text"
+    if given.get("json_object") is False and (len(given) > 1 or not free):
+        del given["json_object"]
+    if form is None or free:
         tight = asked is not None and bool(asked.disable_any_whitespace)
         return StructuredOutputsParams(**given, disable_any_whitespace=tight) if given else None
     if given:

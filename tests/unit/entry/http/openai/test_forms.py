@@ -48,7 +48,8 @@ def thing(**property: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schema", [
     thing(type="array", contains={"type": "null"}), thing(type="object", dependentRequired={"a": ["b"]}),
-    thing(**{"not": {"type": "null"}}),
+    thing(**{"not": {"type": "null"}}), thing(oneOf=[{"type": "integer"}, {"type": "number"}]),
+    thing(type="string", pattern="(?!a)b"), thing(**{"$ref": "#/$defs/none"}),
     thing(type="object", properties={f"p{i}": {"type": "null"} for i in range(513)}),
 ], ids=lambda schema: str([*schema["properties"]["tags"]["items"]]))
 def test_a_refusal_names_the_path_on_every_route(
@@ -88,6 +89,9 @@ def test_what_is_not_enforced_is_told_in_a_header_on_every_route(
     many = {"type": "object", "properties": {f"p{i}": {"type": "string", "format": "path"} for i in range(25)}}
     [warning] = asyncio.run(ask(*next(asks(many))[:2])).all("x-quire-warning")
     assert warning.count("format path") == 20 and warning.endswith("; and 5 more")
+    long = {"type": "object", "properties": {f"{i}" * 200: {"type": "string", "format": "path" * 50} for i in range(9)}}
+    [warning] = asyncio.run(ask(*next(asks(long))[:2])).all("x-quire-warning")
+    assert len(warning) < 1_100 and warning.endswith("; and 7 more")
 
 
 def test_a_schema_of_nothing_is_refused_and_one_of_anything_is_json(
