@@ -5,12 +5,13 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
 from quire.contracts.errors import ConfigError
 from quire.entry.cli import bench_kernels, bench_serve
 from quire.entry.cli.table import format_table, print_result, write_json
+from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.installed import check_torch
 from quire.entry.leaving import raise_on_interrupt
 from quire.observe.progress import Progress
@@ -54,6 +55,8 @@ def configure(parser: FlagParser) -> None:
             OWN_FLAGS[name].configure(kind)
             continue
         if name != "profile":
+            kind.add_argument("--against", type=Path, metavar="FILE",
+                              help="compare with a stored result (of --out), and fail when it is more than 5%% slower")
             kind.add_argument("--repeat", type=_positive, default=2 if name != "startup" else 3, metavar="N",
                               help="runs; the fastest counts (default: %(default)s)")
         if name != "startup":
@@ -70,8 +73,23 @@ def run(args: argparse.Namespace) -> int:
     if args.kind in OWN_FLAGS:
         code: int = OWN_FLAGS[args.kind].run(args)
         return code
-    {"profile": _profile, "startup": _startup}.get(args.kind, _workloads)(args)
-    return 0
+    stored = None
+    if (against := getattr(args, "against", None)) is not None:
+        from quire.bench.against import read_stored
+
+        stored = read_stored(against)  # before anything is measured
+    result = {"profile": _profile, "startup": _startup}.get(args.kind, _workloads)(args)
+    return DONE if stored is None else _compare(result, stored)
+
+
+def _compare(result: dict[str, Any], stored: dict[str, Any]) -> int:
+    """Print a comparison with a stored result; returns the exit code."""
+    from quire.bench.against import compare_results
+
+    found = compare_results(result, stored)
+    rows = [[one.name, one.stored, one.now, f"{one.ratio:.3f}", "slower" * one.slower] for one in found]
+    print("\n" + format_table(("workload", "stored s", "now s", "speed", ""), rows), file=sys.stderr)
+    return FAILED if any(one.slower for one in found) else DONE
 
 
 def _make_bench(args: argparse.Namespace) -> "tuple[OfflineBench, list[Workload]]":
@@ -91,7 +109,7 @@ def _make_bench(args: argparse.Namespace) -> "tuple[OfflineBench, list[Workload]
     return bench, works
 
 
-def _workloads(args: argparse.Namespace) -> None:
+def _workloads(args: argparse.Namespace) -> dict[str, Any]:
     bench, works = _make_bench(args)
     alone = args.kind == "latency"
     total = args.repeat * sum(sum(work.outputs[:1] if alone else work.outputs) for work in works)
@@ -101,6 +119,7 @@ def _workloads(args: argparse.Namespace) -> None:
             print(f"{row['workload']}: {row['seconds']} s", file=sys.stderr)
             write_json(args.out, bench.result)  # after each: a crash keeps what was measured
     print_result(args, bench.result, _workload_table)
+    return bench.result
 
 
 def _workload_table(result: dict[str, Any]) -> str:
@@ -111,7 +130,7 @@ def _workload_table(result: dict[str, Any]) -> str:
             f"{result['construct_s']} s\n\n{table}")
 
 
-def _profile(args: argparse.Namespace) -> None:
+def _profile(args: argparse.Namespace) -> NoReturn:
     from quire.bench.profile import profile_workload
 
     if resolve_device(engine_config(args).device.device).device != "cuda":
@@ -138,7 +157,7 @@ def _profile_table(row: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n\n" + format_table(("kernel", "calls", "total ms", "share", "us each"), cells)
 
 
-def _startup(args: argparse.Namespace) -> None:
+def _startup(args: argparse.Namespace) -> dict[str, Any]:
     engine_config(args)
     from quire.bench.startup import measure_startup
 
@@ -149,6 +168,7 @@ def _startup(args: argparse.Namespace) -> None:
     print_result(args, found, lambda result: (
         f"{result['model']}, fastest of {len(result['totals'])}: {' '.join(map(str, result['totals']))} s\n\n"
         + format_table(("phase", "seconds"), [(name, f"{s:.3f}") for name, s in result["phases"].items()])))
+    return found
 
 
 def _positive(text: str) -> int:
