@@ -174,3 +174,14 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
         assert at, f"the command does not print {line.strip()!r} there"
     assert sum("  " in line.strip() for line in shown) >= 15
     assert not re.search(r"\.(py|c):\d", page), "line numbers are wrong after the next change"
+
+
+def test_the_drawing_of_the_readme_is_a_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.syspath_prepend(root / "tools")
+    import token_way
+
+    token_way.main()
+    assert f"```\n{capsys.readouterr().out}```" in (root / "README.md").read_text()
