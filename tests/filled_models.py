@@ -61,11 +61,11 @@ def _typed(model: Model, raw: RawTensor, tensor: Tensor) -> Tensor:
 
 class Taken:
     """A model as a loader sees it, which keeps the loaded tensors: "layers.0.mlp.down.weight" of modules,
-    "layers.0.mlp.experts.down" of experts, with those of all places stacked."""
+    "layers.0.mlp.experts.down" of experts, with those of all places stacked. in_place: experts have a destination."""
 
     def __init__(self, args: ModelArgs, layout: Sequence[Param], dtype: torch.dtype = torch.float32,
-                 device: str = "cpu", elsewhere: frozenset[str] = frozenset()) -> None:
-        self.args, self.layout, self.elsewhere = args, layout, elsewhere
+                 device: str = "cpu", elsewhere: frozenset[str] = frozenset(), in_place: bool = False) -> None:
+        self.args, self.layout, self.elsewhere, self.in_place = args, layout, elsewhere, in_place
         self.dtype, self.device = dtype, torch.device(device)
         self._taken: dict[str, list[Tensor]] = {}
 
@@ -75,6 +75,15 @@ class Taken:
             kept = self._taken.setdefault(f"{module}.{name}", [])
             assert len(kept) == place, "units come once and in order"
             kept.append(tensor)
+
+    def destination(self, module: str) -> dict[str, Tensor] | None:
+        """See `Model`: NaN until it is written."""
+        if not self.in_place or not module.endswith(".experts"):
+            return None
+        made = {param.name: torch.full(param.shape, torch.nan, dtype=self.dtype, device=self.device)
+                for param in self.layout if param.module == module}  # fmt: skip
+        self._taken |= {name: [tensor] for name, tensor in made.items()}
+        return {name.rpartition(".")[2]: tensor for name, tensor in made.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -55,6 +55,16 @@ class Loads(Protocol):
         """
 
 
+@runtime_checkable
+class LoadsInPlace(Loads, Protocol):
+    """A layer that can be loaded without a copy."""
+
+    def destination(self) -> dict[str, Tensor] | None:
+        """The memory in which the layer keeps its parameters, by their names below the layer and in their shapes. The
+        loader writes there instead of calling `take`. None where the layer's kernel has a layout of its own.
+        """
+
+
 @dataclass
 class StepContext:
     """One step of the batch.

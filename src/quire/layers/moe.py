@@ -49,13 +49,18 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts this rank owns, stacked in the order of `Build.experts`; packed one by one as they are loaded."""
+    """The experts this rank owns, stacked in the order of `Build.experts`.
+
+    They are loaded to their places where the kernel can read them as they are stored, else packed one by one.
+    """
 
     def __init__(self, at: str, num_experts: int, build: Build) -> None:
         super().__init__()
         self.at, self.device = at, build.device
         self.kernel, self.expert_map = build.kernels.experts, None
         self.num_experts = num_experts if build.experts is None else len(build.experts)
+        self.in_place = "in place" in build.kernels.features("experts")
+        self.shapes, self.dtype = {name: build.shape(f"{at}.{name}") for name in ("gate_up", "down")}, build.dtype
         if build.experts is not None:
             own = {expert: place for place, expert in enumerate(build.experts)}
             places = [own.get(expert, -1) for expert in range(num_experts)]
@@ -65,8 +70,23 @@ class Experts(nn.Module):
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """See `Loads`."""
         if self.packed is None:
-            self.packed = self.kernel.empty(self.num_experts, tensors["gate_up"], tensors["down"], self.device)
+            self.packed = self._empty()
         self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"])
+
+    def destination(self) -> dict[str, Tensor] | None:
+        """See `LoadsInPlace`."""
+        if not self.in_place:
+            return None
+        if self.packed is None:
+            self.packed = self._empty()
+        return dict(zip(("gate_up", "down"), (one.flatten(0, 1) for one in self.kernel.destination(self.packed)),
+                        strict=True))  # fmt: skip
+
+    def _empty(self) -> object:
+        """Memory for the experts; they are described by tensors without memory."""
+        one = (torch.empty(rows // self.num_experts, width, dtype=self.dtype, device="meta")
+               for rows, width in (self.shapes["gate_up"], self.shapes["down"]))  # fmt: skip
+        return self.kernel.empty(self.num_experts, *one, self.device)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None,
                 *join: Callable[[], bool]) -> Tensor:

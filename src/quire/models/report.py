@@ -205,6 +205,12 @@ class PlanReport:
             return self.plan.linears
         return linear_plans(self.plan.args, self.layout, self.plan.kernels)
 
+    @cached_property
+    def _in_place(self) -> bool:
+        """True where experts are loaded to where they stay."""
+        elsewhere = self.plan.config.load.load_device == "cpu" != self.plan.machine.device
+        return not elsewhere and "experts" in self._chosen and "in place" in self._chosen["experts"].features
+
     def _qualified(self, function: str, parameters: Iterable[str]) -> str:
         """"linear.run" -> the function of the implementation that is planned for what reads these parameters."""
         op, _, rest = function.partition(".")
@@ -244,7 +250,7 @@ class PlanReport:
 
     def _weight(self, param: Param, run: str, linear: Collection[str]) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"
-        pack = pack_function(self.plan.args, param.name, linear)
+        pack = pack_function(self.plan.args, param.name, linear, self._in_place)
         steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack, [param.name]), "run": run}
         quantized = self._is_quantized(param)
         method = "float8_e4m3" if self._block else self.plan.quantization.get("quant_method", "")
