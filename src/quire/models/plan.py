@@ -13,13 +13,13 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
-from quire.config.missing import Missing, missing_features
+from quire.config.missing import Missing, check_missing, missing_features
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel, ranks
 from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_memory
 from quire.config.resolve_cuda import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
-from quire.contracts.errors import ConfigError, UnsupportedModel
+from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice, Needs, Probe, choose_kernels, objection
@@ -77,8 +77,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_runnable(self) -> None:
         """Refuse a plan with missing features, in the words of the first. Raises UnsupportedModel."""
-        if self.missing:
-            raise UnsupportedModel(self.missing[0].reason)
+        check_missing(self.missing)
 
 
 def resolve_engine(
