@@ -11,13 +11,14 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
 from quire.config.resolve import DTypePlan
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.params import Param, Part, RawTensor
-from quire.kernels.select import here
+from quire.kernels.select import Needs, Probe, here
 from quire.layers.context import Build, Loads
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.models.build import build_model
-from quire.models.plan import EnginePlan, Machine, resolve_engine
+from quire.models.plan import EnginePlan, Machine, moe_plans, resolve_engine
 from quire.weights.units import load_units
 
 
@@ -33,6 +34,14 @@ def planned(args: ModelArgs, dtype: str = "float32", *, forced: dict[str, str] |
 def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:
     """A model without weights on this CPU; `asked` as of `planned`."""
     return build_model(planned(args, dtype, **asked))
+
+
+def experts_plan(args: ModelArgs, dtype: str = "float32", device: str = "cpu", forced: str = "",
+                 probe: Probe = here) -> MoEPlan | None:  # fmt: skip
+    """The plan of the layers with experts, if there are any, on one rank."""
+    plan = moe_plans(args, Needs(device=device, dtype=dtype), probe, forced=forced).get("decode")
+    assert not isinstance(plan, str), plan
+    return plan
 
 
 def fill(model: Model, make: Callable[[RawTensor], Tensor]) -> None:

@@ -29,7 +29,7 @@ from quire.worker.sampling_table import SamplingTable
 from quire.worker.slots import SlotTables
 from quire.worker.worker import Worker
 
-from ..filled_models import fill, normal
+from ..filled_models import experts_plan, fill, normal
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -84,7 +84,7 @@ def make_model(device: str) -> Model:
     kernels = select_kernels(device, "float32", ops=operations(args), head_dim=args.head_dim)
     params = layout(args)
     build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices))  # fmt: skip
+                  linear_plans(args, params, kernels.choices), moe=experts_plan(args, device=device))  # fmt: skip
     model = Decoder(args, params, build)
     fill(model, normal(0.3))
     return model

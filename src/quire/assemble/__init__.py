@@ -179,6 +179,7 @@ def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:
         vocab_size=plan.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
+               "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
                "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans,
     )
     root = namespace_digest(

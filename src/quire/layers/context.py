@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.linear.plan import LinearPlan
@@ -23,6 +24,7 @@ class Build:
     linears   plans of linear layers, by the names of the layers
     experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
     sum_tp    adds up the partial results of the ranks that cut a layer; None: this rank has all of it
+    moe       the plan of layers with experts; None without them
     """
 
     dtype: torch.dtype
@@ -32,6 +34,7 @@ class Build:
     linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
     sum_tp: Sum | None = None
+    moe: MoEPlan | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Local shape of a parameter."""

@@ -140,6 +140,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> Counte
     """Wrap every public function of the modules that were chosen."""
     counts, inside = Counter[str](), list[str]()
     chosen = {f"{choice['op']}.{choice['name']}" for choice in plan["kernels"]}
+    chosen |= {f"experts.{one['experts']}" for one in plan["moe"].values()}
     for kernel in chosen | {"linear.ref"}:  # of routers whose scores are exact
         module = importlib.import_module(f"quire.kernels.{kernel}")
         for name, function in vars(module).copy().items():

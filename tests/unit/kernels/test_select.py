@@ -120,9 +120,9 @@ def test_wider_heads_than_an_implementation_can() -> None:
 def test_kernels_of_a_model() -> None:
     kernels = select_kernels("cpu", "float32", forced={"linear": "ref"})
     assert [choice.op for choice in kernels.choices] == list(DENSE)
-    assert kernels.linear.__name__.endswith("linear.ref") and kernels.experts is None
+    assert kernels.linear.__name__.endswith("linear.ref") and kernels.routing is None
     assert kernels.attention is (cpu if here("native") else native)
-    assert kernels.features("linear") == ("exact",) and kernels.features("experts") == ()
+    assert kernels.features("linear") == ("exact",) and kernels.features("routing") == ()
     with pytest.raises(ConfigError, match="lineer"):
         select_kernels("cpu", "float32", forced={"lineer": "ref"})
     with pytest.raises(ConfigError, match="experts.*in this model"):

@@ -233,7 +233,7 @@ class Operations(TorchDispatchMode):
 
 def operations(load: Callable[[Any], object], num_experts: int) -> int:
     """The operations that fill a model whose layers keep experts as they are stored."""
-    model = built(parse_checkpoint_config(MOE | {"num_experts": num_experts}))
+    model = built(parse_checkpoint_config(MOE | {"num_experts": num_experts}), forced={"experts": "ref"})
     with Operations() as counted:
         load(model)
     return counted.count
@@ -254,13 +254,13 @@ def test_experts_in_place_are_neither_copied_nor_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str
 ) -> None:
     """What a layer computes with is the memory that was filled; only other modules are handed to their layers."""
-    tensors, model = write_weights(tmp_path, build_moe()), built(build_moe().args)
+    tensors, model = write_weights(tmp_path, build_moe()), built(build_moe().args, forced={"experts": "ref"})
     layer: Any = model.layers[1]
     room, take, taken = model.destination("layers.1.mlp.experts"), model.take, list[str]()
     monkeypatch.setattr(model, "take", lambda module, *given: taken.append(module) or take(module, *given))
     load_dummy(model) if load == "dummy" else load_weights(model, tmp_path)
     assert room is not None and "layers.1.mlp.experts" not in taken and "layers.1.mlp.router" in taken
-    gate_up, down = layer.mlp.experts.kernel.destination(layer.mlp.experts.packed)
+    gate_up, down = layer.mlp.experts.packed
     assert gate_up.data_ptr() == room["gate_up"].data_ptr() and down.data_ptr() == room["down"].data_ptr()
     for expert in range(6):
         at = f"model.layers.1.mlp.experts.{expert}."
