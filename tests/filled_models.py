@@ -13,7 +13,7 @@ from quire.config.placement import ALONE, Parallel
 from quire.config.resolve import DTypePlan
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.params import Param, Part, RawTensor
-from quire.kernels.select import Needs, Probe, here
+from quire.kernels.select import KernelNeeds, Probe, here
 from quire.layers.context import Build, Loads
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
@@ -39,7 +39,7 @@ def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:
 def experts_plan(args: ModelArgs, dtype: str = "float32", device: str = "cpu", forced: str = "",
                  probe: Probe = here) -> MoEPlan | None:  # fmt: skip
     """The plan of the layers with experts, if there are any, on one rank."""
-    plan = moe_plans(args, Needs(device=device, dtype=dtype), probe, forced=forced).get("decode")
+    plan = moe_plans(args, KernelNeeds(device=device, dtype=dtype), probe, forced=forced).get("decode")
     assert not isinstance(plan, str), plan
     return plan
 

@@ -18,7 +18,7 @@ Probe = Callable[[str], str]  # a key of NEEDS -> why there is none, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class KernelNeeds:
     """What a model asks of an operation. `features` are words of the operation's `__init__` (window, sinks, ...).
 
     head_dim   of its attention heads; 0: does not matter
@@ -74,7 +74,7 @@ def here(need: str) -> str:
     return why
 
 
-def objection(support: Support, needs: Needs, probe: Probe = here) -> str:
+def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
     """Why an implementation cannot serve `needs`; "" when it can. The machine is asked last."""
     if needs.device not in support.devices:
         return f"runs on {', '.join(sorted(support.devices))}, not on {needs.device}"
@@ -94,7 +94,7 @@ def features(support: Support, probe: Probe = here) -> tuple[str, ...]:
     return tuple(sorted(support.features.union(*extra)))
 
 
-def select(op: str, needs: Needs, forced: str | None = None, probe: Probe = here) -> Choice:
+def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe = here) -> Choice:
     """The best implementation of `op` for `needs`, or `forced`.
 
     Raises ConfigError when `forced` does not exist or cannot serve the needs, with the reasons for every candidate.
@@ -126,7 +126,7 @@ def choose_kernels(
     unknown = sorted(set(forced) - set(ops))
     if unknown:
         raise ConfigError(f"operation {unknown[0]!r} does not exist in this model (one of {', '.join(ops)}).")
-    needs = Needs(device=device, dtype=dtype)
+    needs = KernelNeeds(device=device, dtype=dtype)
     attention = replace(needs, features=attention_features, head_dim=head_dim)
     return tuple(select(op, attention if op == "attention" else needs, forced.get(op), probe) for op in ops)
 
@@ -146,5 +146,5 @@ def load_kernel(op: str, name: str) -> ModuleType:
     return importlib.import_module(f"quire.kernels.{op}.{name}")
 
 
-def _words(needs: Needs) -> str:
+def _words(needs: KernelNeeds) -> str:
     return " ".join([needs.dtype, "on", needs.device, *(f"with {feature}" for feature in sorted(needs.features))])

@@ -22,7 +22,7 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
 from quire.kernels.linear.plan import LinearPlan
-from quire.kernels.select import Choice, Needs, Probe, choose_kernels, features, here, objection
+from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, features, here, objection
 from quire.kernels.supports import SUPPORTS
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
@@ -112,7 +112,7 @@ def resolve_engine(
     experts = forced.pop("experts", "") if args.moe else ""
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, forced=forced,
                              probe=probe)  # fmt: skip
-    moe = moe_plans(args, Needs(device=device, dtype=dtype.dtype), probe, parallel=parallel, forced=experts,
+    moe = moe_plans(args, KernelNeeds(device=device, dtype=dtype.dtype), probe, parallel=parallel, forced=experts,
                     quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
     by_triton = device == "cuda" and not probe("triton")
     if device == "cuda":
@@ -141,7 +141,7 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
                           max_num_seqs=config.scheduler.sequences(), free_bytes=measured)  # fmt: skip
 
 
-def moe_plans(args: ModelArgs, needs: Needs, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
+def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
               quantization: str = "unquantized") -> dict[str, MoEPlan | str]:  # fmt: skip
     """The plan of the experts in each phase, or why there is none; {} for a model without experts.
 

@@ -71,7 +71,7 @@ class Chunk:
     num_bytes: int = 0
 
 
-class ChunkWriter:
+class ReadChunker:
     """Cuts reads into chunks of at most `size` bytes; no element is cut in two."""
 
     def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:

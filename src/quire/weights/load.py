@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.contracts.params import Part
 from quire.layers.stack import Model
 from quire.weights.files import StoredTensor, read_checkpoint
-from quire.weights.lanes import ChunkWriter, Lanes, OpenUnit
+from quire.weights.lanes import Lanes, OpenUnit, ReadChunker
 from quire.weights.match import match_tensors
 from quire.weights.units import LoadUnit
 from quire.weights.unpacked import Unpacked
@@ -69,10 +69,10 @@ def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None
 
 
 def _run(units: deque[LoadUnit], unpacked: Unpacked, lanes: Lanes,
-         open_unit: "Callable[[LoadUnit, ChunkWriter], OpenUnit]", tell: Callable[[], None]) -> None:
+         open_unit: "Callable[[LoadUnit, ReadChunker], OpenUnit]", tell: Callable[[], None]) -> None:
     """Open units as far as there is room for them, and pack each as soon as it is complete."""
     most, under_way, missing = 2 * max(unit.num_elements for unit in units), 0, len(units)
-    chunks = ChunkWriter(lanes.add, lanes.chunk_bytes)
+    chunks = ReadChunker(lanes.add, lanes.chunk_bytes)
     tell()
     while missing:
         while units and (not under_way or under_way + units[0].num_elements <= most):
@@ -86,7 +86,7 @@ def _run(units: deque[LoadUnit], unpacked: Unpacked, lanes: Lanes,
         tell()
 
 
-def _open(unit: LoadUnit, tensors: dict[str, Tensor], chunks: ChunkWriter,
+def _open(unit: LoadUnit, tensors: dict[str, Tensor], chunks: ReadChunker,
           headers: Mapping[str, StoredTensor]) -> OpenUnit:
     """Plan the reads that fill a unit's tensors, in the order in which they lie in the files."""
     reads: list[tuple[StoredTensor, Part, Tensor, int]] = []

@@ -14,7 +14,7 @@ from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
 from quire.models.layout import layout
 from quire.weights import lanes
-from quire.weights.lanes import Chunk, ChunkWriter, Lanes, OpenUnit
+from quire.weights.lanes import Chunk, Lanes, OpenUnit, ReadChunker
 from quire.weights.load import LoadReport, load_weights
 from quire.weights.units import LoadUnit
 
@@ -65,7 +65,7 @@ def test_every_tensor_arrives(
 def test_chunks_are_runs_of_whole_elements(size: int) -> None:
     """Runs of two files, of types of 2 and 4 bytes, some of which go on where the one before them ends."""
     chunks: list[Chunk] = []
-    writer, first, second = ChunkWriter(chunks.append, size), Path("a"), Path("b")
+    writer, first, second = ReadChunker(chunks.append, size), Path("a"), Path("b")
     reads = [(first, 0, 60, torch.float32), (first, 60, 30, torch.bfloat16), (first, 100, 200, torch.bfloat16),
              (second, 300, 4, torch.float32)]  # fmt: skip
     units, targets = [], []
@@ -88,7 +88,7 @@ def test_chunks_are_runs_of_whole_elements(size: int) -> None:
 def test_neighbours_in_a_file_that_are_neighbours_of_a_target_are_one_piece() -> None:
     """Gate and up of an expert, unless their types differ."""
     chunks: list[Chunk] = []
-    writer, target, unit = ChunkWriter(chunks.append, 1 << 10), torch.zeros(12), OpenUnit(UNIT, {}, 44)
+    writer, target, unit = ReadChunker(chunks.append, 1 << 10), torch.zeros(12), OpenUnit(UNIT, {}, 44)
     writer.add(unit, Path("a"), [(8, 16)], target, torch.float32, first=2)
     writer.add(unit, Path("a"), [(24, 16)], target, torch.float32, first=6)
     writer.add(unit, Path("a"), [(40, 4)], target, torch.bfloat16, first=10)
@@ -99,7 +99,7 @@ def test_neighbours_in_a_file_that_are_neighbours_of_a_target_are_one_piece() ->
 
 def test_columns_are_one_piece_of_many_runs() -> None:
     chunks: list[Chunk] = []
-    writer = ChunkWriter(chunks.append, 1 << 10)
+    writer = ReadChunker(chunks.append, 1 << 10)
     writer.add(OpenUnit(UNIT, {}, 24), Path("a"), [(8, 8), (40, 8), (72, 8)], torch.zeros(6), torch.float32)
     writer.flush()
     (chunk,) = chunks
