@@ -29,7 +29,7 @@ from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 from quire.worker.runner import StepRunner
 
-from .filled_models import fill, normal
+from .filled_models import experts_plan, fill, normal
 from .naive_runner import NaiveRunner, agree
 
 CPU = torch.device("cpu")
@@ -77,6 +77,7 @@ def make_model(args: ModelArgs, target: str = "cpu", *, plain: bool = False, dty
     params = layout(args)
     build = Build(getattr(torch, dtype), CPU, kernels, {param.name: param for param in params},
                   linear_plans(args, params, kernels.choices),
+                  moe=experts_plan(args, dtype, target, "ref" if plain else ""),
                   kv_groups=kv_geometry(args, dtype, BLOCK, window).groups)  # fmt: skip
     model = Decoder(args, params, build)
     fill(model, normal(0.3))

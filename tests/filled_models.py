@@ -11,13 +11,14 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
 from quire.config.resolve import DTypePlan
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.params import Param, Part, RawTensor
-from quire.kernels.select import here
+from quire.kernels.select import KernelNeeds, Probe, here
 from quire.layers.context import Build, Loads
 from quire.layers.decoder import Decoder
 from quire.layers.stack import Model
 from quire.models.build import build_model
-from quire.models.plan import EnginePlan, Machine, resolve_engine
+from quire.models.plan import EnginePlan, Machine, moe_plans, resolve_engine
 from quire.weights.units import load_units
 
 
@@ -33,6 +34,14 @@ def planned(args: ModelArgs, dtype: str = "float32", *, forced: dict[str, str] |
 def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:
     """A model without weights on this CPU; `asked` as of `planned`."""
     return build_model(planned(args, dtype, **asked))
+
+
+def experts_plan(args: ModelArgs, dtype: str = "float32", device: str = "cpu", forced: str = "",
+                 probe: Probe = here) -> MoEPlan | None:  # fmt: skip
+    """The plan of the layers with experts, if there are any, on one rank."""
+    plan = moe_plans(args, KernelNeeds(device=device, dtype=dtype), probe, forced=forced).get("decode")
+    assert not isinstance(plan, str), plan
+    return plan
 
 
 def fill(model: Model, make: Callable[[RawTensor], Tensor]) -> None:
@@ -61,11 +70,11 @@ def _typed(model: Model, raw: RawTensor, tensor: Tensor) -> Tensor:
 
 class Taken:
     """A model as a loader sees it, which keeps the loaded tensors: "layers.0.mlp.down.weight" of modules,
-    "layers.0.mlp.experts.down" of experts, with those of all places stacked."""
+    "layers.0.mlp.experts.down" of experts, with those of all places stacked. in_place: experts have a destination."""
 
     def __init__(self, args: ModelArgs, layout: Sequence[Param], dtype: torch.dtype = torch.float32,
-                 device: str = "cpu", elsewhere: frozenset[str] = frozenset()) -> None:
-        self.args, self.layout, self.elsewhere = args, layout, elsewhere
+                 device: str = "cpu", elsewhere: frozenset[str] = frozenset(), in_place: bool = False) -> None:
+        self.args, self.layout, self.elsewhere, self.in_place = args, layout, elsewhere, in_place
         self.dtype, self.device = dtype, torch.device(device)
         self._taken: dict[str, list[Tensor]] = {}
 
@@ -75,6 +84,15 @@ class Taken:
             kept = self._taken.setdefault(f"{module}.{name}", [])
             assert len(kept) == place, "units come once and in order"
             kept.append(tensor)
+
+    def destination(self, module: str) -> dict[str, Tensor] | None:
+        """See `Model`: NaN until it is written."""
+        if not self.in_place or not module.endswith(".experts"):
+            return None
+        made = {param.name: torch.full(param.shape, torch.nan, dtype=self.dtype, device=self.device)
+                for param in self.layout if param.module == module}  # fmt: skip
+        self._taken |= {name: [tensor] for name, tensor in made.items()}
+        return {name.rpartition(".")[2]: tensor for name, tensor in made.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.entry.cli.table import format_table
-from quire.entry.front import FrontEnd, Limits
+from quire.entry.front import FrontEnd, FrontLimits
 from quire.entry.prompts import Prompt
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
@@ -146,7 +146,7 @@ class _Load:
         root = namespace_digest(model="bench", revision="", dtype="bfloat16", block_size=BLOCK_SIZE, geometry=geometry)
         allocator = KVAllocator(BlockPool(num_blocks), geometry, num_slots=case.num_running)
         self.core = EngineCore(self.executor, config, allocator, root_key=root)
-        limits = Limits(max_model_len=length, vocab_size=VOCAB_SIZE, max_logprobs=20, eos_ids=(EOS,))
+        limits = FrontLimits(max_model_len=length, vocab_size=VOCAB_SIZE, max_logprobs=20, eos_ids=(EOS,))
         self.front = FrontEnd(None, limits)
         self._num_started = 0
         self._record_plans = record_plans

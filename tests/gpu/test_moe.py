@@ -21,7 +21,7 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.worker.graphs import Graphs
 
-from ..filled_models import fill_layer
+from ..filled_models import experts_plan, fill_layer
 from ..tiny_models import Tiny, hf_config
 
 if triton_runtime.missing() or triton_runtime.INTERPRETED:
@@ -53,7 +53,8 @@ def build(args: ModelArgs, device: torch.device) -> Layers:
     kernels = select_kernels("cuda", "bfloat16", ops=operations(args), head_dim=args.head_dim)
     params, first = layout(args), min(args.moe.layers)
     built = Build(torch.bfloat16, device, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices))  # fmt: skip
+                  linear_plans(args, params, kernels.choices),
+                  moe=experts_plan(args, "bfloat16", "cuda"))  # fmt: skip
     layers = [(MoE(args, f"layers.{first}.mlp", built), RMSNorm("norm", args.norm_eps, built)) for _ in range(LAYERS)]
     for layer, norm in layers:
         fill_layer(layer, built, lambda raw: torch.randn(raw.shape) * raw.shape[-1] ** -0.5)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -31,7 +30,7 @@ from quire.models.plan import EnginePlan, Machine, resolve_engine
 from quire.models.report import PlanReport
 from quire.observe.progress import Progress
 from quire.platforms.cpu import read_cpu_facts
-from quire.platforms.cuda import read_cuda_facts
+from quire.platforms.cuda import CudaFacts, read_cuda_facts
 from quire.platforms.detect import DevicePlan, resolve_device
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
@@ -106,18 +105,20 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     device = resolve_device(config.device.device)
     folder, tokenizer_folder = resolve_folders(config)
     cpu = read_cpu_facts()
-    args, dtype = read_model(config, folder, device.device, cpu)
+    args, dtype, quantization = read_model(config, folder, device.device, cpu)
     torch.set_num_threads(config.device.num_threads or cpu.cores)
     phases.end("config")
     text = load_text(config, folder, tokenizer_folder=tokenizer_folder)
     phases.end("tokenizer")
-    obtain_weights(config, folder, args, dtype.dtype, cpu.free_memory if device.device == "cpu" else None)
+    gpu = read_cuda_facts() if device.device == "cuda" else None
+    plan = resolve_engine(config, folder, args, _machine(device, gpu), dtype, here, quantization=quantization,
+                          served=served)  # fmt: skip
+    plan.check_runnable()
+    obtain_weights(config, folder, args, dtype.dtype, None if gpu else cpu.free_memory)
     unread = () if config.load.load_format == "dummy" else unread_head(folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
-        parts = _build(partial(resolve_engine, config, folder, args, dtype=dtype, probe=here, served=served), device,
-                       on_loading or progress.update, phases.end)  # fmt: skip
-    plan = parts.plan
+        parts = _build(plan, gpu, on_loading or progress.update, phases.end)
     tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
     compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size, GrammarTrial(),
                                cpu.cores)  # fmt: skip
@@ -149,17 +150,19 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     )
 
 
-def _build(plan_for: Callable[..., EnginePlan], device: DevicePlan, on_loading: Loading,
-           end_phase: Callable[[str], None]) -> Parts:
-    """Plan the engine for this machine, and build it. `plan_for` makes the plan, given `machine`."""
-    if device.device == "cuda":
+def _machine(device: DevicePlan, gpu: CudaFacts | None) -> Machine:
+    if gpu is not None:
+        return Machine(device="cuda", words=f"{device}, {gpu}", total_memory=gpu.total_memory)
+    return Machine(device="cpu", words=str(device), total_memory=read_cpu_facts().total_memory)
+
+
+def _build(plan: EnginePlan, gpu: CudaFacts | None, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
+    """Build the engine of a plan on this machine."""
+    if gpu is not None:
         from quire.assemble.cuda import assemble_cuda
 
-        gpu = read_cuda_facts()
-        machine = Machine(device="cuda", words=f"{device}, {gpu}", total_memory=gpu.total_memory)
-        return assemble_cuda(plan_for(machine=machine), gpu, on_loading=on_loading, end_phase=end_phase)
-    machine = Machine(device="cpu", words=str(device), total_memory=read_cpu_facts().total_memory)
-    return assemble_plain(plan_for(machine=machine), on_loading=on_loading, end_phase=end_phase,
+        return assemble_cuda(plan, gpu, on_loading=on_loading, end_phase=end_phase)
+    return assemble_plain(plan, on_loading=on_loading, end_phase=end_phase,
                           free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
 
 
@@ -177,6 +180,7 @@ def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:
         vocab_size=plan.args.vocab_size,
         prompt_chunk=parts.prompt_chunk,
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
+               "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
                "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans,
     )
     root = namespace_digest(

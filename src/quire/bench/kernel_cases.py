@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from quire.bench.kernel_setup import FEW_ROWS, LOGIT_ROWS, Case, Pair, Result, Setup
+from quire.bench.kernel_setup import FEW_ROWS, LOGIT_ROWS, KernelCase, Pair, Result, Setup
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.contracts.sampling import SamplerSpec
@@ -41,7 +41,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
 EPS = 1e-6
 
 
-def norm_cases(setup: Setup) -> Iterator[Case]:
+def norm_cases(setup: Setup) -> Iterator[KernelCase]:
     """RMS norm of the hidden states."""
     dim = setup.args.hidden_size
 
@@ -50,11 +50,11 @@ def norm_cases(setup: Setup) -> Iterator[Case]:
         return Pair(lambda: setup.kernels.norm.rms_norm(x, weight, EPS), lambda: F.rms_norm(x, (dim,), weight, EPS))
 
     for rows in setup.rows:
-        yield Case(shape=f"{rows} x {dim}", num_bytes=(2 * rows + 1) * dim * setup.item, flops=4 * rows * dim,
-                   baseline="F.rms_norm", make=_made(pair, rows))
+        yield KernelCase(shape=f"{rows} x {dim}", num_bytes=(2 * rows + 1) * dim * setup.item, flops=4 * rows * dim,
+                         baseline="F.rms_norm", make=_made(pair, rows))
 
 
-def activation_cases(setup: Setup) -> Iterator[Case]:
+def activation_cases(setup: Setup) -> Iterator[KernelCase]:
     """silu(gate) * up."""
     size = setup.args.intermediate_size
 
@@ -63,11 +63,11 @@ def activation_cases(setup: Setup) -> Iterator[Case]:
         return Pair(lambda: setup.kernels.activation.silu_mul(x), lambda: F.silu(x[:, :size]) * x[:, size:])
 
     for rows in setup.rows:
-        yield Case(shape=f"{rows} x {size}", num_bytes=3 * rows * size * setup.item, flops=4 * rows * size,
-                   baseline="F.silu, mul", make=_made(pair, rows))
+        yield KernelCase(shape=f"{rows} x {size}", num_bytes=3 * rows * size * setup.item, flops=4 * rows * size,
+                         baseline="F.silu, mul", make=_made(pair, rows))
 
 
-def heads_cases(setup: Setup) -> Iterator[Case]:
+def heads_cases(setup: Setup) -> Iterator[KernelCase]:
     """Norm and rotation of the heads, and their keys and values into the cache, which is compared, too."""
     args, size = setup.args, setup.block_size
     heads, kv_heads, dim = args.num_heads, args.num_kv_heads, args.head_dim
@@ -102,11 +102,11 @@ def heads_cases(setup: Setup) -> Iterator[Case]:
 
     for rows in setup.rows:
         moved = rows * dim * (2 * (turned + kv_heads) + 2) * setup.item + 8 * rows
-        yield Case(shape=f"{rows} x {heads}+{kv_heads}x{dim}", num_bytes=moved, flops=10 * rows * turned * dim,
-                   baseline="PyTorch, 10 calls", make=partial(pairs, rows))
+        yield KernelCase(shape=f"{rows} x {heads}+{kv_heads}x{dim}", num_bytes=moved, flops=10 * rows * turned * dim,
+                         baseline="PyTorch, 10 calls", make=partial(pairs, rows))
 
 
-def linear_cases(setup: Setup) -> Iterator[Case]:
+def linear_cases(setup: Setup) -> Iterator[KernelCase]:
     """Every projection of a layer, and the head."""
     kernel, shapes = setup.kernels.linear, _weights(setup.args)
 
@@ -122,11 +122,12 @@ def linear_cases(setup: Setup) -> Iterator[Case]:
             if name == "head" and rows > LOGIT_ROWS:
                 continue
             out = 4 if name == "head" else setup.item
-            yield Case(shape=f"{name} {rows} x {k} -> {n}", num_bytes=(n * k + rows * k) * setup.item + rows * n * out,
-                       flops=2 * rows * n * k, baseline="F.linear", make=_made(pair, name, rows))
+            yield KernelCase(shape=f"{name} {rows} x {k} -> {n}",
+                             num_bytes=(n * k + rows * k) * setup.item + rows * n * out,
+                             flops=2 * rows * n * k, baseline="F.linear", make=_made(pair, name, rows))
 
 
-def layer_cases(setup: Setup) -> Iterator[Case]:
+def layer_cases(setup: Setup) -> Iterator[KernelCase]:
     """Projections with the norm, the gate or the sum around them, as a decoder's layer runs them for few rows."""
     shapes = _weights(setup.args)
     build = setup.build(*(Param(f"{name}.weight", shape, ()) for name, shape in shapes.items()))
@@ -149,11 +150,12 @@ def layer_cases(setup: Setup) -> Iterator[Case]:
         n, k = shapes[name]
         for rows in (rows for rows in setup.rows if rows <= FEW_ROWS):
             other = {"norm": k + rows * n, "add": 2 * rows * n, "norm, gate": k + rows * n // 2}[words]
-            yield Case(shape=f"{name} ({words}) {rows} x {k} -> {n}", num_bytes=(n * k + rows * k + other) * setup.item,
-                       flops=2 * rows * n * k, baseline=f"F.linear, {words}", make=_made(pair, name, rows))
+            yield KernelCase(shape=f"{name} ({words}) {rows} x {k} -> {n}",
+                             num_bytes=(n * k + rows * k + other) * setup.item,
+                             flops=2 * rows * n * k, baseline=f"F.linear, {words}", make=_made(pair, name, rows))
 
 
-def embedding_cases(setup: Setup) -> Iterator[Case]:
+def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
     """Rows of the embedding."""
     vocab, dim = setup.args.vocab_size, setup.args.hidden_size
     build, weight = setup.build(Param("embed.weight", (vocab, dim), ())), setup.randn(vocab, dim)
@@ -165,22 +167,22 @@ def embedding_cases(setup: Setup) -> Iterator[Case]:
         return Pair(lambda: layer(ids), lambda: F.embedding(ids, weight))
 
     for rows in setup.rows:
-        yield Case(shape=f"{rows} x {dim} of {vocab}", num_bytes=rows * (2 * dim * setup.item + 8),
-                   baseline="F.embedding", make=_made(pair, rows))
+        yield KernelCase(shape=f"{rows} x {dim} of {vocab}", num_bytes=rows * (2 * dim * setup.item + 8),
+                         baseline="F.embedding", make=_made(pair, rows))
 
 
-def attention_cases(setup: Setup) -> Iterator[Case]:
+def attention_cases(setup: Setup) -> Iterator[KernelCase]:
     """Decodes, prompts and a chunk of a long prompt; the library reads keys and values that are not paged."""
     return (_attention_case(setup, sizes, 0) for sizes in setup.steps)
 
 
-def shared_cases(setup: Setup) -> Iterator[Case]:
+def shared_cases(setup: Setup) -> Iterator[KernelCase]:
     """Decodes whose contexts begin alike, beside the same kernel without being told."""
     return (_attention_case(setup, (seqs, 1, context), prefix // setup.block_size)
             for seqs, context, prefix in setup.shared)
 
 
-def _attention_case(setup: Setup, sizes: tuple[int, int, int], front: int) -> Case:
+def _attention_case(setup: Setup, sizes: tuple[int, int, int], front: int) -> KernelCase:
     """Sequences, new tokens and context of each; `front`: the blocks that all begin with."""
     (seqs, new, context), size, device = sizes, setup.block_size, setup.device
     heads, kv_heads, dim = setup.args.num_heads, setup.args.num_kv_heads, setup.args.head_dim
@@ -203,9 +205,10 @@ def _attention_case(setup: Setup, sizes: tuple[int, int, int], front: int) -> Ca
     seen = new * context - new * (new - 1) // 2  # positions that the rows of one sequence attend to
     read = seqs * context - (seqs - 1) * front * size
     alike = f", {front * size} shared" if front else ""
-    return Case(shape=f"{seqs} x {new} of {context}{alike}, {heads}/{kv_heads}x{dim}",
-                num_bytes=2 * (kv_heads * read + heads * seqs * new) * dim * setup.item,
-                flops=4 * seqs * heads * dim * seen, baseline="not shared" if front else "SDPA, unpaged", make=pairs)
+    return KernelCase(shape=f"{seqs} x {new} of {context}{alike}, {heads}/{kv_heads}x{dim}",
+                      num_bytes=2 * (kv_heads * read + heads * seqs * new) * dim * setup.item,
+                      flops=4 * seqs * heads * dim * seen, baseline="not shared" if front else "SDPA, unpaged",
+                      make=pairs)
 
 
 def _attention_pair(setup: Setup, kv: KVView, meta: AttentionMeta, sizes: tuple[int, int, int]) -> Pair:
@@ -225,7 +228,7 @@ def _attention_pair(setup: Setup, kv: KVView, meta: AttentionMeta, sizes: tuple[
     return Pair(run, library if meta.shared is None else alone, library)
 
 
-def sampler_cases(setup: Setup) -> Iterator[Case]:
+def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
     """A token for each row of logits; the reference is the CPU's sampler, because the library draws other noise."""
     vocab, device = setup.args.vocab_size, setup.device
 
@@ -251,8 +254,8 @@ def sampler_cases(setup: Setup) -> Iterator[Case]:
 
     for kind, (_, library) in SAMPLING.items():
         for rows in (rows for rows in setup.rows if rows <= LOGIT_ROWS):
-            yield Case(shape=f"{kind} {rows} x {vocab}", num_bytes=rows * (4 * vocab + 8), baseline=library,
-                       make=partial(pairs, kind, rows))
+            yield KernelCase(shape=f"{kind} {rows} x {vocab}", num_bytes=rows * (4 * vocab + 8), baseline=library,
+                             make=partial(pairs, kind, rows))
 
 
 def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
@@ -270,11 +273,11 @@ def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
     return (ids.gather(1, drawn) if narrow else drawn).squeeze(1)
 
 
-def step_cases(setup: Setup) -> Iterator[Case]:
+def step_cases(setup: Setup) -> Iterator[KernelCase]:
     """What surrounds a forward pass: every sequence's new block and length into the tables, the inputs, the results."""
     for seqs, new, context in setup.steps:
-        yield Case(shape=f"{seqs} x {new} of {context}", num_bytes=28 * seqs * new + 200 * seqs,
-                   make=_made(_step_pair, setup, seqs, new, context))
+        yield KernelCase(shape=f"{seqs} x {new} of {context}", num_bytes=28 * seqs * new + 200 * seqs,
+                         make=_made(_step_pair, setup, seqs, new, context))
 
 
 def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
@@ -326,7 +329,7 @@ def _made(pair: Callable[..., Pair], *given: Any) -> Callable[[int], list[Pair]]
     return lambda count: [pair(*given) for _ in range(count)]
 
 
-OPERATIONS: dict[str, Callable[[Setup], Iterator[Case]]] = {
+OPERATIONS: dict[str, Callable[[Setup], Iterator[KernelCase]]] = {
     "norm": norm_cases, "heads": heads_cases, "activation": activation_cases, "linear": linear_cases,
     "layer": layer_cases, "embedding": embedding_cases, "attention": attention_cases, "shared": shared_cases,
     "sampler": sampler_cases, "step": step_cases}

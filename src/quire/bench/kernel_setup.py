@@ -36,7 +36,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class KernelCase:
     """An operation at one shape. `make(n)` gives n pairs on inputs of their own; `num_bytes` and `flops` of one."""
 
     shape: str

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.bench.kernel_cases import OPERATIONS
-from quire.bench.kernel_setup import Case, Pair, Result, Setup
+from quire.bench.kernel_setup import KernelCase, Pair, Result, Setup
 from quire.bench.workload import model_folder
 from quire.config.checkpoint import read_checkpoint_config
 from quire.config.resolve import CPU_BLOCK_SIZE
@@ -42,7 +42,7 @@ class Rates:
     memory: float
     matrix: float
 
-    def floor(self, case: Case) -> float:
+    def floor(self, case: KernelCase) -> float:
         """Seconds that no kernel can beat."""
         return max(case.num_bytes / self.memory, case.flops / self.matrix)
 
@@ -95,7 +95,7 @@ def _untimed(setup: Setup, op: str, kernel: str) -> str:
     return "only the reference, which is not timed" if op in ROW_BY_ROW and kernel == "ref" else ""
 
 
-def _measure(setup: Setup, case: Case, rates: Rates) -> dict[str, Any]:
+def _measure(setup: Setup, case: KernelCase, rates: Rates) -> dict[str, Any]:
     count = max(2, min(MAX_SETS, math.ceil(ROTATED / case.num_bytes))) if setup.device.type == "cuda" else 2
     pairs = case.make(count)
     if wrong := _difference(pairs[0], case.baseline, TOLERANCE[setup.dtype]):

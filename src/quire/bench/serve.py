@@ -37,7 +37,7 @@ class Pace:
 
 
 @dataclass(kw_only=True)
-class Run:
+class LoadRun:
     """The requests that ended; those that an interrupt cut off are not among them."""
 
     records: list[Record] = field(default_factory=list)
@@ -46,9 +46,9 @@ class Run:
     interrupted: bool = False
 
 
-async def drive(client: Client, asks: Sequence[Ask], pace: Pace, on_end: Callable[[], None] = lambda: None) -> Run:
+async def drive(client: Client, asks: Sequence[Ask], pace: Pace, on_end: Callable[[], None] = lambda: None) -> LoadRun:
     """Send every request at its time and wait for all; Ctrl-C ends it early and keeps what there is."""
-    run, stop = Run(), asyncio.Event()
+    run, stop = LoadRun(), asyncio.Event()
     gate = asyncio.Semaphore(pace.max_concurrency or len(asks) or 1)
     loop = asyncio.get_running_loop()
     with suppress(NotImplementedError):  # a loop without signal support; Ctrl-C then ends the program
@@ -95,7 +95,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     return bounds
 
 
-def summarize(run: Run, percentiles: Sequence[float], goodput: dict[str, float]) -> dict[str, Any]:
+def summarize(run: LoadRun, percentiles: Sequence[float], goodput: dict[str, float]) -> dict[str, Any]:
     """The result of a run: counts, rates per second, latencies in milliseconds, the client's own cost."""
     done = [record for record in run.records if record.error is None]
     seconds, num_events = max(run.seconds, 1e-9), sum(record.num_events for record in run.records)

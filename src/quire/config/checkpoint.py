@@ -14,7 +14,7 @@ from typing import Any
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
 from quire.config.keys import count, flag, names, positive, size
 from quire.config.latent import LATENT_FAMILIES, LATENT_KEYS, LatentArgs, read_latent
-from quire.config.quantized import missing_format, read_quantization
+from quire.config.quantized import read_quantization
 from quire.config.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
@@ -148,17 +148,11 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json", *,
-                            allow_quantized: bool = False) -> ModelArgs:
-    """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors.
-
-    allow_quantized   read the sizes of a model whose weights cannot be run yet
-    """
+def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
+    """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors."""
     keys = {key: value for key, value in raw.items()}
     model_type, family, headless = _find_family(keys, source)
-    quantization = read_quantization(keys, source)
-    if not allow_quantized and (missing := missing_format(quantization)):
-        raise UnsupportedModel(f"{source}: {missing}")
+    read_quantization(keys, source)  # its mistakes; what it asks for is in the plan
     _refuse_math(keys, family, source)
     hidden = size(keys, "hidden_size", source)
     heads = size(keys, "num_attention_heads", source)

@@ -1,14 +1,15 @@
 """Features that `quire explain` plans and the engine cannot run yet, in the words of `quire serve`'s refusals.
 
-The table of flags and the reader of quantized checkpoints decide; a feature leaves this list when they accept it.
+The table of flags and `missing_format` decide; a feature leaves this list when they accept it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.config.peer_flags import ON, refusal
 from quire.config.placement import Parallel
 from quire.config.quantized import missing_format
+from quire.contracts.errors import UnsupportedModel
 
 EXPERTS = "--enable-expert-parallel"
 
@@ -32,6 +33,12 @@ def missing_features(parallel: Parallel, quantization: Mapping[str, Any]) -> tup
         found.append((f"expert parallelism ({EXPERTS})", refusal(EXPERTS, ON)))
     found.append((f"{quantization.get('quant_method')} weights", missing_format(quantization)))
     return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
+
+
+def check_missing(missing: Sequence[Missing]) -> None:
+    """Refuse an engine that needs these features, in the words of the first. Raises UnsupportedModel."""
+    if missing:
+        raise UnsupportedModel(missing[0].reason)
 
 
 def not_runnable(missing: Iterable[str]) -> str:

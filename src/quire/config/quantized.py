@@ -28,8 +28,8 @@ def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def missing_format(quantization: Mapping[str, Any]) -> str:
     """Why weights of this quantization_config cannot be run yet, and what to do; "" where they can."""
-    return quantization and (f"{KEY} asks for {quantization['quant_method']!r}, which is not implemented yet: use the "
-                             "unquantized checkpoint of this model.") or ""
+    return quantization and (f"config.json: {KEY} asks for {quantization['quant_method']!r}, which is not implemented "
+                             "yet: use the unquantized checkpoint of this model.") or ""
 
 
 def format_words(quantization: Mapping[str, Any]) -> str:

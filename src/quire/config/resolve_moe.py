@@ -5,7 +5,7 @@ layout of rows, the numbering of experts and who weighs the results, and where t
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.placement import Parallel
@@ -57,6 +57,7 @@ KERNELS: Mapping[str, ExpertsKernel] = {
     "triton": ExpertsKernel(),
     "grouped": ExpertsKernel(layouts=("flat", "grouped"), numberings=("global", "local", "none"),
                              weighs=("experts", "combine")),
+    "native": ExpertsKernel(capturable=False),
     "cpu": ExpertsKernel(capturable=False),
     "ref": ExpertsKernel(),
 }
@@ -64,16 +65,19 @@ KERNELS: Mapping[str, ExpertsKernel] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A machine. `kernels`: implementations of `kernels/experts`, best first, and why each cannot run there, or ""."""
+    """A machine. `kernels`: implementations of `kernels/experts`, best first, and why each cannot run there, or "";
+    `features`: what each can do beside what all can."""
 
     device: str
     kernels: tuple[tuple[str, str], ...]
+    features: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEPlan:
     """What the expert layers of a model do in one phase.
 
+    experts       the implementation of `kernels/experts`;  features  of it
     quantize_at   "nowhere" | "wire" | "experts";  weighs  "experts" | "combine", who also sums over k
     partial_over  groups of ranks whose results the caller has to sum; empty: the result is whole
     shared        the shared experts: "none"; "added" to the routed ones before any sum; "summed alone" over tp
@@ -83,6 +87,7 @@ class MoEPlan:
     phase: str
     dispatcher: str
     experts: str
+    features: tuple[str, ...]
     layout: str
     numbering: str
     quantize_at: str
@@ -125,7 +130,8 @@ def resolve_moe(model: ModelArgs, quantization: str, topology: Parallel, hardwar
     partial = tuple(group for group in sharing if group not in dispatcher.sums)
     shared = "added" if topology.tp == 1 or "tp" in partial else "summed alone"
     return MoEPlan(
-        phase=phase, dispatcher=chosen[0], experts=chosen[1], layout=dispatcher.layout,
+        phase=phase, dispatcher=chosen[0], experts=chosen[1], features=hardware.features.get(chosen[1], ()),
+        layout=dispatcher.layout,
         numbering=dispatcher.numbering, quantize_at=dict(kernel.formats)[quantization], weighs=dispatcher.weighs,
         partial_over=partial, shared=shared if model.moe.shared_size else "none",
         capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates)

@@ -34,7 +34,7 @@ LONGEST = 1e9  # seconds that a timeout may last
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class FrontLimits:
     """What the engine behind can take."""
 
     max_model_len: int
@@ -68,7 +68,7 @@ class Taken:
 class FrontEnd:
     """Keeps every live `Generation`; `start` gives the core its requests, `apply` takes the core's outputs."""
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: Limits, *, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._eos = frozenset(i for i in limits.eos_ids if i < limits.vocab_size)
@@ -80,7 +80,7 @@ class FrontEnd:
     def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
            eos_ids: tuple[int, ...]) -> Self:
         """The front end of an engine of these sizes."""
-        limits = Limits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
+        limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids,
                         by_priority=config.scheduler.scheduling_policy == "priority")
         return cls(tokenizer, limits, seed=config.model.seed)

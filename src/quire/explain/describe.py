@@ -59,7 +59,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)
     raw = read_raw_config(folder)
-    args = parse_checkpoint_config(raw, str(folder / "config.json"), allow_quantized=True)
+    args = parse_checkpoint_config(raw, str(folder / "config.json"))
     check_context(config.model, args.max_position_embeddings)
     check_parallel(args, parallel)
     check_routing(args, config.load.routing)

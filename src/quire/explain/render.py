@@ -137,9 +137,9 @@ def _kernels(branch: Tree, plan: Plan) -> None:
             _add(branch, one)
             continue
         result = f"to be summed over {' and '.join(one['partial_over'])}" if one["partial_over"] else "whole"
-        words = "dispatcher {dispatcher} ({layout} rows, {numbering} expert ids), kernel {experts}; routing weights "
-        words += f"applied by the {WEIGH[one['weighs']]}, shared experts {{shared}}, result {result}"
-        words = words.format(**one)
+        words = "dispatcher {dispatcher} ({layout} rows, {numbering} expert ids), kernel {experts}{can}; "
+        words += f"routing weights applied by the {WEIGH[one['weighs']]}, shared experts {{shared}}, result {result}"
+        words = words.format(**one, can=f" ({', '.join(one['features'])})" if one["features"] else "")
         node = _add(branch, f"experts in {phases}: {words}")
         for dispatcher, kernel, why in one["candidates"]:
             if why:

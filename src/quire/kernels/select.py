@@ -8,6 +8,7 @@ Knows nothing of how implementations work, and imports PyTorch only with those t
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 from quire.contracts.errors import ConfigError
@@ -17,7 +18,7 @@ Probe = Callable[[str], str]  # a key of NEEDS -> why there is none, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class KernelNeeds:
     """What a model asks of an operation. `features` are words of the operation's `__init__` (window, sinks, ...).
 
     head_dim   of its attention heads; 0: does not matter
@@ -47,7 +48,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The chosen implementation modules by operation, None for what the model has no use for; and the choices."""
+    """The chosen implementation modules by operation, None for what the model has no use for; and the choices.
+
+    The plan of the expert layers names the implementation of `experts`: it depends on the dispatcher.
+    """
 
     choices: tuple[Choice, ...]
     norm: Any = None
@@ -57,7 +61,6 @@ class Kernels:
     attention: Any = None
     latent: Any = None
     routing: Any = None
-    experts: Any = None
 
     def features(self, op: str) -> tuple[str, ...]:
         """What the implementation of `op` can do beside what all can; nothing where there is none."""
@@ -71,7 +74,7 @@ def here(need: str) -> str:
     return why
 
 
-def objection(support: Support, needs: Needs, probe: Probe = here) -> str:
+def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
     """Why an implementation cannot serve `needs`; "" when it can. The machine is asked last."""
     if needs.device not in support.devices:
         return f"runs on {', '.join(sorted(support.devices))}, not on {needs.device}"
@@ -85,7 +88,13 @@ def objection(support: Support, needs: Needs, probe: Probe = here) -> str:
     return next(filter(None, map(probe, (*support.needs, *support.typed.get(needs.dtype, ())))), "")
 
 
-def select(op: str, needs: Needs, forced: str | None = None, probe: Probe = here) -> Choice:
+def features(support: Support, probe: Probe = here) -> tuple[str, ...]:
+    """What an implementation can do on this machine beside what all can, sorted."""
+    extra = [words for need, words in support.extra.items() if not probe(need)]
+    return tuple(sorted(support.features.union(*extra)))
+
+
+def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe = here) -> Choice:
     """The best implementation of `op` for `needs`, or `forced`.
 
     Raises ConfigError when `forced` does not exist or cannot serve the needs, with the reasons for every candidate.
@@ -102,8 +111,7 @@ def select(op: str, needs: Needs, forced: str | None = None, probe: Probe = here
             rejected.append((name, why_not))
         else:
             reason = "asked for" if forced else "first that supports " + _words(needs)
-            extra = [words for need, words in support.extra.items() if not probe(need)]
-            return Choice(op, name, reason, tuple(rejected), tuple(sorted(support.features.union(*extra))))
+            return Choice(op, name, reason, tuple(rejected), features(support, probe))
     table = "; ".join(f"{name}: {why}" for name, why in rejected)
     raise ConfigError(f"no implementation of {op} serves {_words(needs)} ({table}).")
 
@@ -118,7 +126,7 @@ def choose_kernels(
     unknown = sorted(set(forced) - set(ops))
     if unknown:
         raise ConfigError(f"operation {unknown[0]!r} does not exist in this model (one of {', '.join(ops)}).")
-    needs = Needs(device=device, dtype=dtype)
+    needs = KernelNeeds(device=device, dtype=dtype)
     attention = replace(needs, features=attention_features, head_dim=head_dim)
     return tuple(select(op, attention if op == "attention" else needs, forced.get(op), probe) for op in ops)
 
@@ -130,9 +138,13 @@ def select_kernels(device: str, dtype: str, **asked: Any) -> Kernels:
 
 def load_kernels(choices: tuple[Choice, ...]) -> Kernels:
     """Import what was chosen."""
-    modules = {choice.op: importlib.import_module(f"quire.kernels.{choice.op}.{choice.name}") for choice in choices}
-    return Kernels(choices=choices, **modules)
+    return Kernels(choices=choices, **{choice.op: load_kernel(choice.op, choice.name) for choice in choices})
 
 
-def _words(needs: Needs) -> str:
+def load_kernel(op: str, name: str) -> ModuleType:
+    """Import an implementation."""
+    return importlib.import_module(f"quire.kernels.{op}.{name}")
+
+
+def _words(needs: KernelNeeds) -> str:
     return " ".join([needs.dtype, "on", needs.device, *(f"with {feature}" for feature in sorted(needs.features))])

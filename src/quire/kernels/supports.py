@@ -41,6 +41,7 @@ TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
 PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
 HOPPER = replace(TRITON, dtypes=_ALL - {"float32"}, needs=("hopper",))
 NATIVE = replace(PLAIN, needs=("native",))
+_STACKED = frozenset({"in place"})  # experts as they are stored
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
 # Operation -> its implementations, best first. Every one ends with the reference, which needs nothing.
@@ -73,11 +74,12 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "sampling": {"triton": TRITON, "ref": REFERENCE},
     "routing": {"triton": TRITON, "ref": REFERENCE},
     "experts": {
-        "hopper": replace(HOPPER, features=frozenset({"join"})),
-        "triton": replace(TRITON, features=frozenset({"join"})),
-        "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"})),
-        "cpu": PLAIN,
-        "ref": REFERENCE,
+        "hopper": replace(HOPPER, features=_STACKED | {"join"}),
+        "triton": replace(TRITON, features=_STACKED | {"join"}),
+        "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED),
+        "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), needs=("native AMX",)),
+        "cpu": replace(PLAIN, features=_STACKED),
+        "ref": replace(REFERENCE, features=_STACKED),
     },
 }  # fmt: skip
 DENSE = ("norm", "heads", "activation", "linear", "attention")  # operations of a model with plain layers

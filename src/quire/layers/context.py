@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from quire.config.resolve_moe import MoEPlan
 from quire.contracts.blocks import KVGroup
 from quire.contracts.params import Param
 from quire.kernels.attention import AttentionMeta, KVView
@@ -24,6 +25,7 @@ class Build:
     linears   plans of linear layers, by the names of the layers
     experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
     sum_tp    adds up the partial results of the ranks that cut a layer; None: this rank has all of it
+    moe       the plan of layers with experts; None without them
     kv_groups   of this rank's layers; (): all of them are one group, which sees everything
     """
 
@@ -34,6 +36,7 @@ class Build:
     linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
     sum_tp: Sum | None = None
+    moe: MoEPlan | None = None
     kv_groups: tuple[KVGroup, ...] = ()
 
     def group_of(self, layer: int) -> int:
@@ -63,6 +66,16 @@ class Loads(Protocol):
         """Pack the loaded tensors of a `LoadUnit`, by their names below the layer; the layer owns them from now on.
 
         Called once for each unit, with all tensors of it. `place`: of an expert on this rank, else 0.
+        """
+
+
+@runtime_checkable
+class LoadsInPlace(Loads, Protocol):
+    """A layer that can be loaded without a copy."""
+
+    def destination(self) -> dict[str, Tensor] | None:
+        """The memory in which the layer keeps its parameters, by their names below the layer and in their shapes. The
+        loader writes there instead of calling `take`. None where the layer's kernel has a layout of its own.
         """
 
 

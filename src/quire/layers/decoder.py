@@ -9,7 +9,7 @@ from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.kernels.attention import KVView
 from quire.layers.attention import Attention
-from quire.layers.context import Build, Loads, StepContext
+from quire.layers.context import Build, Loads, LoadsInPlace, StepContext
 from quire.layers.embedding import LMHead, VocabEmbedding
 from quire.layers.latent import LatentAttention
 from quire.layers.mlp import GatedMLP
@@ -41,7 +41,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model that every family is so far; without weights until `take` was called for each `LoadUnit`.
+    """The model that every family is so far; without weights until each `LoadUnit` was loaded.
 
     layout      the parameters of this rank;  dtype, device  of its activations
     elsewhere   tensors of the checkpoint that other ranks read
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm("norm", args.norm_eps, build)
         width = args.latent.rope_dim if args.latent else args.head_dim
         self.rotary = Rotary(args.rope, args.rotary_dim, build.device, width=width)
-        self._owners = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}
+        self._owners: dict[str, Loads] = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}
         lost = self._owners.keys() ^ {param.module for param in layout}
         assert not lost, f"layers and parameters differ: {sorted(lost)}"
 
@@ -67,3 +67,8 @@ class Decoder(nn.Module):
         """Give a layer the loaded tensors of a `LoadUnit`, which it packs."""
         with torch.no_grad():
             self._owners[module].take(tensors, place)
+
+    def destination(self, module: str) -> dict[str, Tensor] | None:
+        """See `Model`."""
+        owner = self._owners[module]
+        return owner.destination() if isinstance(owner, LoadsInPlace) else None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.experts import Routing
+from quire.kernels.select import load_kernel
 from quire.kernels.streams import Fork, side_stream
 from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear, add_sum
@@ -49,13 +50,19 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts this rank owns, stacked in the order of `Build.experts`; packed one by one as they are loaded."""
+    """The experts this rank owns, stacked in the order of `Build.experts`.
+
+    They are loaded to their places where the kernel can read them as they are stored, else packed one by one.
+    """
 
     def __init__(self, at: str, num_experts: int, build: Build) -> None:
         super().__init__()
+        assert build.moe is not None
         self.at, self.device = at, build.device
-        self.kernel, self.expert_map = build.kernels.experts, None
+        self.kernel, self.expert_map = load_kernel("experts", build.moe.experts), None
         self.num_experts = num_experts if build.experts is None else len(build.experts)
+        self.in_place = "in place" in build.moe.features
+        self.shapes, self.dtype = {name: build.shape(f"{at}.{name}") for name in ("gate_up", "down")}, build.dtype
         if build.experts is not None:
             own = {expert: place for place, expert in enumerate(build.experts)}
             places = [own.get(expert, -1) for expert in range(num_experts)]
@@ -65,8 +72,23 @@ class Experts(nn.Module):
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """See `Loads`."""
         if self.packed is None:
-            self.packed = self.kernel.empty(self.num_experts, tensors["gate_up"], tensors["down"], self.device)
+            self.packed = self._empty()
         self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"])
+
+    def destination(self) -> dict[str, Tensor] | None:
+        """See `LoadsInPlace`."""
+        if not self.in_place:
+            return None
+        if self.packed is None:
+            self.packed = self._empty()
+        return dict(zip(("gate_up", "down"), (one.flatten(0, 1) for one in self.kernel.destination(self.packed)),
+                        strict=True))  # fmt: skip
+
+    def _empty(self) -> object:
+        """Memory for the experts; they are described by tensors without memory."""
+        one = (torch.empty(rows // self.num_experts, width, dtype=self.dtype, device="meta")
+               for rows, width in (self.shapes["gate_up"], self.shapes["down"]))  # fmt: skip
+        return self.kernel.empty(self.num_experts, *one, self.device)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None,
                 *join: Callable[[], bool]) -> Tensor:
@@ -85,12 +107,12 @@ class MoE(nn.Module):
     def __init__(self, args: ModelArgs, at: str, build: Build) -> None:
         super().__init__()
         moe = args.moe
-        assert moe is not None
+        assert moe is not None and build.moe is not None
         self.router = Router(f"{at}.router", moe.routing, moe.router_float, build)
         self.experts = Experts(f"{at}.experts", moe.routing.num_experts, build)
         self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
-        can = build.device.type == "cuda" and "join" in build.kernels.features("experts")
+        can = build.device.type == "cuda" and "join" in build.moe.features
         self.sum_tp = build.sum_tp
         self.forks = can and self.shared is not None and self.sum_tp is None
         self.choose: Callable[[Tensor], Routed] | None = None

@@ -37,6 +37,9 @@ class Model(Protocol):
     def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
         """Give a layer the loaded tensors of a `LoadUnit`, which it packs; once for each, before the first step."""
 
+    def destination(self, module: str) -> dict[str, Tensor] | None:
+        """The memory in which a layer keeps its parameters, for a loader that writes there; None: it calls `take`."""
+
 
 def run_layers(
     model: Model,

@@ -30,6 +30,7 @@ def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = No
         dtype=getattr(torch, plan.dtype.dtype), device=torch.device(plan.machine.device), kernels=kernels,
         params={param.name: param for param in plan.params}, linears=plan.linears,
         experts=None if whole else tuple(range(*rank.experts)), sum_tp=sum_tp, kv_groups=plan.geometry.groups,
+        moe=plan.experts,
     )  # fmt: skip
     everything = frozenset(stored_names(layout(args))) if plan.mesh.parallel.size > 1 else frozenset()
     model = Decoder(args, plan.params, build, elsewhere=everything)

@@ -18,10 +18,13 @@ class Call(NamedTuple):
     when: str = ""
 
 
-def pack_function(args: ModelArgs, name: str, linear: Collection[str]) -> str:
-    """The function that packs a parameter for its kernel; "" where it stays as it is."""
+def pack_function(args: ModelArgs, name: str, linear: Collection[str], in_place: bool) -> str:
+    """The function that packs a parameter for its kernel; "" where it stays as it is.
+
+    in_place   experts are loaded to where they stay
+    """
     if name.endswith((".experts.gate_up", ".experts.down")):
-        return "experts.put"
+        return "" if in_place else "experts.put"
     if name.endswith(".router.weight"):
         return "linear.pack"
     if name.endswith(("norm.weight", ".head_norm.q", ".head_norm.k", ".kv_up.weight", "bias")):

@@ -2,9 +2,11 @@
 its weights rule out, and the download of its weights. No torch."""
 
 from pathlib import Path
+from typing import Any
 
-from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.config.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
+from quire.config.quantized import read_quantization
 from quire.config.resolve import DTypePlan, check_context, check_cpu_weights, resolve_dtype
 from quire.models.layout import layout
 from quire.models.registry import check_routing, unpacked_bytes
@@ -13,16 +15,21 @@ from quire.weights.files import Checkpoint
 from quire.weights.folder import fetch_weights
 from quire.weights.match import match_tensors
 
+Quantization = dict[str, Any]  # quantization_config, {} without one
 
-def read_model(config: EngineConfig, folder: Path, device: str, cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan]:
-    """The arguments of the model in `folder` and the type that it computes in; its weights need not be there.
+
+def read_model(config: EngineConfig, folder: Path, device: str,
+               cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan, Quantization]:
+    """The arguments of the model in `folder`, the type that it computes in, and how its weights are quantized; the
+    weights need not be there.
 
     Raises a `UserError` for a model that is not implemented, and for options that it cannot meet.
     """
     args = read_checkpoint_config(folder)
     check_context(config.model, args.max_position_embeddings)
     check_routing(args, config.load.routing)
-    return args, resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)
+    dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)
+    return args, dtype, read_quantization(read_raw_config(folder), str(folder / "config.json"))
 
 
 def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: str, free_bytes: int | None) -> None:

@@ -4,7 +4,7 @@
 read back: no value in it belongs to a process.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
-from quire.config.missing import Missing, missing_features
+from quire.config.missing import Missing, check_missing, missing_features
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel, ranks
 from quire.config.resolve import DTypePlan, MemoryPlan, check_context, resolve_memory
 from quire.config.resolve_cuda import DeviceMemory, check_sequences, resolve_batch, resolve_cuda_memory
 from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
-from quire.contracts.errors import ConfigError, UnsupportedModel
+from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
 from quire.kernels.linear.plan import LinearPlan
-from quire.kernels.select import Choice, Needs, Probe, choose_kernels, objection
+from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, features, here, objection
 from quire.kernels.supports import SUPPORTS
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
@@ -49,7 +49,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     config        with what the device decides filled in;  folder  of config.json and weights
     params        of this rank, with the slices that it reads
-    kernels       one choice for each operation;  linears  by linear layer;  moe  by phase, or why there is none
+    kernels       one choice for each operation but that of experts;  linears  by linear layer
+    moe           the experts' kernel and dispatcher by phase, or why there is none
     geometry      of a page of this rank's KV cache;  graphs  sizes of the steps that are captured
     missing       features that such an engine needs and that are not implemented: it can be planned, not built
     quantization  of config.json
@@ -71,14 +72,22 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     quantization: dict[str, Any] = {}
 
     @property
+    def experts(self) -> MoEPlan | None:
+        """The plan of the layers with experts, None without them. One layout is packed, so phases have one kernel."""
+        prefill, decode = (self.moe.get(phase) for phase in ("prefill", "decode"))
+        if not isinstance(prefill, MoEPlan) or not isinstance(decode, MoEPlan):
+            return None
+        assert prefill.experts == decode.experts, "two phases, two packed layouts"
+        return decode
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
         return unpacked_bytes(self.params, self.dtype.dtype)
 
     def check_runnable(self) -> None:
         """Refuse a plan with missing features, in the words of the first. Raises UnsupportedModel."""
-        if self.missing:
-            raise UnsupportedModel(self.missing[0].reason)
+        check_missing(self.missing)
 
 
 def resolve_engine(
@@ -99,10 +108,11 @@ def resolve_engine(
     quantization, device = dict(quantization or {}), machine.device
     rank = list(ranks(args, parallel))[number]
     params = layout(args, rank)
+    forced = dict(forced or {})
+    experts = forced.pop("experts", "") if args.moe else ""
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, forced=forced,
                              probe=probe)  # fmt: skip
-    needs = Needs(device=device, dtype=dtype.dtype)
-    moe = moe_plans(args, kernels, needs, probe, parallel=parallel,
+    moe = moe_plans(args, KernelNeeds(device=device, dtype=dtype.dtype), probe, parallel=parallel, forced=experts,
                     quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
     by_triton = device == "cuda" and not probe("triton")
     if device == "cuda":
@@ -131,15 +141,24 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
                           max_num_seqs=config.scheduler.sequences(), free_bytes=measured)  # fmt: skip
 
 
-def moe_plans(args: ModelArgs, kernels: Iterable[Choice], needs: Needs, probe: Probe, *, parallel: Parallel = ALONE,
+def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
               quantization: str = "unquantized") -> dict[str, MoEPlan | str]:  # fmt: skip
-    """The plan of the experts in each phase for a model for which `kernels` were chosen; {} without experts."""
-    able = tuple((name, objection(support, needs, probe)) for name, support in SUPPORTS["experts"].items())
-    hardware, plans = Hardware(device=needs.device, kernels=able), dict[str, MoEPlan | str]()
+    """The plan of the experts in each phase, or why there is none; {} for a model without experts.
+
+    forced   the kernel to take, if any;  quantization  format of the experts' weights
+    Raises ConfigError where a forced kernel cannot run.
+    """
+    supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
+    asked = {"experts": forced} if forced else {}
+    hardware = Hardware(
+        device=needs.device, kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
+        features={name: features(one, probe) for name, one in supports.items()},
+    )  # fmt: skip
     for phase in ("prefill", "decode") if args.moe else ():
         try:
-            plans[phase] = plan = resolve_moe(args, quantization, parallel, hardware, phase)
-            assert parallel.size > 1 or ("experts", plan.experts) in ((one.op, one.name) for one in kernels)
+            plans[phase] = resolve_moe(args, quantization, parallel, hardware, phase, asked)
         except ConfigError as error:
+            if forced:
+                raise
             plans[phase] = str(error)
     return plans

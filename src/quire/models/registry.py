@@ -41,9 +41,9 @@ def check_routing(args: ModelArgs, routing: str) -> None:
 
 
 def operations(args: ModelArgs) -> tuple[str, ...]:
-    """The operations of `kernels/` that a model is made of."""
+    """The operations of `kernels/` that a model is made of; a `MoEPlan` has the experts' kernel."""
     attention = ("latent",) if args.latent else ("heads", "attention")
-    return ("norm", *attention, "activation", "linear", *(("routing", "experts") if args.moe else ()))
+    return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()))
 
 
 def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]]) -> "list[KVView]":

@@ -13,7 +13,6 @@ from quire.config.placement import Rank, collectives, ranks
 from quire.config.pooling import read_pooling
 from quire.config.quantized import format_words, is_kept, missing_format
 from quire.config.resolve import MemoryPlan
-from quire.config.resolve_moe import MoEPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, fused
@@ -60,9 +59,9 @@ class PlanReport:
 
     def describe(self) -> dict[str, Any]:
         """All of it as plain values; reads the headers of the weights, where there are any."""
-        args, plan, config = self.plan.args, self.plan.moe.get("decode"), self.plan.config
+        args, plan, config = self.plan.args, self.plan.experts, self.plan.config
         sent = collectives(args, self.plan.mesh.parallel, ITEM_BYTES[self.plan.dtype.dtype],
-                           plan.dispatcher if isinstance(plan, MoEPlan) else "")  # fmt: skip
+                           plan.dispatcher if plan else "")  # fmt: skip
         phases = PHASES[self.plan.machine.device] | (DUMMY if config.load.load_format == "dummy" else {})
         phases |= EAGER if self.plan.machine.device == "cuda" and config.device.enforce_eager else {}
         words, lacking = format_words(self.plan.quantization), self._lacking and f": {MISSING}"
@@ -199,11 +198,23 @@ class PlanReport:
         return {choice.op: choice for choice in self.plan.kernels}
 
     @cached_property
+    def _names(self) -> dict[str, str]:
+        """Operation -> its implementation; none for experts that no plan can run."""
+        experts = {"experts": self.plan.experts.experts} if self.plan.experts else {}
+        return {op: choice.name for op, choice in self._chosen.items()} | experts
+
+    @cached_property
     def _linears(self) -> Mapping[str, LinearPlan]:
         """Of all stages: other ranks of this rank's stage have the same."""
         if self.plan.mesh.parallel.pp == 1:
             return self.plan.linears
         return linear_plans(self.plan.args, self.layout, self.plan.kernels)
+
+    @cached_property
+    def _in_place(self) -> bool:
+        """True where nothing packs experts: they are loaded to where they stay, or no kernel can run them."""
+        elsewhere = self.plan.config.load.load_device == "cpu" != self.plan.machine.device
+        return self.plan.experts is None or "in place" in self.plan.experts.features and not elsewhere
 
     def _qualified(self, function: str, parameters: Iterable[str]) -> str:
         """"linear.run" -> the function of the implementation that is planned for what reads these parameters."""
@@ -211,7 +222,8 @@ class PlanReport:
         if op == "linear":
             modules = (name.rpartition(".")[0] for name in parameters)
             return f"quire.kernels.linear.{next(m for m in map(self._linears.get, modules) if m).layout}.{rest}"
-        return f"quire.kernels.{op}.{self._chosen[op].name}.{rest}" if op in self._chosen else function
+        name = self._names.get(op)
+        return f"quire.kernels.{op}.{name}.{rest}" if name else function
 
     def _layers(self) -> Iterator[dict[str, Any]]:
         args = self.plan.args
@@ -244,7 +256,7 @@ class PlanReport:
 
     def _weight(self, param: Param, run: str, linear: Collection[str]) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"
-        pack = pack_function(self.plan.args, param.name, linear)
+        pack = pack_function(self.plan.args, param.name, linear, self._in_place)
         steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack, [param.name]), "run": run}
         quantized = self._is_quantized(param)
         method = "float8_e4m3" if self._block else self.plan.quantization.get("quant_method", "")

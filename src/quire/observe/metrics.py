@@ -36,7 +36,7 @@ KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     """A row of the table: `kind` is one of KINDS and the names of labels, `bounds` numbers, both in words."""
 
     name: str
@@ -45,7 +45,7 @@ class Family(NamedTuple):
     bounds: str = ""
 
 
-FAMILIES = tuple(Family(*cells) for cells in read_rows(Path(__file__).with_suffix(".txt")))
+FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with_suffix(".txt")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """What a process holds and has used: resident bytes, and user plus system seconds of all its threads."""
 
     resident_bytes: int
     cpu_seconds: float
 
 
-def read_usage(pid: int) -> Usage | None:
+def read_usage(pid: int) -> ProcessUsage | None:
     """The usage of a process; None when it is gone or this system has no /proc."""
     folder = Path(f"/proc/{pid}")
     try:
@@ -31,7 +31,7 @@ def read_usage(pid: int) -> Usage | None:
     except (OSError, IndexError, ValueError):
         return None
     ticks = int(after_name[11]) + int(after_name[12])  # utime and stime, fields 14 and 15 of proc(5)
-    return Usage(resident_pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))
+    return ProcessUsage(resident_pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def age() -> float | None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.text.json_parts import Document, Part
+from quire.text.json_parts import SchemaDocument, Part
 
 FUEL = 50_000  # schemas that are looked at, for one form
 DEPTH = 16
@@ -21,7 +21,7 @@ Skipped = frozenset[tuple[int, str]]  # keywords that are not looked at, by the 
 class Alternatives:
     """Compares the alternatives of a schema. `closes`: an object of this schema is written without other names."""
 
-    def __init__(self, document: Document, closes: Callable[[Part], bool]) -> None:
+    def __init__(self, document: SchemaDocument, closes: Callable[[Part], bool]) -> None:
         self._document, self._closes, self._fuel = document, closes, FUEL
         self._constants: dict[int, Constants] = {}  # of schemas that were looked at
 

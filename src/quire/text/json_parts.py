@@ -17,7 +17,7 @@ MOST_NAMESAKES = 8  # schemas of one name: two are a mistake, or documents of se
 WHERE = "x-quire-where"  # in a schema that is a part of another: its path there
 
 
-class Document:
+class SchemaDocument:
     """A schema with everything that is defined in it. `path`: of its root, where it is a part of another."""
 
     def __init__(self, root: Part) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.contracts.errors import InvalidParameter, shown
 from quire.text.json_apart import Alternatives
-from quire.text.json_parts import LISTS, MAPS, Document, Part
+from quire.text.json_parts import LISTS, MAPS, SchemaDocument, Part
 from quire.text.text_formats import FORMATS
 
 # Keywords that llguidance does not implement, and values with which they ask for nothing.
@@ -82,7 +82,7 @@ def holdable(schema: Any, reading: Reading | None = None) -> Any:
     own = schema.get("x-guidance", {})
     reading.lenient = isinstance(own, dict) and bool(own.get("lenient"))
     unheld = schema.pop(UNHELD_HERE, ())
-    document = Document(schema)
+    document = SchemaDocument(schema)
     for key in unheld:
         reading.cannot(document.path, key, f"{key} is not implemented in this model's way to call")
     parts = [*document.parts()]
@@ -124,7 +124,7 @@ def holdable_in_lark(text: str, reading: Reading | None = None) -> str:
     return "".join(parts)
 
 
-def _beside(document: Document, parts: list[Part]) -> set[int]:
+def _beside(document: SchemaDocument, parts: list[Part]) -> set[int]:
     """The ids of schemas that hold at one place together with another: none of them can be closed by itself."""
     stack: list[Part] = []
     members: dict[int, list[Part]] = {}
@@ -145,7 +145,7 @@ def _beside(document: Document, parts: list[Part]) -> set[int]:
     return marked
 
 
-def _drop_unheld(document: Document, path: str, part: Part, reading: Reading, single: bool) -> None:
+def _drop_unheld(document: SchemaDocument, path: str, part: Part, reading: Reading, single: bool) -> None:
     """Take out keywords that llguidance does not implement. An error names a keyword that asks for something."""
     for key in [key for key in part if key in ("then", "else") and part[key] in UNHELD[key]]:
         del part[key]
@@ -173,7 +173,7 @@ def _drop_unheld(document: Document, path: str, part: Part, reading: Reading, si
         reading.note(path, f"format {name}")
 
 
-def _name_properties(document: Document, path: str, part: Part, reading: Reading) -> bool:
+def _name_properties(document: SchemaDocument, path: str, part: Part, reading: Reading) -> bool:
     """Write `propertyNames` as properties or as a pattern. False where that is not possible."""
     names, extra = part["propertyNames"], part.get("additionalProperties", True)
     if isinstance(names, dict) and "$ref" in names:

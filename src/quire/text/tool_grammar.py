@@ -10,7 +10,7 @@ from keyword import iskeyword
 from typing import Any
 
 from quire.contracts.errors import InvalidParameter, shown
-from quire.text.json_parts import LISTS, WHERE, Document
+from quire.text.json_parts import LISTS, WHERE, SchemaDocument
 from quire.text.json_schema import UNHELD, UNHELD_HERE, pattern_fault
 from quire.text.text_formats import FORMATS, whole
 from quire.text.tool_formats import PLAIN, OutputStyles, ToolFormat
@@ -125,7 +125,7 @@ def _resolved(root: dict[str, Any]) -> dict[str, Any]:
     """The schema that the root only refers to."""
     seen = 0
     while "$ref" in root and not root.get("properties") and seen < MOST_REFERENCES:
-        targets = [target for _, target in Document(root).targets(root) if isinstance(target, dict)]
+        targets = [target for _, target in SchemaDocument(root).targets(root) if isinstance(target, dict)]
         if len(targets) != 1:
             break
         root, seen = {**{key: each for key, each in root.items() if key != "$ref"}, **targets[0]}, seen + 1

@@ -4,15 +4,16 @@
 
 Each thread has two buffers: while one is copied to the device, the next chunk is read into the other. A chunk is up to
 8 MiB of one file and may fill many tensors, or a piece of one. Bytes of a tensor whose type is the target's go straight
-there; others are converted on the device. On a CPU it is the same without streams, and a chunk that fills one piece of
-the same type is read into its place.
+there; others are converted on the device. On a CPU it is the same without streams, and a chunk of which all pieces have
+the type of their targets is read into them.
 """
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Condition, Thread
@@ -25,6 +26,7 @@ from quire.contracts.errors import WeightsError
 from quire.weights.units import LoadUnit
 
 BUFFERS = 2
+MOST_VIEWS = 1024  # of one call of preadv, on Linux and macOS
 TICK = 0.1  # seconds that `completed` waits, at most
 
 
@@ -69,7 +71,7 @@ class Chunk:
     num_bytes: int = 0
 
 
-class ChunkWriter:
+class ReadChunker:
     """Cuts reads into chunks of at most `size` bytes; no element is cut in two."""
 
     def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:
@@ -77,9 +79,10 @@ class ChunkWriter:
         self._chunk: Chunk | None = None
 
     def add(self, unit: OpenUnit, file: Path, runs: Iterable[tuple[int, int]], target: Tensor,
-            dtype: torch.dtype) -> None:
-        """Plan to read runs (offset, bytes) of elements of `dtype` into the flat `target`, in order."""
-        item, first = dtype.itemsize, 0
+            dtype: torch.dtype, *, first: int = 0) -> None:
+        """Plan to read runs (offset, bytes) of elements of `dtype` into the flat `target`, in order, from its element
+        `first` on."""
+        item = dtype.itemsize
         for offset, length in runs:
             while length:
                 chunk = self._chunk
@@ -106,7 +109,8 @@ class ChunkWriter:
         else:
             chunk.runs.append((offset, size))
         last = chunk.pieces[-1] if chunk.pieces else None
-        if last is not None and last.target is piece.target and last.first + last.count == piece.first:
+        goes_on = last is not None and last.target is piece.target and last.dtype == piece.dtype
+        if last is not None and goes_on and last.first + last.count == piece.first:
             last.count += piece.count
         else:
             chunk.pieces.append(piece)
@@ -208,21 +212,50 @@ class Lanes:
         """Report an error to the thread that waits in `completed`."""
         self._results.put(error)
 
-    def read(self, chunk: Chunk, view: memoryview) -> None:
-        """Fill the front of `view` with a chunk's bytes."""
-        handle, at = self._handles[chunk.file], 0
+    def read(self, chunk: Chunk, *views: memoryview) -> None:
+        """Fill `views`, one behind the other, with a chunk's bytes."""
+        handle, room = self._handles[chunk.file], deque(views)
         try:
             for offset, length in chunk.runs:
-                end = at + length
-                while at < end:
-                    count = os.preadv(handle, [view[at:end]], offset + length - (end - at))
+                end = offset + length
+                while offset < end:
+                    count = os.preadv(handle, _front(room, end - offset), offset)
                     if not count:
-                        raise WeightsError(f"{chunk.file} ended at byte {offset + length - (end - at)} while it was "
-                                           "read: download it again.")  # fmt: skip
-                    at += count
+                        raise WeightsError(f"{chunk.file} ended at byte {offset} while it was read: download it again.")
+                    _advance(room, count)
+                    offset += count
         except OSError as error:
             raise WeightsError(f"{chunk.file} cannot be read ({error.strerror}): check the disk, or download it "
                                "again.") from None
+
+
+def _targets(chunk: Chunk) -> Iterator[memoryview]:
+    """The bytes of each piece's place, on a CPU."""
+    whole: dict[int, memoryview] = {}  # there are many more pieces than tensors
+    for piece in chunk.pieces:
+        if id(piece.target) not in whole:
+            whole[id(piece.target)] = memoryview(piece.target.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        first = piece.first * piece.dtype.itemsize
+        yield whole[id(piece.target)][first : first + piece.num_bytes]
+
+
+def _front(room: deque[memoryview], size: int) -> list[memoryview]:
+    """The first `size` bytes of the views, in at most as many as a system call takes."""
+    found = list[memoryview]()
+    for view in islice(room, MOST_VIEWS):
+        found.append(view[:size])
+        size -= len(found[-1])
+        if not size:
+            break
+    return found
+
+
+def _advance(room: deque[memoryview], size: int) -> None:
+    """Drop the first `size` bytes of the views."""
+    while room and size >= len(room[0]):
+        size -= len(room.popleft())
+    if size:
+        room[0] = room[0][size:]
 
 
 class _Lane(Thread):
@@ -272,10 +305,8 @@ class _Lane(Thread):
             turn = (turn + 1) % BUFFERS
 
     def _fill(self, chunk: Chunk, buffer: Tensor) -> None:
-        first = chunk.pieces[0]
-        if not self._on_gpu and len(chunk.pieces) == 1 and first.dtype == first.target.dtype:
-            own = first.target.narrow(0, first.first, first.count).view(torch.uint8)
-            self._lanes.read(chunk, memoryview(own.numpy()))  # type: ignore[arg-type]
+        if not self._on_gpu and all(piece.dtype == piece.target.dtype for piece in chunk.pieces):
+            self._lanes.read(chunk, *_targets(chunk))
             return
         self._lanes.read(chunk, memoryview(buffer.numpy()))  # type: ignore[arg-type]
         waited: set[int] = set()

@@ -2,13 +2,15 @@
 
 Units come in the order of the layers. When all bytes of a unit have arrived, its rows are put in the kernels' order,
 its layer packs it, and the raw tensors go. Units under way hold at most twice the bytes of the largest unit, so the
-peak is the packed model, two of the largest units, and the threads' buffers. Knows nothing of names: `match.py` proves
-that every part of every parameter is read exactly once.
+peak is the packed model, two of the largest units, and the threads' buffers. Experts of a layer with a destination are
+one unit, which is read to where it stays (`unpacked.py`) and holds nothing beside the packed model. Knows nothing of
+names: `match.py` proves that every part of every parameter is read exactly once.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from time import perf_counter
 
@@ -16,12 +18,12 @@ import torch
 from torch import Tensor
 
 from quire.contracts.params import Part
-from quire.kernels.native import memory
 from quire.layers.stack import Model
 from quire.weights.files import StoredTensor, read_checkpoint
-from quire.weights.lanes import ChunkWriter, Lanes, OpenUnit
+from quire.weights.lanes import Lanes, OpenUnit, ReadChunker
 from quire.weights.match import match_tensors
-from quire.weights.units import LoadUnit, load_units
+from quire.weights.units import LoadUnit
+from quire.weights.unpacked import Unpacked
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 CHUNK = 8 << 20  # bytes; two per thread are pinned
@@ -55,46 +57,47 @@ def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None
     device = device or model.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    units = deque(load_units(model.layout))
+    unpacked = Unpacked(model, device)
+    units = deque(unpacked.units())
     parts = (part for unit in units for raw in unit.tensors for part in raw.parts)
     total = sum(_stored_bytes(headers[part.stored], part) for part in parts)
     num_threads = num_threads or (GPU_THREADS if device.type == "cuda" else CPU_THREADS)
     with Lanes(checkpoint.files, device, num_threads, chunk_bytes) as lanes:
-        _run(model, units, lanes, lambda unit, chunks: _open(unit, chunks, headers, model.dtype, device),
+        _run(units, unpacked, lanes, lambda unit, chunks: _open(unit, unpacked.tensors(unit), chunks, headers),
              lambda: progress(lanes.num_bytes, total) if progress else None)  # fmt: skip
     return LoadReport(total, perf_counter() - began)
 
 
-def _run(model: Model, units: deque[LoadUnit], lanes: Lanes, open_unit: "Callable[[LoadUnit, ChunkWriter], OpenUnit]",
-         tell: Callable[[], None]) -> None:
+def _run(units: deque[LoadUnit], unpacked: Unpacked, lanes: Lanes,
+         open_unit: "Callable[[LoadUnit, ReadChunker], OpenUnit]", tell: Callable[[], None]) -> None:
     """Open units as far as there is room for them, and pack each as soon as it is complete."""
-    most, under_way, chunks = 2 * max(unit.num_elements for unit in units), 0, ChunkWriter(lanes.add, lanes.chunk_bytes)
+    most, under_way, missing = 2 * max(unit.num_elements for unit in units), 0, len(units)
+    chunks = ReadChunker(lanes.add, lanes.chunk_bytes)
     tell()
-    while units or under_way:
+    while missing:
         while units and (not under_way or under_way + units[0].num_elements <= most):
             under_way += units[0].num_elements
             lanes.watch(open_unit(units.popleft(), chunks))
         chunks.flush()
         for done in lanes.completed():
-            model.take(done.unit.module, done.unit.place, _ordered(done))
+            unpacked.done(done.unit, _ordered(done))
             under_way -= done.unit.num_elements
+            missing -= 1
         tell()
 
 
-def _open(unit: LoadUnit, chunks: ChunkWriter, headers: Mapping[str, StoredTensor], dtype: torch.dtype,
-          device: torch.device) -> OpenUnit:
-    """Allocate a unit's raw tensors, and plan the reads that fill them in the order in which they lie in the files."""
-    tensors, reads = {}, []
+def _open(unit: LoadUnit, tensors: dict[str, Tensor], chunks: ReadChunker,
+          headers: Mapping[str, StoredTensor]) -> OpenUnit:
+    """Plan the reads that fill a unit's tensors, in the order in which they lie in the files."""
+    reads: list[tuple[StoredTensor, Part, Tensor, int]] = []
     for raw in unit.tensors:
-        target = tensors[raw.name] = memory.empty(raw.shape, getattr(torch, raw.dtype) if raw.dtype else dtype, device)
-        first = 0
+        first, target = 0, tensors[raw.name].view(-1)
         for part in raw.parts:
-            stored = headers[part.stored]
-            reads.append((stored.file, stored.offset, part, stored, target.narrow(0, first, part.rows).view(-1)))
-            first += part.rows
-    opened = OpenUnit(unit, tensors, sum(_stored_bytes(stored, part) for *_, part, stored, _ in reads))
-    for *_, part, stored, target in sorted(reads, key=lambda read: read[:2]):
-        chunks.add(opened, stored.file, _runs(stored, part), target, DTYPES[stored.dtype])
+            reads.append((headers[part.stored], part, target, first))
+            first += prod(part.local_shape)
+    opened = OpenUnit(unit, tensors, sum(_stored_bytes(stored, part) for stored, part, *_ in reads))
+    for stored, part, target, first in sorted(reads, key=lambda read: (read[0].file, read[0].offset)):
+        chunks.add(opened, stored.file, _runs(stored, part), target, DTYPES[stored.dtype], first=first)
     return opened
 
 

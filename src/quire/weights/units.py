@@ -1,6 +1,6 @@
 """Parameters grouped into the units in which they are loaded and packed, in the order of the layers. No torch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -10,25 +10,33 @@ from quire.quantization.formats import FORMATS
 
 
 class LoadUnit(NamedTuple):
-    """Tensors that a layer packs together: those of a module, or of one expert, number `place` on this rank."""
+    """Tensors that are loaded together: those of a module, or of one expert, number `place` on this rank.
+
+    in_place   they are loaded to where the layer keeps them, all experts at once, and nothing is left to pack
+    """
 
     module: str
     place: int
     tensors: tuple[RawTensor, ...]
+    in_place: bool = False
 
     @property
     def num_elements(self) -> int:
-        """Numbers in all tensors."""
-        return sum(prod(tensor.shape) for tensor in self.tensors)
+        """Numbers in the tensors that are made for the unit and go when it is packed."""
+        return 0 if self.in_place else sum(prod(tensor.shape) for tensor in self.tensors)
 
 
-def load_units(params: Iterable[Param]) -> Iterator[LoadUnit]:
-    """Group the parameters of a rank, in their order, into the units in which they are loaded and packed."""
+def load_units(params: Iterable[Param], in_place: Container[str] = ()) -> Iterator[LoadUnit]:
+    """Group the parameters of a rank, in their order, into the units in which they are loaded and packed.
+
+    in_place   modules whose layers have a destination
+    """
     for module, group in groupby(params, key=lambda param: param.module):
         own = list(group)
-        count = fused(own[0])[0] if own[0].shard == "experts" else 1
+        here = module in in_place
+        count = fused(own[0])[0] if own[0].shard == "experts" and not here else 1
         for place in range(count):
-            yield LoadUnit(module, place, tuple(raw for param in own for raw in _raw(param, place, count)))
+            yield LoadUnit(module, place, tuple(raw for param in own for raw in _raw(param, place, count)), here)
 
 
 def _raw(param: Param, place: int, count: int) -> tuple[RawTensor, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from quire.kernels.attention import KVView
-from quire.kernels.select import Choice, Needs, select
+from quire.kernels.select import Choice, KernelNeeds, select
 from quire.layers.stack import Model
 from quire.worker.device_state import DeviceState, Limits
 from quire.worker.graphs import Graphs
@@ -29,7 +29,7 @@ def choose_parts(
     """Operations of a step and of the sampler, upload and recorder for a model with `num_groups` KV groups whose
     kernels are those of `target` ("cpu" or "cuda"); `forced` maps "step" and "sampling" to implementations."""
     forced, dtype = forced or {}, "float32"  # what a head gives, whatever a model computes in
-    needs = Needs(device=target, dtype=dtype)
+    needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
     packs, why = step.name == "triton", untaped(model.kernels, num_groups)
     upload = Choice("upload", "packed", "one copy a step; a kernel writes the tables") if packs else Choice(

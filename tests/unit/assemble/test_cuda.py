@@ -21,7 +21,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
-from quire.kernels.select import Needs, here, select
+from quire.kernels.select import KernelNeeds, here, select
 from quire.kernels.supports import SUPPORTS
 from quire.models.plan import Machine, resolve_engine
 from quire.platforms.cuda import CudaFacts
@@ -65,7 +65,7 @@ def test_without_triton_a_gpu_runs_pytorch_s_operations_and_says_so(monkeypatch:
 @pytest.mark.parametrize("op", SUPPORTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_without_triton_every_operation_has_what_runs_on_a_gpu(op: str, dtype: str) -> None:
-    choice = select(op, Needs(device="cuda", dtype=dtype), probe=lambda need: "there is no abacus")
+    choice = select(op, KernelNeeds(device="cuda", dtype=dtype), probe=lambda need: "there is no abacus")
     assert choice.name in ("ref", "grouped") or op == "linear"
     assert choice.features == ("add", "exact", "out") if op == "linear" else "abacus" in str(choice)
 

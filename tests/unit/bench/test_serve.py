@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.serve import Pace, Run, drive, parse_goodput, percentile, remarks, summarize
+from quire.bench.serve import LoadRun, Pace, drive, parse_goodput, percentile, remarks, summarize
 from quire.bench.serve_client import Client, Record, Target
 from quire.bench.serve_load import Ask
 from quire.contracts.errors import ConfigError
@@ -83,8 +83,8 @@ def target(url: str, *, chat: bool = False, **more: Any) -> Target:
     return Target(base_url=url, endpoint=path, model="m", chat=chat, headers={}, extra={}, **more)
 
 
-def run(server: Server, asks: list[Ask], pace: Pace | None = None, *, chat: bool = False, **more: Any) -> Run:
-    async def go() -> Run:
+def run(server: Server, asks: list[Ask], pace: Pace | None = None, *, chat: bool = False, **more: Any) -> LoadRun:
+    async def go() -> LoadRun:
         async with running(server) as url, Client(target(url, chat=chat, **more)) as client:
             return await drive(client, asks, pace or Pace())
 
@@ -126,7 +126,7 @@ def test_errors_are_told_by_kind(answer: bytes, kind: str) -> None:
 
 
 def test_nobody_listening_is_an_error_of_each_request() -> None:
-    async def go() -> Run:
+    async def go() -> LoadRun:
         async with Client(target("http://127.0.0.1:1")) as client:
             return await drive(client, [ASK] * 3, Pace())
 
@@ -172,7 +172,7 @@ def record(first: float = 0.1, ended: float = 1.1, num_output: int = 11, **more:
 
 
 def test_the_summary_adds_up() -> None:
-    done = Run(records=[record(), record(first=0.3, ended=2.3), record(error="HTTP 500")], seconds=2.0,
+    done = LoadRun(records=[record(), record(first=0.3, ended=2.3), record(error="HTTP 500")], seconds=2.0,
                cpu_seconds=0.033)
     result = summarize(done, [50, 100], {"ttft": 200.0, "e2el": 5000.0})
     assert (result["completed"], result["failed"], result["errors"]) == (2, 1, {"HTTP 500": 1})
@@ -185,7 +185,7 @@ def test_the_summary_adds_up() -> None:
 
 
 def test_one_token_answers_have_no_time_per_output_token() -> None:
-    result = summarize(Run(records=[record(num_output=1, gaps=[])], seconds=1.0), [99], {"tpot": 1.0})
+    result = summarize(LoadRun(records=[record(num_output=1, gaps=[])], seconds=1.0), [99], {"tpot": 1.0})
     assert result["mean_tpot_ms"] is result["p99_itl_ms"] is None
     assert result["request_goodput"] == 1
 
@@ -204,12 +204,12 @@ def test_goodput_is_read() -> None:
 
 def test_remarks_say_what_to_doubt() -> None:
     asks = [Ask(prompt="x", max_tokens=100)]
-    short = summarize(Run(records=[record()], seconds=1.0, cpu_seconds=0.9), [], {})
+    short = summarize(LoadRun(records=[record()], seconds=1.0, cpu_seconds=0.9), [], {})
     assert [part in " ".join(remarks(short, asks)) for part in ("--ignore-eos", "limits", "usage")] == [True, True,
                                                                                                         False]
-    events = summarize(Run(records=[record(counted=False)], seconds=1.0), [], {})
+    events = summarize(LoadRun(records=[record(counted=False)], seconds=1.0), [], {})
     assert any("no usage" in line for line in remarks(events, asks))
-    coalesced = summarize(Run(records=[record(num_output=88)], seconds=1.0), [], {})
+    coalesced = summarize(LoadRun(records=[record(num_output=88)], seconds=1.0), [], {})
     assert any("8.0 tokens" in line for line in remarks(coalesced, asks))
 
 
@@ -217,7 +217,7 @@ def test_an_interrupt_keeps_what_is_there() -> None:
     import os
     import signal
 
-    async def go() -> Run:
+    async def go() -> LoadRun:
         server = Server(HEAD + event(text("a")) + END, pause=0.02)
         async with running(server) as url, Client(target(url)) as client:
             ended = []

@@ -180,7 +180,7 @@ def test_normalized_v2_is_refused() -> None:
 def test_latent_sizes_of_real_models(shared: Path) -> None:
     def latent(name: str) -> Any:
         raw = json.loads((shared / "hf" / name / "config.json").read_text())
-        return parse_checkpoint_config(raw, allow_quantized=True).latent
+        return parse_checkpoint_config(raw).latent
 
     v3, lite = latent("DeepSeek-V3"), latent("DeepSeek-V2-Lite")
     assert round(v3.break_even) == 171  # DeepSeek-V3's sizes: 512 * 256 / (1088 - 320)
@@ -200,8 +200,6 @@ def test_half_a_head_rotates_in_glm() -> None:
 
 def test_quantized_sizes_can_be_read() -> None:
     raw = V3 | {"quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(UnsupportedModel, match="fp8"):
-        parse_checkpoint_config(raw)
-    assert parse_checkpoint_config(raw, allow_quantized=True).moe == read(V3).moe
+    assert parse_checkpoint_config(raw).moe == read(V3).moe
     with pytest.raises(ModelError, match="quantization_config='fp8'"):
-        parse_checkpoint_config(raw | {"quantization_config": "fp8"}, allow_quantized=True)
+        parse_checkpoint_config(raw | {"quantization_config": "fp8"})

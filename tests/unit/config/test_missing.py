@@ -6,8 +6,7 @@ import pytest
 
 from quire.config import missing as module
 from quire.config import peer_flags
-from quire.config.checkpoint import parse_checkpoint_config
-from quire.config.missing import missing_features, not_runnable
+from quire.config.missing import check_missing, missing_features, not_runnable
 from quire.config.peer_flags import Given, judge
 from quire.config.placement import ALONE, Parallel
 from quire.config.quantized import format_words
@@ -25,10 +24,16 @@ def test_reasons_are_the_refusals_of_serve() -> None:
     assert [one.reason for one in found] == [f"{words}." for words in judge(given).refusals]
     assert [one.feature for one in found] == ["tensor parallelism (-tp 2)", "pipeline parallelism (-pp 3)",
                                               "data parallelism (-dp 4)"]
+
+
+def test_missing_features_are_refused_in_the_words_of_the_first() -> None:
+    found = missing_features(ALONE, {"quant_method": "awq"})
+    assert [one.feature for one in found] == ["awq weights"]
     with pytest.raises(UnsupportedModel) as refused:
-        parse_checkpoint_config({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "x")
-    reason = str(refused.value).removeprefix("x: ")
-    assert missing_features(ALONE, {"quant_method": "awq"}) == (("awq weights", reason),)
+        check_missing(found)
+    assert str(refused.value) == ("config.json: quantization_config asks for 'awq', which is not implemented yet: use "
+                                  "the unquantized checkpoint of this model.")  # fmt: skip
+    check_missing(())
 
 
 def test_experts_that_are_spread_are_missing_though_serve_ignores_the_flag() -> None:

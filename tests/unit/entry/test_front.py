@@ -12,11 +12,11 @@ from quire.contracts.request import FinishReason
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.contracts.step import RowLogprobs
 from quire.entry.completion import Generation
-from quire.entry.front import FrontEnd, Limits
+from quire.entry.front import FrontEnd, FrontLimits
 from quire.entry.prompts import Prompt
 from quire.text.byte_tokenizer import ByteTokenizer
 
-LIMITS = Limits(max_model_len=100, vocab_size=300, max_logprobs=5, eos_ids=(257,))
+LIMITS = FrontLimits(max_model_len=100, vocab_size=300, max_logprobs=5, eos_ids=(257,))
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_start_that_fails_keeps_nothing(front: FrontEnd, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("options", [{"timeout": True}, {"priority": True}], ids=str)
 def test_a_truth_value_is_no_number(options: dict[str, Any]) -> None:
-    front = FrontEnd(None, Limits(max_model_len=100, vocab_size=300, max_logprobs=5, by_priority=True))
+    front = FrontEnd(None, FrontLimits(max_model_len=100, vocab_size=300, max_logprobs=5, by_priority=True))
     with pytest.raises(InvalidParameter, match=next(iter(options))):
         front.start(Prompt(token_ids=[72]), SamplingParams(), **options)
     assert len(front) == 0

@@ -437,6 +437,17 @@ def room_cycles(sources: Iterable[Source]) -> list[str]:
     return found
 
 
+def repeated_classes(sources: Iterable[Source]) -> list[str]:
+    """Names of top-level classes that stand in more than one room: a reader who greps for one finds another."""
+    homes: dict[str, list[Source]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(source)
+    return [f"class {name} stands in {', '.join(source.path for source in found)}: name it after its room"
+            for name, found in sorted(homes.items()) if len({source.room for source in found}) > 1]  # fmt: skip
+
+
 def brings_torch(sources: Iterable[Source], rooms: Iterable[str]) -> list[str]:
     """How files of `rooms` reach torch, directly or through other modules of the package; eager or not."""
     by_module = {source.module: source for source in sources}

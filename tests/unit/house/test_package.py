@@ -23,6 +23,11 @@ def test_rooms_have_no_cycles(sources: list[rules.Source]) -> None:
     assert rules.room_cycles(sources) == []
 
 
+def test_class_names_are_unique_across_rooms(sources: list[rules.Source]) -> None:
+    found = rules.repeated_classes(sources)
+    assert not found, "\n" + "\n".join(found)
+
+
 def test_the_brain_never_reaches_torch(sources: list[rules.Source]) -> None:
     assert rules.brings_torch(sources, rules.TORCH_FREE_ROOMS) == []
 

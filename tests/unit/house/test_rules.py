@@ -100,6 +100,14 @@ def test_every_rule_has_a_planted_violation() -> None:
     assert {rule for rule, _, _ in RED} == set(rules.FILE_RULES)
 
 
+def test_a_class_name_may_stand_in_two_modules_of_one_room_only() -> None:
+    one_room = [Source("kv/a.py", "class Block: pass"), Source("kv/b.py", "class Block: pass")]
+    nested = Source("worker/x.py", "class Slot:\n  class Block: pass")
+    assert rules.repeated_classes([*one_room, nested]) == []
+    (found,) = rules.repeated_classes([*one_room, Source("worker/y.py", "class Block: pass")])
+    assert "class Block stands in kv/a.py, kv/b.py, worker/y.py" in found
+
+
 def test_two_rooms_of_one_level_may_not_import_each_other() -> None:
     one_way = [Source("kv/a.py", "from quire.text import b")]
     assert rules.room_cycles(one_way) == []

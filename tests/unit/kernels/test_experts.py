@@ -1,5 +1,6 @@
 """The experts: the reference against a loop over tokens, and every implementation against the reference."""
 
+import importlib
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import cpu, grouped, ref
+from quire.kernels.experts import cpu, grouped, native, ref
+from quire.kernels.linear.native import Packed
 from quire.kernels.native.library import missing_amx
+from quire.kernels.supports import SUPPORTS
 
 from ...expert_inputs import CASES, Case, make, packed_by
 
@@ -97,10 +100,33 @@ def test_a_rank_without_a_hit_adds_nothing() -> None:
         assert torch.equal(implementation.run(x, weights, ids, packed, places, x.clone()), x)
 
 
+@pytest.mark.parametrize("name", SUPPORTS["experts"])
+def test_what_is_written_in_place_is_packed(name: str) -> None:
+    """By each kernel with the feature; no other one has a destination."""
+    kernel = importlib.import_module(f"quire.kernels.experts.{name}")
+    assert hasattr(kernel, "destination") == ("in place" in SUPPORTS["experts"][name].features)
+    if hasattr(kernel, "destination"):
+        *_, gate_up, down = make(CASES[5], torch.float32)
+        written = kernel.empty(len(gate_up), gate_up[0].to("meta"), down[0].to("meta"), torch.device("cpu"))
+        for room, given in zip(kernel.destination(written), (gate_up, down), strict=True):
+            assert room.is_contiguous() and room.shape == given.shape
+            room.copy_(given)
+        assert str(written) == str(packed_by(kernel, gate_up, down))
+
+
+@pytest.mark.skipif(bool(missing_amx()), reason=missing_amx() or "runs")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_native_linears_match_the_reference(case: Case) -> None:
+    x, weights, ids, gate_up, down = make(case, torch.bfloat16)
+    residual = torch.randn_like(x)
+    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    close(native.run(x, weights, ids, packed_by(native, gate_up, down), None, residual), expected)
+
+
 @pytest.mark.skipif(bool(missing_amx()), reason=missing_amx() or "runs")
 def test_weights_are_packed_for_the_native_linears_and_lie_together() -> None:
     *_, gate_up, down = make(CASES[0], torch.bfloat16)
-    packed = packed_by(cpu, gate_up, down)
+    packed = packed_by(native, gate_up, down)
     first, second = packed[0][0], packed[1][0]
-    assert isinstance(first, cpu.native.Packed) and isinstance(second, cpu.native.Packed)
+    assert isinstance(first, Packed) and isinstance(second, Packed)
     assert second.data.data_ptr() - first.data.data_ptr() == first.data.nbytes

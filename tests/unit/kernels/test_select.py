@@ -12,11 +12,11 @@ from quire.contracts.errors import ConfigError
 from quire.kernels.attention import cpu, hopper, native
 from quire.kernels.linear import units
 from quire.kernels.native import library
-from quire.kernels.select import Needs, choose_kernels, here, objection, select, select_kernels
+from quire.kernels.select import KernelNeeds, choose_kernels, here, objection, select, select_kernels
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
 
 ELSEWHERE = tuple((name, "runs on cuda, not on cpu") for name in ("hopper", "triton"))
-CPU = Needs(device="cpu", dtype="float32")
+CPU = KernelNeeds(device="cpu", dtype="float32")
 
 
 def everything(need: str) -> str:
@@ -36,11 +36,11 @@ def test_best_that_fits() -> None:
 
 
 def test_reasons_for_the_rejected() -> None:
-    choice = select("attention", Needs(device="cpu", dtype="float32", features=frozenset({"window", "sinks"})))
+    choice = select("attention", KernelNeeds(device="cpu", dtype="float32", features=frozenset({"window", "sinks"})))
     assert choice.name == "ref"
     assert choice.rejected == (*ELSEWHERE, *((name, "has no sinks, window") for name in ("native", "cpu")))
     assert "not cpu: has no sinks, window" in str(choice)
-    choice = select("norm", Needs(device="cpu", dtype="float16"))
+    choice = select("norm", KernelNeeds(device="cpu", dtype="float16"))
     assert choice.name == "ref" and "not in float16" in choice.rejected[2][1]
 
 
@@ -60,7 +60,7 @@ def test_forced() -> None:
 )
 def test_impossible_is_an_error(op: str, features: frozenset[str], forced: str | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        select(op, Needs(device="cpu", dtype="float32", features=features), forced)
+        select(op, KernelNeeds(device="cpu", dtype="float32", features=features), forced)
 
 
 def test_a_machine_is_asked_last_and_only_what_decides() -> None:
@@ -69,8 +69,8 @@ def test_a_machine_is_asked_last_and_only_what_decides() -> None:
     assert asked == ["flash attention", "native"]
     support = Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), needs=("triton",))
     assert "not on cpu" in objection(support, CPU, nothing)
-    assert "not in float32" in objection(support, Needs(device="cuda", dtype="float32"), nothing)
-    assert objection(support, Needs(device="cuda", dtype="bfloat16"), nothing) == "there is no triton"
+    assert "not in float32" in objection(support, KernelNeeds(device="cuda", dtype="float32"), nothing)
+    assert objection(support, KernelNeeds(device="cuda", dtype="bfloat16"), nothing) == "there is no triton"
 
 
 def test_a_need_of_one_dtype() -> None:
@@ -79,7 +79,7 @@ def test_a_need_of_one_dtype() -> None:
         return "" if need == "packed linears" else nothing(need)
 
     assert select("linear", CPU, probe=old).name == "cpu"
-    choice = select("linear", Needs(device="cpu", dtype="bfloat16"), probe=old)
+    choice = select("linear", KernelNeeds(device="cpu", dtype="bfloat16"), probe=old)
     assert choice.name == "ref" and choice.rejected[-1] == ("cpu", "there is no packed bfloat16")
 
 
@@ -100,7 +100,7 @@ def test_what_is_known_of_bfloat16_without_pytorch_is_what_it_does() -> None:
 
 @pytest.mark.parametrize("probe", [everything, nothing])
 def test_features_that_hang_on_a_need(probe: object) -> None:
-    choice = select("linear", Needs(device="cuda", dtype="bfloat16"), probe=probe)  # type: ignore[arg-type]
+    choice = select("linear", KernelNeeds(device="cuda", dtype="bfloat16"), probe=probe)  # type: ignore[arg-type]
     more = ("gated", "norm") if probe is everything else ()
     always, more = {"add", "exact", "out"}, {*more, *(("plain", "rows") if more else ())}
     assert choice.name == "cuda" and set(choice.features) == always | more
@@ -108,8 +108,8 @@ def test_features_that_hang_on_a_need(probe: object) -> None:
 
 def test_wider_heads_than_an_implementation_can() -> None:
     narrow = Support(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), max_head_dim=512)
-    assert objection(narrow, Needs(device="cpu", dtype="float32", head_dim=512)) == ""
-    said = objection(narrow, Needs(device="cpu", dtype="float32", head_dim=640))
+    assert objection(narrow, KernelNeeds(device="cpu", dtype="float32", head_dim=512)) == ""
+    said = objection(narrow, KernelNeeds(device="cpu", dtype="float32", head_dim=640))
     assert said == "has heads of at most 512, not of 640"
     choice = choose_kernels("cpu", "float32", head_dim=640)[-1]
     assert choice.name == "cpu" and ("native", said) in choice.rejected
@@ -120,9 +120,9 @@ def test_wider_heads_than_an_implementation_can() -> None:
 def test_kernels_of_a_model() -> None:
     kernels = select_kernels("cpu", "float32", forced={"linear": "ref"})
     assert [choice.op for choice in kernels.choices] == list(DENSE)
-    assert kernels.linear.__name__.endswith("linear.ref") and kernels.experts is None
+    assert kernels.linear.__name__.endswith("linear.ref") and kernels.routing is None
     assert kernels.attention is (cpu if here("native") else native)
-    assert kernels.features("linear") == ("exact",) and kernels.features("experts") == ()
+    assert kernels.features("linear") == ("exact",) and kernels.features("routing") == ()
     with pytest.raises(ConfigError, match="lineer"):
         select_kernels("cpu", "float32", forced={"lineer": "ref"})
     with pytest.raises(ConfigError, match="experts.*in this model"):

@@ -19,7 +19,7 @@ from quire.contracts.errors import ConfigError
 from quire.kernels.experts import ref
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.routing import uniform
-from quire.kernels.select import choose_kernels, select_kernels
+from quire.kernels.select import select_kernels
 from quire.layers import moe
 from quire.layers.context import Build, Loads
 from quire.layers.moe import BESIDE, MoE
@@ -30,6 +30,7 @@ from quire.weights.units import load_units
 
 from ...expert_inputs import Case, make, packed_by
 from ...fake_streams import fake_streams
+from ...filled_models import experts_plan
 from ...simulated_ranks import SIMULATED, owned
 from ...tiny_models import EXPERTS, Tiny, hf_config
 
@@ -69,7 +70,8 @@ def build_for(args: ModelArgs, dtype: torch.dtype = torch.float32, experts: tupl
                              forced={"linear": linear} if linear else None)  # fmt: skip
     params = {param.name: param for param in layout(args, experts=experts)}
     linears = linear_plans(args, params.values(), kernels.choices)
-    return Build(dtype, torch.device("cpu"), kernels, params, linears, experts)
+    plan = experts_plan(args, str(dtype).removeprefix("torch."))
+    return Build(dtype, torch.device("cpu"), kernels, params, linears, experts, moe=plan)
 
 
 def filled(args: ModelArgs, theirs: Any, build: Build) -> MoE:
@@ -213,12 +215,8 @@ def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool) -
     """Those with shared experts, on a GPU, whose kernel can join late."""
     args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
     on = "cpu" if kernel == "cpu" else "cuda"
-    choices = choose_kernels(on, "bfloat16", ops=operations(args), head_dim=args.head_dim,
-                             forced={"experts": kernel}, probe=lambda need: "")  # fmt: skip
-    kernels = replace(select_kernels("cpu", "bfloat16", ops=operations(args), head_dim=args.head_dim), choices=choices)
-    params = {param.name: param for param in layout(args)}
-    linears = linear_plans(args, params.values(), choices)
-    build = Build(torch.bfloat16, torch.device(device), kernels, params, linears)
+    plan = experts_plan(args, "bfloat16", on, kernel, lambda need: "")
+    build = replace(build_for(args, torch.bfloat16), device=torch.device(device), moe=plan)
     assert MoE(args, prefix(args)[:-1], build).forks == forks
 
 

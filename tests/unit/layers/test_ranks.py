@@ -16,7 +16,7 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
-from ...filled_models import sliced, stored_tensors
+from ...filled_models import experts_plan, sliced, stored_tensors
 from ...simulated_ranks import ThreadedRanks
 from ...tiny_models import EXPERTS, Tiny, hf_config
 
@@ -38,7 +38,7 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], sum_tp: Sum | 
     whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)
     own = None if whole else tuple(range(*rank.experts))
     build = Build(torch.float32, CPU, kernels, {param.name: param for param in params},
-                  linear_plans(args, params, kernels.choices), own, sum_tp)  # fmt: skip
+                  linear_plans(args, params, kernels.choices), own, sum_tp, experts_plan(args))  # fmt: skip
     made = DecoderBlock(args, layer, build)
     owners = {one.at: one for one in made.modules() if isinstance(one, Loads)}
     for unit in load_units(params):

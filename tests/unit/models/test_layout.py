@@ -17,7 +17,7 @@ SIZES = {"DeepSeek-V3": (671.0, 653.9), "Qwen3-30B-A3B": (30.5, 29.0), "Mixtral-
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_of_real_models(shared: Path, name: str) -> None:
     raw = json.loads((shared / "hf" / name / "config.json").read_text())
-    args = parse_checkpoint_config(raw, allow_quantized=True)
+    args = parse_checkpoint_config(raw)
     params = layout(args)
     experts = sum(prod(param.shape) for param in params if param.shard == "experts")
     assert round(sum(prod(param.shape) for param in params) / 1e9, 1) == SIZES[name][0]
@@ -42,5 +42,5 @@ def test_a_token_is_multiplied_with_few_of_the_experts(shared: Path) -> None:
     active = {}
     for name in ("Qwen3-30B-A3B", "DeepSeek-V3", "Qwen3-8B"):
         raw = json.loads((shared / "hf" / name / "config.json").read_text())
-        active[name] = round(parameters_per_token(parse_checkpoint_config(raw, allow_quantized=True)) / 1e9, 1)
+        active[name] = round(parameters_per_token(parse_checkpoint_config(raw)) / 1e9, 1)
     assert active == {"Qwen3-30B-A3B": 3.4, "DeepSeek-V3": 37.6, "Qwen3-8B": 8.2}

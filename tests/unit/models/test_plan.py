@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ import torch
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.config.missing import Missing
 from quire.config.placement import Parallel
-from quire.contracts.errors import UnsupportedModel
+from quire.contracts.errors import ConfigError, UnsupportedModel
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.layers.context import StepContext
 from quire.layers.stack import run_layers
@@ -103,6 +104,22 @@ def test_another_kernel_in_a_plan_is_another_kernel_that_runs(monkeypatch: pytes
                              torch.tensor([[1]], dtype=torch.int32), torch.arange(8, 12))  # fmt: skip
         run_layers(model, model.embed(torch.arange(4)), StepContext(torch.arange(4), (meta,), kv))
         assert len(called) == args.num_layers * len(forced)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "ref"])
+def test_the_plan_of_experts_names_their_kernel_and_nothing_else_does(kernel: str) -> None:
+    args = parse_checkpoint_config(hf_config(Tiny(family="qwen3_moe")).to_dict())
+    plan = planned(args, forced={"experts": kernel})
+    assert plan.experts is not None and plan.experts.experts == kernel
+    assert all(one.op != "experts" for one in plan.kernels)
+    other = planned(args)
+    for one in (plan, msgspec.structs.replace(other, moe=plan.moe)):
+        layer: Any = build_model(one).layers[-1]
+        assert layer.mlp.experts.kernel.__name__ == f"quire.kernels.experts.{kernel}"
+    with pytest.raises(ConfigError, match="'magic' does not exist"):
+        planned(args, forced={"experts": "magic"})
+    with pytest.raises(ConfigError, match="no way to run the experts"):
+        planned(args, forced={"experts": "triton"})
 
 
 def test_another_shape_in_a_plan_is_another_layer() -> None:

@@ -14,7 +14,7 @@ from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
 from quire.models.layout import layout
 from quire.weights import lanes
-from quire.weights.lanes import Chunk, ChunkWriter, Lanes, OpenUnit
+from quire.weights.lanes import Chunk, Lanes, OpenUnit, ReadChunker
 from quire.weights.load import LoadReport, load_weights
 from quire.weights.units import LoadUnit
 
@@ -65,7 +65,7 @@ def test_every_tensor_arrives(
 def test_chunks_are_runs_of_whole_elements(size: int) -> None:
     """Runs of two files, of types of 2 and 4 bytes, some of which go on where the one before them ends."""
     chunks: list[Chunk] = []
-    writer, first, second = ChunkWriter(chunks.append, size), Path("a"), Path("b")
+    writer, first, second = ReadChunker(chunks.append, size), Path("a"), Path("b")
     reads = [(first, 0, 60, torch.float32), (first, 60, 30, torch.bfloat16), (first, 100, 200, torch.bfloat16),
              (second, 300, 4, torch.float32)]  # fmt: skip
     units, targets = [], []
@@ -85,9 +85,21 @@ def test_chunks_are_runs_of_whole_elements(size: int) -> None:
         assert [len(chunk.pieces) for chunk in chunks] == [3, 1]
 
 
+def test_neighbours_in_a_file_that_are_neighbours_of_a_target_are_one_piece() -> None:
+    """Gate and up of an expert, unless their types differ."""
+    chunks: list[Chunk] = []
+    writer, target, unit = ReadChunker(chunks.append, 1 << 10), torch.zeros(12), OpenUnit(UNIT, {}, 44)
+    writer.add(unit, Path("a"), [(8, 16)], target, torch.float32, first=2)
+    writer.add(unit, Path("a"), [(24, 16)], target, torch.float32, first=6)
+    writer.add(unit, Path("a"), [(40, 4)], target, torch.bfloat16, first=10)
+    writer.flush()
+    (chunk,) = chunks
+    assert chunk.runs == [(8, 36)] and [(piece.first, piece.count) for piece in chunk.pieces] == [(2, 8), (10, 2)]
+
+
 def test_columns_are_one_piece_of_many_runs() -> None:
     chunks: list[Chunk] = []
-    writer = ChunkWriter(chunks.append, 1 << 10)
+    writer = ReadChunker(chunks.append, 1 << 10)
     writer.add(OpenUnit(UNIT, {}, 24), Path("a"), [(8, 8), (40, 8), (72, 8)], torch.zeros(6), torch.float32)
     writer.flush()
     (chunk,) = chunks
@@ -100,6 +112,26 @@ def test_what_is_missing_is_found_before_anything_is_read(tmp_path: Path, monkey
     monkeypatch.setattr(Lanes, "read", lambda *_: pytest.fail("a byte was read"))
     with pytest.raises(WeightsError, match="lacks "):
         load_weights(build("float32"), tmp_path)
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_a_chunk_is_read_into_many_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """In as many calls as the system's limit asks for, each of which may end early."""
+    write(tmp_path, (torch.float32,))
+    model, real, calls = build("float32"), os.preadv, list[int]()
+
+    def short(handle: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(len(buffers))
+        return real(handle, [*buffers[:2], *(buffer[:7] for buffer in buffers[2:3])], offset)
+
+    monkeypatch.setattr(lanes, "MOST_VIEWS", most)
+    monkeypatch.setattr(lanes.os, "preadv", short)
+    load_weights(model, tmp_path)
+    assert max(calls) == 1 if most == 1 else 1 < max(calls) <= most
+    stored = stored_tensors(model.layout)
+    for param in model.layout:
+        expected = torch.cat([sliced(part, stored[part.stored]) for part in param.parts])
+        assert torch.equal(model.tensors[param.name], expected), param.name
 
 
 def test_at_most_two_of_the_largest_units_are_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

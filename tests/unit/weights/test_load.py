@@ -2,12 +2,14 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.contracts.errors import WeightsError
@@ -15,8 +17,9 @@ from quire.models.layout import layout, stored_names
 from quire.weights.dummy import load_dummy
 from quire.weights.load import load_weights
 from quire.weights.tied import unread_head
+from quire.weights.unpacked import Unpacked
 
-from ...filled_models import Taken, stored_tensors
+from ...filled_models import Taken, built, stored_tensors
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -149,14 +152,16 @@ MOE = CONFIG | {
 }  # fmt: skip
 
 
-def build_moe(experts: tuple[int, ...] | None = None, **changes: object) -> Any:
+def build_moe(experts: tuple[int, ...] | None = None, in_place: bool = False, **changes: object) -> Any:
     args = parse_checkpoint_config(MOE | changes)
-    return Taken(args, layout(args, experts=experts), elsewhere=frozenset(stored_names(layout(args))))
+    everything = frozenset(stored_names(layout(args)))
+    return Taken(args, layout(args, experts=experts), elsewhere=everything, in_place=in_place)
 
 
-def test_experts_land_in_their_places(tmp_path: Path) -> None:
-    tensors, model = write_weights(tmp_path, build_moe()), build_moe((4, 1))
-    load_weights(model, tmp_path)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_experts_land_in_their_places(tmp_path: Path, in_place: bool) -> None:
+    tensors, model = write_weights(tmp_path, build_moe()), build_moe((4, 1), in_place)
+    load_weights(model, tmp_path, num_threads=1, chunk_bytes=1000)
     loaded = model.tensors
     at = "model.layers.1.mlp.experts"
     stacked = [tensors[f"{at}.{expert}.{half}_proj.weight"] for expert in (4, 1) for half in ("gate", "up")]
@@ -165,9 +170,12 @@ def test_experts_land_in_their_places(tmp_path: Path) -> None:
     assert torch.equal(loaded["layers.1.mlp.experts.down"], downs)
 
 
-def test_an_expert_of_another_rank_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_expert_of_another_rank_is_never_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
     """Of one whole layer's 6 experts only 2 are owned: the bytes of the others are not asked for."""
-    tensors, model = write_weights(tmp_path, build_moe()), build_moe((0, 5))
+    tensors, model = write_weights(tmp_path, build_moe()), build_moe((0, 5), in_place)
     asked: list[int] = []  # by several threads
 
     def preadv(handle: int, buffers: list[memoryview], offset: int) -> int:
@@ -209,3 +217,61 @@ def test_a_stray_tensor_of_an_owned_expert_is_named(tmp_path: Path) -> None:
     save_file(tensors | stray, tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match=r"experts\.5\.gate_proj\.bias"):
         load_weights(model, tmp_path)
+
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(load: Callable[[Any], object], num_experts: int) -> int:
+    """The operations that fill a model whose layers keep experts as they are stored."""
+    model = built(parse_checkpoint_config(MOE | {"num_experts": num_experts}), forced={"experts": "ref"})
+    with Operations() as counted:
+        load(model)
+    return counted.count
+
+
+def test_the_number_of_experts_costs_no_operation(tmp_path: Path) -> None:
+    """Random values fill all experts of a layer at once, and files are read into their places."""
+    assert operations(load_dummy, 32) == operations(load_dummy, 4)
+    counts = []
+    for num_experts in (4, 32):
+        write_weights(tmp_path, build_moe(num_experts=num_experts))
+        counts.append(operations(lambda model: load_weights(model, tmp_path, num_threads=1), num_experts))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("load", ["dummy", "files"])
+def test_experts_in_place_are_neither_copied_nor_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    """What a layer computes with is the memory that was filled; only other modules are handed to their layers."""
+    tensors, model = write_weights(tmp_path, build_moe()), built(build_moe().args, forced={"experts": "ref"})
+    layer: Any = model.layers[1]
+    room, take, taken = model.destination("layers.1.mlp.experts"), model.take, list[str]()
+    monkeypatch.setattr(model, "take", lambda module, *given: taken.append(module) or take(module, *given))
+    load_dummy(model) if load == "dummy" else load_weights(model, tmp_path)
+    assert room is not None and "layers.1.mlp.experts" not in taken and "layers.1.mlp.router" in taken
+    gate_up, down = layer.mlp.experts.packed
+    assert gate_up.data_ptr() == room["gate_up"].data_ptr() and down.data_ptr() == room["down"].data_ptr()
+    for expert in range(6):
+        at = f"model.layers.1.mlp.experts.{expert}."
+        halves = [tensors[f"{at}{half}_proj.weight"] for half in ("gate", "up")]
+        for found, stored in ((gate_up, torch.cat(halves)), (down, tensors[f"{at}down_proj.weight"])):
+            assert torch.equal(found[expert], stored) == (load == "files")
+        assert gate_up[expert].isfinite().all() and gate_up[expert].std() > 0
+
+
+def test_experts_that_are_loaded_on_another_device_are_packed_one_by_one() -> None:
+    """The loader writes into a destination of its own device only."""
+    model = build_moe(in_place=True)
+    assert [unit.place for unit in Unpacked(model, torch.device("cpu")).units() if unit.in_place] == [0]
+    assert not any(unit.in_place for unit in Unpacked(model, torch.device("meta")).units())

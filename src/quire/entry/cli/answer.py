@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class AnswerPiece:
     """What is new of one answer. Counts of the prompt, and `total` tokens of the answer, come when they are known."""
 
     text: str = ""
@@ -41,7 +41,7 @@ class Answer:
     reason: str | None = None
     failure: str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         """Take in what is new."""
         self.text += piece.text
         self.num_tokens = self.num_tokens + piece.num_tokens if piece.total is None else piece.total
@@ -59,13 +59,13 @@ class Answer:
                 f"{1000 * self.first:.0f} ms")
 
 
-def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[Piece]:
+def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[AnswerPiece]:
     """The pieces of a stream of DELTA outputs of one completion."""
     try:
         for output in outputs:
             delta = output.outputs[0]
             failed = delta.finish_reason == "error"
-            yield Piece(text=delta.text, num_tokens=len(delta.token_ids), num_prompt=len(output.prompt_token_ids),
+            yield AnswerPiece(text=delta.text, num_tokens=len(delta.token_ids), num_prompt=len(output.prompt_token_ids),
                         num_cached=output.num_cached_tokens or 0, reason=delta.finish_reason,
                         failure=str(delta.stop_reason) if failed else None)
     finally:
@@ -73,7 +73,7 @@ def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[Piece]:
             outputs.close()  # aborts the request
 
 
-def print_answer(pieces: Iterator[Piece], *, whole_steps: bool = True) -> Answer:
+def print_answer(pieces: Iterator[AnswerPiece], *, whole_steps: bool = True) -> Answer:
     """Print the pieces to stdout as they come, and a last newline. Ctrl-C ends it.
 
     whole_steps   Ctrl-C takes effect between two pieces, not within whatever makes the next one
@@ -95,7 +95,7 @@ def print_answer(pieces: Iterator[Piece], *, whole_steps: bool = True) -> Answer
     return answer
 
 
-def _print_pieces(pieces: Iterator[Piece], answer: Answer, stop: threading.Event) -> None:
+def _print_pieces(pieces: Iterator[AnswerPiece], answer: Answer, stop: threading.Event) -> None:
     start = time.perf_counter()
     for piece in pieces:
         answer.seconds = time.perf_counter() - start

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.config.flags import FlagParser, add_model_argument
 from quire.contracts.errors import EngineError, RequestError, RequestFailed
-from quire.entry.cli.answer import Answer, Piece, local_pieces, print_answer
+from quire.entry.cli.answer import Answer, AnswerPiece, local_pieces, print_answer
 from quire.entry.cli.remote import remote_model
 from quire.entry.cli.sampling import configure_asking, local_model, sampling_values
 from quire.entry.leaving import raise_on_interrupt
@@ -15,7 +15,7 @@ from quire.entry.leaving import raise_on_interrupt
 SUMMARY = "talk to a model"
 HELP = "/reset forgets the conversation, exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
-Stream = Callable[[list[dict[str, Any]]], Iterator[Piece]]
+Stream = Callable[[list[dict[str, Any]]], Iterator[AnswerPiece]]
 
 
 def configure(parser: FlagParser) -> None:

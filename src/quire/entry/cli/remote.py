@@ -19,7 +19,7 @@ from quire.config.env import client_key
 from quire.config.flags import FlagParser
 from quire.config.sources import FLAG, ORIGIN
 from quire.contracts.errors import ConfigError, EngineDead, ModelNotFound, QuireError, RequestFailed
-from quire.entry.cli.answer import Piece
+from quire.entry.cli.answer import AnswerPiece
 
 CONNECT_SECONDS = 10.0
 MAX_ERROR_BYTES = 1 << 20
@@ -58,11 +58,11 @@ class RemoteModel:
         self._key = key
         self.name = name or self._first_model()
 
-    def stream(self, prompt: str, fields: Mapping[str, Any]) -> Iterator[Piece]:
+    def stream(self, prompt: str, fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         """Continue a text; the pieces hold what is new."""
         return self._stream(COMPLETIONS, {"prompt": prompt, **fields})
 
-    def stream_chat(self, messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[Piece]:
+    def stream_chat(self, messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         """Answer a conversation; the pieces hold what is new."""
         return self._stream(CHAT, {"messages": messages, **fields})
 
@@ -77,7 +77,7 @@ class RemoteModel:
             raise ModelNotFound(f"{self.where} lists no model: name one with --model-name.")
         return str(models[0]["id"])
 
-    def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[Piece, None, None]:
+    def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[AnswerPiece, None, None]:
         body = {"model": self.name, **fields, "stream": True, "stream_options": {"include_usage": True}}
         with self._asked("POST", path, body) as response:
             ended, reason = False, None
@@ -91,10 +91,10 @@ class RemoteModel:
                 for choice in event.get("choices") or []:
                     reason = choice.get("finish_reason") or reason
                     text = _text(choice)
-                    yield Piece(text=text, num_tokens=1 if text else 0, reason=reason)
+                    yield AnswerPiece(text=text, num_tokens=1 if text else 0, reason=reason)
                 if usage := event.get("usage"):
                     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-                    yield Piece(num_prompt=usage.get("prompt_tokens"), total=usage.get("completion_tokens"),
+                    yield AnswerPiece(num_prompt=usage.get("prompt_tokens"), total=usage.get("completion_tokens"),
                                 num_cached=cached)
             if not ended and reason is None:
                 raise EngineDead(f"the answer of {self.where} broke off: the server stopped, or the connection did.")

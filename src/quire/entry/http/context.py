@@ -19,7 +19,7 @@ SANDBOXES = 2  # conversations that are rendered apart at once: their threads ar
 LOADING = "the model is still loading: try again in a few seconds."
 
 
-class InFlight:
+class RequestIds:
     """The ids of the requests that are being answered."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ServerContext:
     metrics: Metrics
     model_names: tuple[str, ...]
     created: int
-    in_flight: InFlight = field(default_factory=InFlight)
+    in_flight: RequestIds = field(default_factory=RequestIds)
     unknown_fields: set[str] = field(default_factory=set)
     huge_text: asyncio.Lock = field(default_factory=asyncio.Lock)
     memory: FreedMemory = field(default_factory=FreedMemory)

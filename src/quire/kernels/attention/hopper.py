@@ -27,12 +27,12 @@ def paged_attention(
     return _Call(q, kv, meta, scale, window, soft_cap, sinks).run()
 
 
-class _Call(triton.Call):
+class _Call(triton.AttentionCall):
     """Takes the new way where tiles are whole, keys lie in blocks of whole tiles, heads have a common size, and the
     rows of a sequence follow each other."""
 
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
-        """See `triton.Call`."""
+        """See `triton.AttentionCall`."""
         q, kv = self.q, self.kv
         dim, kv_heads, size = q.shape[2], kv.k.shape[1], kv.block_size
         group = q.shape[1] // kv_heads

@@ -51,7 +51,7 @@ class ChunkPass:
 
 
 @dataclass
-class StepPlan:
+class NativePlan:
     """The rows of a step, as many at a time as there is room for their parts, and its chunks.
 
     num_rows   of the step
@@ -113,14 +113,14 @@ def retarget(tape: int, meta: AttentionMeta, block_size: int, num_heads: int, he
     )  # fmt: skip
 
 
-def _plan(meta: AttentionMeta, block_size: int) -> StepPlan:
+def _plan(meta: AttentionMeta, block_size: int) -> NativePlan:
     plan = meta.plans.get(block_size)
-    if not isinstance(plan, StepPlan):
+    if not isinstance(plan, NativePlan):
         plan = meta.plans[block_size] = _make_plan(meta, block_size)
     return plan
 
 
-def _make_plan(meta: AttentionMeta, block_size: int) -> StepPlan:
+def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     tables = meta.block_tables.shape
     if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
@@ -133,7 +133,7 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> StepPlan:
             chunks.append(plan_chunk(meta, s, first, last, length, block_size))
         else:
             rows += [(row, length - last + row + 1, s) for row in range(first, last)]
-    return StepPlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1])
+    return NativePlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1])
 
 
 def _plan_rows(rows: list[tuple[int, int, int]]) -> tuple[RowPlan, ...]:
@@ -150,7 +150,7 @@ def _row_plan(items: np.ndarray) -> RowPlan:
     return RowPlan(torch.from_numpy(items), torch.from_numpy(part_item), len(part_item) > len(items))
 
 
-def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, scale: float, out: Tensor) -> None:
+def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale: float, out: Tensor) -> None:
     k = kv.k
     num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
     _check(q, kv, tables)
@@ -176,7 +176,7 @@ def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, scale:
 
 
 def _attend_again(
-    q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, one: ChunkPass, scale: float, out: Tensor
+    q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, one: ChunkPass, scale: float, out: Tensor
 ) -> None:
     """Rows before a value that is not finite whose task may have read it: theirs ends ROWS - 1 tokens later at most.
     Rows that see the value are not finite either way."""
@@ -236,7 +236,7 @@ def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
 
 
 def _attend_rows(
-    q: Tensor, kv: KVView, tables: Tensor, plan: StepPlan, rows: RowPlan, scale: float, out: Tensor
+    q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, rows: RowPlan, scale: float, out: Tensor
 ) -> None:
     k, v = kv.k, kv.v
     num_heads, dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
@@ -249,7 +249,7 @@ def _attend_rows(
     )  # fmt: skip
 
 
-def _partial(plan: StepPlan, rows: RowPlan, num_heads: int, dim: int) -> int | None:
+def _partial(plan: NativePlan, rows: RowPlan, num_heads: int, dim: int) -> int | None:
     """The address of room for the sums, the maximum and the total of every part and query head."""
     if not rows.split:
         return None

@@ -87,17 +87,17 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class AttentionPlan:
     """The decode part (None without decodes) and the chunks of a step."""
 
     decode: DecodePlan | None
     chunks: tuple[ChunkPlan, ...]
 
 
-def plan_step(meta: AttentionMeta, block_size: int) -> StepPlan:
+def plan_step(meta: AttentionMeta, block_size: int) -> AttentionPlan:
     """Cut a step into calls; kept in `meta.plans` for the other layers."""
     known = meta.plans.get(block_size)
-    if isinstance(known, StepPlan):
+    if isinstance(known, AttentionPlan):
         return known
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     single = [s for s in range(len(lengths)) if starts[s + 1] - starts[s] == 1]
@@ -107,7 +107,7 @@ def plan_step(meta: AttentionMeta, block_size: int) -> StepPlan:
         if starts[s + 1] - starts[s] > 1
     )
     decode = _plan_decode(single, starts, lengths, meta.block_tables, block_size) if single else None
-    plan = StepPlan(decode, chunks)
+    plan = AttentionPlan(decode, chunks)
     meta.plans[block_size] = plan
     return plan
 

@@ -63,11 +63,11 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `quire.kernels.attention`."""
-    return Call(q, kv, meta, scale, window, soft_cap, sinks).run()
+    return AttentionCall(q, kv, meta, scale, window, soft_cap, sinks).run()
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of `paged_attention`."""
 
     q: Tensor

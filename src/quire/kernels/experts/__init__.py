@@ -5,6 +5,8 @@ empty(num_experts, gate_up, down, device) -> packed
     module understand `packed`.
 put(packed, place, gate_up [2I, H], down [H, I])
     Pack an expert into its place, once after loading; gate's rows come first, then up's. The two tensors are used up.
+destination(packed) -> (gate_up [E, 2I, H], down [E, H, I])
+    With the feature "in place": all experts in the memory of `packed`. Writing an expert there packs it.
 run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all experts] int32 or None,
     residual [T, H] or None) -> [T, H] in x's dtype, accumulated in float32
     ids number all experts, and expert_map gives each its place in `packed`; without a map they are places themselves. A

@@ -20,6 +20,11 @@ def put(packed: stacked.Packed, place: int, gate_up: Tensor, down: Tensor) -> No
     stacked.put(packed, place, gate_up.mT, down.mT)
 
 
+def destination(packed: stacked.Packed) -> stacked.Packed:
+    """See `quire.kernels.experts`."""
+    return packed[0].mT, packed[1].mT
+
+
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
     """See `quire.kernels.experts`."""

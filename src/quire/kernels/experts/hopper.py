@@ -31,7 +31,7 @@ BAND = 32  # tiles of pairs that run side by side through the same columns; 8 ar
 MOST_SMALL = 24  # pairs of an expert in the mean, up to which tiles of fewer pairs read the weights as fast
 WORDS = 4  # of a tile's record: expert, first of its pairs in the order, how many are left from there, number of tiles
 
-empty, put = triton.empty, triton.put
+empty, put, destination = triton.empty, triton.put, triton.destination
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,

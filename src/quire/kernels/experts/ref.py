@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation.ref import silu_mul
+from quire.kernels.experts.stacked import destination as destination
 from quire.kernels.experts.stacked import empty as empty
 from quire.kernels.experts.stacked import put as put
 

@@ -22,6 +22,7 @@ from quire.kernels import pdl
 from quire.kernels.activation.triton import silu
 from quire.kernels.attention.triton_plan import shared_memory
 from quire.kernels.experts.stacked import Packed as Packed
+from quire.kernels.experts.stacked import destination as destination
 from quire.kernels.experts.stacked import empty as empty
 from quire.kernels.experts.stacked import put as put
 from quire.kernels.linear.gemv import bucket, prefetch

@@ -179,7 +179,7 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
             try:
                 if job.stream:
                     events = exchange.events(context.config.serve.keep_alive_interval)
-                    await _events(events, stream, Progress(job, writer), watch)
+                    await _events(events, stream, StreamProgress(job, writer), watch)
                     return
                 answer = await _whole(stream, job, writer)
                 watch.stop()
@@ -215,7 +215,7 @@ async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
     )
 
 
-async def _events(events: EventStream, stream: RequestStream, progress: "Progress", watch: Watch) -> None:
+async def _events(events: EventStream, stream: RequestStream, progress: "StreamProgress", watch: Watch) -> None:
     def push(batch: Batch) -> None:
         """Send outputs in the moment in which they come."""
         if data := progress.events(batch):
@@ -232,7 +232,7 @@ async def _events(events: EventStream, stream: RequestStream, progress: "Progres
         events.stop_comments()
 
 
-class Progress:
+class StreamProgress:
     """Where the choices of a stream stand; turns what the engine hands out into events."""
 
     def __init__(self, job: Job, writer: Writer) -> None:

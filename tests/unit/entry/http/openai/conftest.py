@@ -19,7 +19,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.engine.core import EngineCore
 from quire.engine.mock_core import build_mock_core
 from quire.entry.completion import Generation
-from quire.entry.front import FrontEnd, Limits
+from quire.entry.front import FrontEnd, FrontLimits
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.routes import routes
 from quire.entry.prompts import Prompt
@@ -82,7 +82,7 @@ class LocalEngine:
             num_blocks=facts.num_blocks, block_size=facts.block_size, depth=1, dtype="float32", device="cpu",
             weight_bytes=0, kv_bytes=0,
         )
-        limits = Limits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, max_logprobs=max_logprobs,
+        limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, max_logprobs=max_logprobs,
                         eos_ids=text.eos_ids)
         self.front = FrontEnd(text.tokenizer, limits)
         self.seen: list[tuple[Sequence[Prompt], SamplingParams, dict[str, Any]]] = []

@@ -16,7 +16,7 @@ import pytest
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.openai.chat import ChatEventWriter
-from quire.entry.http.openai.generate import Job, Progress, usage
+from quire.entry.http.openai.generate import Job, StreamProgress, usage
 from quire.entry.http.openai.schema import ChatRequest
 from quire.entry.http.openai.tools import plan_turn, tool_use
 from quire.entry.http.openai.turn import Turn, TurnPlan
@@ -168,7 +168,7 @@ def test_an_answer_is_the_same_however_it_is_cut(
     answer = json.loads(ChatEventWriter(job, request, text_side.tokenizer).whole([output(piece, "stop")], counts))
     assert plain(whole(answer["choices"][0])) == {**NOTHING, **expected}
     for places in [*((at,) for at in range(len(text) + 1)), tuple(range(1, len(text)))]:
-        progress = Progress(job, ChatEventWriter(job, request, text_side.tokenizer))
+        progress = StreamProgress(job, ChatEventWriter(job, request, text_side.tokenizer))
         pieces = cut(text, *places)
         data = b"".join(progress.events([(0, output(piece, "stop" if piece is pieces[-1] else None))])
                         for piece in pieces) + progress.last()
