@@ -170,7 +170,7 @@ def test_what_is_no_size(text: str) -> None:
 def test_help_names_every_flag_and_its_default() -> None:
     text = make_parser().format_help()
     assert all(flag in text for flag in FLAGS)
-    assert "token budget of one step (default: 2048 on a CPU, 8192 on a GPU; in LLM" in " ".join(text.split())
+    assert "token budget of a step (default: 2048 on a CPU, 8192 on a GPU; in LLM" in " ".join(text.split())
 
 
 def test_the_environment_gives_what_flags_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
