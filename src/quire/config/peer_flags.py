@@ -76,7 +76,7 @@ class PeerOutcome:
     """Effect of the given vLLM flags.
 
     values    our option that an alias sets -> (value, a text or what the table maps it to; spelling of the flag)
-    notes     a line for each flag that changes nothing;  refusals  a line for each flag that cannot be met
+    notes     a line for each flag that changes nothing;  refusals  a line for each refused flag
     """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)

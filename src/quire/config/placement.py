@@ -1,7 +1,7 @@
 """The layers, heads and experts that each rank of a parallel engine holds, and the messages between ranks.
 
-Pure arithmetic over a model's arguments; the rules are those of Megatron-LM (Shoeybi et al., 2019) inside a layer, and
-of whole experts on ranks across the replicas of attention (DeepSeek-V3, 2024, section 3.4). No torch.
+Pure arithmetic over a model's arguments. Layers are divided as in Megatron-LM (Shoeybi et al., 2019). Whole experts are
+divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, section 3.4). No torch.
 """
 
 from collections.abc import Iterator

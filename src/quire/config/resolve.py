@@ -102,9 +102,8 @@ def resolve_memory(
 
     context      the model's longest sequence in tokens;  free_bytes  memory free after the weights
     By default the cache takes a quarter of the free memory. It takes less when all slots at full length need less, and
-    more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks to what fits. Raises
-    `ConfigError` with the numbers when a given max_model_len does not fit, or when the cache and the tables of the
-    slots exceed the free memory.
+    more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it fits. Raises
+    `ConfigError` with the numbers when a given max_model_len, or cache and slot tables together, do not fit.
     """
     size, asked = geometry.block_size, model.max_model_len
     check_context(model, context)

@@ -9,10 +9,10 @@ from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 
 CUDA_TOKENS = 8192  # of a step
-WIDE_TOKENS = 16384  # of a step when nobody streams tokens: more tokens fill the experts' tiles (docs/log.md)
+WIDE_TOKENS = 16384  # of a step when tokens are not streamed: more tokens fill the experts' tiles (docs/log.md)
 CUDA_BLOCK_SIZE = 128  # a kernel's tile of keys; smaller tiles divide it
 LARGE_GPU, LARGE_SEQUENCES = 70 * GIB, 1024  # memory of a large GPU, and the requests that it runs at once
-MOST_SEQUENCES = 4096  # of a step: the attention plan's kernel is compiled for at most so many
+MOST_SEQUENCES = 4096  # of a step: the most that the attention plan's kernel is compiled for
 SPARE = 256 << 20  # bytes left free for late allocations of libraries
 MAX_BLOCKS = 1 << 17  # a block costs the scheduler about 0.5 KB, and a tiny model's page is tiny
 MOST_UTILIZATION = 0.98  # the largest that a message proposes
@@ -57,7 +57,7 @@ def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) ->
     """Return the scheduler's configuration with the defaults for a GPU of `total` bytes.
 
     A large GPU runs more requests, because their KV caches fit.
-    wide   the model has experts and nobody streams its tokens: a large GPU takes more tokens per step
+    wide   True: the model has experts and its tokens are not streamed; a large GPU then takes more tokens per step
     """
     seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
     tokens = scheduler.max_num_batched_tokens
@@ -97,7 +97,7 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
     """Size the KV cache and the context length on a GPU.
 
     context   the model's longest sequence in tokens;  dtype  of the weights
-    The cache takes the memory that gpu_memory_utilization leaves. An unset max_model_len shrinks to what fits. Raises
+    The cache takes the memory that gpu_memory_utilization leaves. An unset max_model_len shrinks until it fits. Raises
     `ConfigError` with the missing bytes and the flags that would make it fit.
     """
     check_context(config.model, context)

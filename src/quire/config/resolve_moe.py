@@ -1,7 +1,7 @@
 """Choice of a dispatcher (moves tokens to experts and back) and an experts kernel, together, as a printable plan.
 
 Dispatchers and kernels declare as data what they produce and accept. A pair fits when both agree on the layout of rows,
-the numbering of experts and the part that weighs results, and when topology, machine and phase allow the pair.
+the numbering of experts and the part that weighs results. Topology, machine and phase must allow the pair, too.
 """
 
 from collections.abc import Iterator, Mapping

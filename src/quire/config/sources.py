@@ -63,8 +63,7 @@ def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Col
     """Return the settings of a parsed command line, the environment and the file of --config.
 
     options   all options;  own   names of the options of this command: only their environment variables are read
-    Raises `ConfigError` for a value that does not parse, an unknown name, a flag of vLLM's that cannot be met, or
-    two models.
+    Raises `ConfigError` for a value that does not parse, an unknown name, a refused vLLM flag, or two models.
     """
     by_name = {option.name: option for option in options}
     for name, near in unknown_variables(by_name).items():
@@ -96,7 +95,7 @@ def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Col
 def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Settings:
     """Return the settings of keyword arguments. vLLM's names have the same effect as on a command line.
 
-    Raises `ConfigError` for an argument that cannot be met. Unknown names are kept; the caller must check them.
+    Raises `ConfigError` for a refused argument. Unknown names are kept; the caller must check them.
     """
     by_name = {option.name: option for option in options}
     spelt = {spelling.replace("-", "_"): option.name for spelling, option in _spellings(by_name).items()}
@@ -154,7 +153,7 @@ def _read_file(path: Path, options: Mapping[str, Field[Any]], found: Settings) -
         off = key.startswith("no-") and isinstance(value, bool) and key[3:] in spellings
         option = spellings.get(key[3:] if off else key)
         if option is not None and value == MASK and option.name in found.values:
-            continue  # the environment holds the token that is not shown here
+            continue  # the file masks a secret that the environment holds
         if option is not None:
             try:
                 found.put(option.name, read_value(option, not value if off else value), f"file {path}")
@@ -215,7 +214,7 @@ def _file_items(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"--config {path}: the file is not UTF-8 text.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: the file is no YAML ({' '.join(str(error).split())}).") from None
+        raise ConfigError(f"--config {path}: the file is not YAML ({' '.join(str(error).split())}).") from None
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -223,5 +222,5 @@ def _file_items(path: Path) -> dict[str, Any]:
     keys = [str(key.value).replace("_", "-") for key, _ in tree.value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise ConfigError(f"--config {path}: {twice} is there twice.")
+        raise ConfigError(f"--config {path}: {twice} appears twice.")
     return {str(key).replace("_", "-"): item for key, item in value.items()}

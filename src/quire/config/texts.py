@@ -29,12 +29,12 @@ def parse_size(text: str) -> int:
     """
     match = SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no whole number such as 32768, 32k (32,000) or 32K (32,768)")
+        raise ValueError(f"{text!r} is not a whole number such as 32768, 32k (32,000) or 32K (32,768)")
     number, suffix, binary = match.groups()
     base = 1024 if suffix and (suffix.isupper() or binary) else 1000
     value = float(number) * base ** POWERS[suffix.lower()] if suffix else float(number)
     if value != int(value) or ("." in number and not suffix):
-        raise ValueError(f"{text!r} is no whole number")
+        raise ValueError(f"{text!r} is not a whole number")
     return int(value) if suffix else int(number)
 
 
@@ -43,7 +43,7 @@ def parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no number") from None
+        raise ValueError(f"{text!r} is not a number") from None
 
 
 def parse_bool(text: str) -> bool:
@@ -57,7 +57,7 @@ def parse_object(text: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError."""
     value = _parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is no JSON object such as {{\"temperature\": 0.5}}")
+        raise ValueError(f"{text!r} is not a JSON object such as {{\"temperature\": 0.5}}")
     return value
 
 
@@ -65,7 +65,7 @@ def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is no JSON ({error})") from None
+        raise ValueError(f"{text!r} is not JSON ({error})") from None
 
 
 def parse_list(text: str) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def parse_item(text: str) -> tuple[str, ...]:
         return (text,)
     value = _parse_json(text)
     if not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{text!r} is no list of strings")
+        raise ValueError(f"{text!r} is not a list of strings")
     return tuple(value)
 
 
@@ -98,7 +98,7 @@ def parse_length(text: str) -> int | None:
 def parse_port(text: str) -> int:
     """Parse a port; 0 means any free port. Raises ValueError."""
     if not text.strip().isdecimal() or int(text) > 65535:
-        raise ValueError(f"{text!r} is no port: give 1 to 65535, or 0 for any free one")
+        raise ValueError(f"{text!r} is not a port: give 1 to 65535, or 0 for any free one")
     return int(text)
 
 
@@ -144,9 +144,9 @@ def read_value(option: Field[Any], value: object) -> Any:
     if isinstance(value, str):
         return (value,) if kind == LIST and not value.lstrip().startswith("[") else option_parser(option)(value)
     if kind in (str, str | None) or (kind == LIST and not isinstance(value, list)):
-        raise ValueError(f"{value!r} is no text: put it in quotes")
+        raise ValueError(f"{value!r} is not a text: put it in quotes")
     if kind == COUNTS and not (isinstance(value, list) and all(type(item) is int for item in value)):
-        raise ValueError(f"{value!r} is no list of whole numbers")
+        raise ValueError(f"{value!r} is not a list of whole numbers")
     if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return option_parser(option)(json.dumps(value, default=str))

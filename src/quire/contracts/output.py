@@ -117,7 +117,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times of a request in seconds on the monotonic clock, and the report of what its prompt could not reuse."""
+    """Times of a request in seconds on the monotonic clock, and the report on its prefix cache misses."""
 
     arrival_time: float
     first_token_time: float | None = None

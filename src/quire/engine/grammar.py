@@ -29,7 +29,7 @@ COMPILE_SECONDS = 10.0  # of compiling; the time in the queue before does not co
 MOST_WAITING = 64  # requests whose grammars are being compiled, or wait for it
 KEPT = 64  # copies of compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
 MOST_PLACES = 64  # further masks computed for one mask, to see if a JSON name goes on; each takes about 0.1 ms
-IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there is nothing else to do
+IDLE_SECONDS = 0.01  # between two checks of grammars that are being compiled, when there is nothing else to do
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Grammars:
     def __init__(self, compiler: GrammarCompiler | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._compiler, self._clock = compiler, clock
         self._pool: ThreadPoolExecutor | None = None
-        self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()  # the last used comes last
+        self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()  # least recently used first
         self._held: dict[int, _Held] = {}  # by handle
         self._compiling: dict[int, _Held] = {}
 

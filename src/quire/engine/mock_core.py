@@ -26,7 +26,7 @@ MAX_BLOCKS = 65_536  # by default; they hold two million tokens
 def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path | None = None) -> EngineCore:
     """Build a core with the vocabulary and context of the model in `folder`; its tokenizer may be in another folder.
 
-    Raises `ConfigError` when max_model_len exceeds the model's context or the blocks asked for.
+    Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
     args = read_checkpoint_config(folder)
     scheduler, size = config.scheduler, config.cache.block_size or BLOCK_SIZE

@@ -156,7 +156,7 @@ class KVAllocator:
                     self._behind[group][slot] = behind
 
     def publish(self, slot: int, chain: KeyChain, num_full_blocks: int) -> None:
-        """Offer those of the slot's first `num_full_blocks` blocks to other requests that are not offered yet.
+        """Offer the slot's first `num_full_blocks` blocks to other requests. Blocks already offered are skipped.
 
         Their KV is written already, or by the plan that is being made, before any row attends to it.
         """
