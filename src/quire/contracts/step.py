@@ -20,7 +20,7 @@ U8 = np.ndarray[Any, np.dtype[np.uint8]]
 NO_MASKS: I32 = np.empty((0, 0), np.int32)  # masks for `Executor.release` of a step without a grammar
 
 # Outputs of a scheduled slot: bits of StepPlan.outputs.
-SAMPLE = 1  # sample a token from the slot's last row, and from every row of a decode
+SAMPLE = 1  # sample a token from the slot's last row, or from every row of a decode
 PROMPT_LOGPROBS = 2  # score the next prompt token at each row
 POOL = 4  # sum hidden states instead of computing logits
 

@@ -31,8 +31,8 @@ def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: 
 def _rows(table: RunningTable, decodes: I32, num_drafts: int) -> I32:
     """Return the number of rows of each decode: its last token and its drafts.
 
-    Drafts never go past the end of a request, and all rows together stay within `MAX_VERIFY_ROWS`. A request with a
-    grammar has no drafts, because the mask of a draft's row is unknown before the draft is.
+    Drafts never go past the end of a request, and are planned only as far as all rows together fit `MAX_VERIFY_ROWS`.
+    A request with a grammar has no drafts, because the mask of a draft's row is unknown before the draft is.
     """
     most = min(1 + num_drafts, max(1, MAX_VERIFY_ROWS // max(1, len(decodes))))
     rows: I32 = np.minimum(table.end[decodes] - table.upper_bound[decodes], most)

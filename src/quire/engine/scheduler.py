@@ -63,9 +63,9 @@ class Scheduler:
         """Return the token budget of the next step.
 
         Short chunks keep decodes from stalling: few prompt tokens beside decodes get a chunk that about doubles the
-        step's time. The whole budget is used in two cases. Many prompt tokens wait: they come first, because a step
-        takes nearly as long with few decodes as with many. Or a prompt is long: short chunks near its end would read
-        all the context before them with too few rows to keep a GPU busy.
+        step's time. The whole budget is used when nothing decodes, and in two more cases. Many prompt tokens wait: they
+        come first, because a step takes nearly as long with few decodes as with many. Or a prompt is long: short chunks
+        near its end would read all the context before them with too few rows to keep a GPU busy.
         """
         if not self._chunk:
             return self._budget

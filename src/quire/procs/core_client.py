@@ -63,7 +63,7 @@ class CoreClient:
 
     def send(self, message: ToCore) -> None:
         """Queue a message without waiting. Call this only after the core's first message."""
-        assert self._connected, "the core has not been heard yet"
+        assert self._connected, "a message was sent before the core's first message"
         if self._context is not None:
             self._sender.send(encode(message), zmq.NOBLOCK)
 
