@@ -1,4 +1,4 @@
-"""Where the model that ships inside the package lies. Knows nothing of what is in it."""
+"""Location of the model that ships inside the package. Knows nothing of its contents."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ NAME = "quire-tiny"
 
 
 def bundled_model() -> Path:
-    """Folder of the bundled model, the default when no model is named.
+    """Return the folder of the bundled model, the default when no model is named.
 
-    Raises `ModelNotFound` when the installation lacks it (packages trimmed by hand).
+    Raises `ModelNotFound` when the installation lacks the model (packages trimmed by hand).
     """
     folder = Path(__file__).parent.parent / "bundled" / NAME
     if not (folder / "config.json").is_file():

@@ -1,8 +1,8 @@
-"""A checkpoint's config.json, read into the arguments of one of our model families.
+"""Reader of a checkpoint's config.json: its keys become the arguments of a model family.
 
-Knows the spellings Hugging Face has used for each key, old and new, and which keys change the math. A key that
-changes the math and is not implemented is refused by name; a key nobody knows is listed in `ModelArgs.notes`.
-Knows nothing of tensors, devices or flags. No torch.
+Knows Hugging Face's spellings of each key, old and new, and the keys that change the math. A key that changes the math
+and is not implemented is refused by name. An unknown key is listed in `ModelArgs.notes`. Knows nothing of tensors,
+devices or flags. No torch.
 """
 
 import json
@@ -25,17 +25,17 @@ MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more t
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What differs between the families when their config.json is silent, and which keys each one reads."""
+    """Defaults of a model family for keys that config.json lacks, and the further keys that the family reads."""
 
     architecture: str
-    qkv_bias: bool | None = False  # None: the key attention_bias says
+    qkv_bias: bool | None = False  # None: by the key attention_bias
     output_bias: bool | None = False
     mlp_bias: bool | None = False
-    qk_norm: bool | None = False  # None: the key use_qk_norm says
+    qk_norm: bool | None = False  # None: by the key use_qk_norm
     default_window: int | None = None  # sliding_window when the key is missing
     default_head_dim: int | None = None  # None: hidden_size / heads
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
-    windowed: str = "all"  # which layers have it: "all"; without layer_types "from" max_window_layers on, or "below" it
+    windowed: str = "all"  # layers with a window: "all"; without layer_types "from" max_window_layers on, or "below" it
     norm_eps: float = 1e-6  # when rms_norm_eps is missing
     theta: float = 10_000.0  # when rope_theta is
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
@@ -75,7 +75,7 @@ KNOWN_KEYS = frozenset(
     "ep_size".split()
 )
 
-# Keys that change the math in some model of the wider field -> the values with which they change nothing.
+# Keys that change the math of some models -> the values with which they have no effect.
 MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
     key: neutral for keys, neutral in (
         ("attn_logit_softcapping final_logit_softcapping logit_softcapping query_pre_attn_scalar attention_multiplier "
@@ -93,15 +93,16 @@ MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
-    """The arguments of one decoder, complete: no default is left to the model file.
+    """All arguments of a decoder model; no default is left to the model file.
 
-    head_dim         of queries and keys;  rotary_dim  how many of these are rotated
-    attention_bias   q, k and v projections have a bias;  output_bias  so has o_proj
+    head_dim         dimensions of a query or key head;  rotary_dim  number of these that are rotated
+    attention_bias   q, k and v projections have a bias;  output_bias  o_proj has a bias
     qk_norm          RMS norm over head_dim of q and k before rotation
-    moe, latent      what takes the place of the feed-forward layer and of grouped-query attention
-    extra_layers     multi-token-prediction (MTP) layers of the checkpoint behind the last one; they are skipped
-    dtype            what the checkpoint says it is stored in ("bfloat16", ...)
-    notes            what a user should hear: ignored and unknown keys, one sentence each
+    moe              mixture of experts; None: feed-forward layers only
+    latent           multi-head latent attention; None: grouped-query attention
+    extra_layers     multi-token-prediction (MTP) layers of the checkpoint after the last layer; they are skipped
+    dtype            dtype of the stored weights by config.json ("bfloat16", ...)
+    notes            notes for the user about ignored and unknown keys, one sentence each
     """
 
     model_type: str
@@ -135,13 +136,13 @@ def read_checkpoint_config(folder: Path) -> ModelArgs:
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """`folder/config.json` as it is. Raises ModelNotFound or ModelError."""
+    """Return the decoded `folder/config.json`. Raises ModelNotFound or ModelError."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelNotFound(f"{path} does not exist: a model folder needs a config.json.") from None
-    except (OSError, ValueError, RecursionError) as error:  # also of numbers with thousands of digits
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: also for numbers with thousands of digits
         raise ModelError(f"{path} cannot be read ({error}): download it again.") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} holds {type(raw).__name__}, not an object: download it again.")
@@ -194,12 +195,12 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
         latent=latent,
         extra_layers=extra,
         notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes,
-               *(["this model has no head: it embeds text, and what it generates means nothing."] if headless else ())),
+               *(["this model has no head: use it for embeddings, its generated text is noise."] if headless else ())),
     )
 
 
 def _find_family(keys: Mapping[str, Any], source: str) -> tuple[str, Family, bool]:
-    """model_type, its family, and whether the model is one without a head: then the embedding stands for it."""
+    """Return model_type, its family, and True when the model has no head; the embedding then takes its place."""
     ours = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     architectures = names(keys, "architectures", source)
     named = {family.architecture: name for name, family in FAMILIES.items()}
@@ -227,7 +228,7 @@ def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
 
 
 def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers: int, source: str) -> None:
-    """Attention here is full; a window at least as long as the context changes nothing."""
+    """Refuse an active sliding window shorter than the context: only full attention is implemented."""
     kinds = sorted(set(names(keys, "layer_types", source)) - {"full_attention"})
     window = count(keys, "sliding_window", family.default_window, source)
     active = window is not None and window < context
@@ -246,7 +247,7 @@ def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers
 
 
 def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: RopeArgs, source: str) -> int:
-    """How many of a head's dimensions are rotated; the two halves of them come first in the checkpoint."""
+    """Return the number of rotated dimensions of a head. Their two halves come first in the checkpoint."""
     nested = rope_settings(keys, source)
     if "partial_rotary_factor" not in family.keys:
         if nested.get("partial_rotary_factor", 1) not in (None, 1, 1.0):

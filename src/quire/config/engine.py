@@ -1,4 +1,4 @@
-"""The configuration of an engine: small frozen dataclasses, one per component. Flags are derived from them."""
+"""Configuration of an engine: a small frozen dataclass per component. Flags are derived from the fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -9,56 +9,58 @@ from quire.contracts.errors import ConfigError
 
 def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (),
            least: float | None = None, above: float | None = None) -> Any:
-    """A dataclass field that becomes a command-line flag `--field-name`, with extra spellings and a help text.
+    """Make a dataclass field that becomes a command-line flag `--field-name`.
 
+    flags          further spellings of the flag
     least, above   bounds of a number, or of each number of a tuple
     """
     return field(default=default, metadata={
         "help": help, "flags": flags, "choices": choices, "least": least, "above": above})
 
 
-CPU_TOKENS = 2048  # of one step
-SEQUENCES = 256  # running at once
+CPU_TOKENS = 2048  # token budget of a step
+SEQUENCES = 256  # requests running at once
 DEVICES = ("auto", "cpu", "cuda", "mock")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how its files are read."""
+    """The model and its files."""
 
     model: str = option("", "model folder or hub id, as the argument MODEL")
     tokenizer: str | None = option(None, "tokenizer folder or hub id (default: the model's own)")
     skip_tokenizer_init: bool = option(False, "token ids in and out, no tokenizer")
     trust_remote_code: bool = option(False, "accepted for compatibility; remote code is never run")
     revision: str | None = option(None, "branch, tag or commit, used for every file")
-    dtype: str = option("auto", "type of weights and activations", choices=DTYPES)
+    dtype: str = option("auto", "dtype of weights and activations", choices=DTYPES)
     max_model_len: int | None = option(None, "context length in tokens (default: what the model and memory allow)",
                                        least=1)
-    generation_config: str = option("auto", "auto: the model's generation_config.json sets sampling defaults; none")
+    generation_config: str = option("auto", "auto: sampling defaults from the model's generation_config.json; none: "
+                                            "no such defaults")
     override_generation_config: dict[str, Any] | None = option(
         None, 'sampling defaults that replace the model\'s, as JSON: {"temperature": 0.5}')
     seed: int = option(0, "seed of the engine: requests without a seed draw theirs from it")
-    max_logprobs: int = option(20, "most alternatives a request may ask for; -1: the whole vocabulary")
+    max_logprobs: int = option(20, "maximum logprobs per token that a request may ask for; -1: the whole vocabulary")
     chat_template: str | None = option(None, "chat template: a file, or the template itself")
     pooler_config: dict[str, Any] | None = option(
-        None, 'what an embedding is, as JSON: {"pooling_type": "MEAN", "normalize": true}; MEAN, LAST or CLS (default: '
-        "what the model's files say, else the last token's hidden state, normalized)",
+        None, 'pooling of embeddings, as JSON: {"pooling_type": "MEAN", "normalize": true}; MEAN, LAST or CLS '
+        "(default: as in the model's files, else the last token's hidden state, normalized)",
         flags=("--override-pooler-config",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """Where weights come from."""
+    """Loading of weights."""
 
     load_format: str = option(
-        "auto", "auto = safetensors, as are fastsafetensors and runai_streamer; dummy = random weights",
+        "auto", "auto = safetensors (so are fastsafetensors and runai_streamer); dummy = random weights",
         choices=("auto", "safetensors", "dummy"))
-    routing: str = option("model", "how tokens choose experts: model = by the routers; uniform = at random, so that "
-                          "dummy weights are measured like trained ones", choices=("model", "uniform"))
+    routing: str = option("model", "choice of experts: model = by the routers; uniform = at random, so that "
+                          "timings with dummy weights are like those of trained ones", choices=("model", "uniform"))
     load_device: str = option(
-        "auto", "where weights are loaded and packed: auto = on the engine's device; cpu = on the CPU, and packed "
-        "weights move to the device then", choices=("auto", "cpu"), flags=("--weights-load-device",))
+        "auto", "device that loads and packs weights: auto = the engine's device; cpu = the CPU, and packed weights "
+        "then move to the engine's device", choices=("auto", "cpu"), flags=("--weights-load-device",))
     download_dir: str | None = option(None, "folder for downloaded models (default: the hub's cache)")
     offline: bool = option(False, "make no network call; the model must be in the cache")
     hf_token: str | None = option(None, "token for gated repositories")
@@ -69,57 +71,58 @@ class LoadConfig:
 class CacheConfig:
     """The KV cache."""
 
-    block_size: int | None = option(None, "tokens per block (default: what the attention kernel likes best)", least=1)
+    block_size: int | None = option(None, "tokens per KV block (default: 32 on a CPU, 128 on a GPU)", least=1)
     kv_cache_memory_bytes: int | None = option(None, "exact size of the KV cache in bytes", least=1)
-    gpu_memory_utilization: float = option(0.92, "share of the GPU's memory that weights, graphs and KV cache take "
-                                           "together; on a CPU it changes nothing")
+    gpu_memory_utilization: float = option(0.92, "share of the GPU's memory for weights, activations, CUDA graphs and "
+                                           "KV cache together; no effect on a CPU")
     num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",), least=1)
     enable_prefix_caching: bool = option(True, "reuse the KV of shared prefixes across requests")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Batching."""
+    """Scheduling and batching."""
 
-    max_num_batched_tokens: int | None = option(None, "token budget of one step (default: 2048 on a CPU, 8192 on a "
-                                                      "GPU; in LLM 16384 for experts on a large one)", least=1)
+    max_num_batched_tokens: int | None = option(None, "token budget of a step (default: 2048 on a CPU, 8192 on a "
+                                                      "GPU; in LLM 16384 for experts on a large GPU)", least=1)
     max_num_seqs: int | None = option(None, "requests running at once (default: 256, on a GPU of 70 GiB or more 1024, "
                                             "and no more than max_num_batched_tokens)", least=1)
-    max_waiting: int | None = option(None, "requests that may wait beside those that fill free slots; more are "
-                                     "answered 429 (default: 8 x max_num_seqs, at least 1,024, in a server; no bound "
-                                     "offline)", least=1)
-    scheduling_policy: str = option("fcfs", "order of requests", choices=("fcfs", "priority"))
-    watermark: float = option(0.01, "share of the KV blocks kept free when admitting beside running requests")
+    max_waiting: int | None = option(None, "requests that may wait, not counting those that free slots can take; more "
+                                     "are answered 429 (default: 8 x max_num_seqs, at least 1,024, in a server; no "
+                                     "limit offline)", least=1)
+    scheduling_policy: str = option("fcfs", "order of waiting requests: first come first served, or by priority",
+                                    choices=("fcfs", "priority"))
+    watermark: float = option(0.01, "share of the KV blocks kept free when a request is admitted while others run")
 
     def sequences(self) -> int:
-        """Requests running at once, where no device says otherwise: by default no more than a step has tokens."""
+        """Return the requests running at once. The default is at most the token budget; a GPU may change it."""
         return self.max_num_seqs or min(SEQUENCES, self.max_num_batched_tokens or SEQUENCES)
 
     def token_budget(self, default: int = CPU_TOKENS) -> int:
-        """Tokens of one step at most, and enough for every running request to advance."""
+        """Return the maximum number of tokens of a step. The default lets every running request advance."""
         return self.max_num_batched_tokens or max(default, self.sequences())
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """Where it runs."""
+    """Device and CUDA graphs."""
 
-    device: str = option("auto", "device; auto: a GPU when there is one; mock: no model, made-up tokens, for testing "
+    device: str = option("auto", "device; auto: a GPU if there is one; mock: no model, made-up tokens, for testing "
                                  "servers", choices=DEVICES)
     num_threads: int | None = option(None, "CPU threads (default: all cores)", least=1)
     async_depth: int | None = option(None, "steps in flight; 2 plans one step ahead (default: 1 on a CPU, 2 on a GPU)")
-    enforce_eager: bool = option(False, "capture no CUDA graphs: less memory and a shorter start, slower steps")
+    enforce_eager: bool = option(False, "do not capture CUDA graphs: less memory and a faster start, but slower steps")
     cudagraph_capture_sizes: tuple[int, ...] = option(
-        (), "numbers of tokens for which steps are captured as CUDA graphs (default: chosen by --max-num-seqs)",
+        (), "numbers of tokens of a step for which CUDA graphs are captured (default: chosen by --max-num-seqs)",
         flags=("--cuda-graph-sizes",), least=1)
-    max_cudagraph_capture_size: int | None = option(None, "most tokens of a step that is captured as a CUDA graph",
+    max_cudagraph_capture_size: int | None = option(None, "largest number of tokens of a captured CUDA graph",
                                                     least=1)
-    mock_step_ms: float = option(0.0, "milliseconds that a step of device=mock takes")
+    mock_step_ms: float = option(0.0, "duration of a step with device=mock, in milliseconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is built from."""
+    """Complete configuration of an engine."""
 
     model: ModelConfig = ModelConfig()
     load: LoadConfig = LoadConfig()
@@ -129,7 +132,7 @@ class EngineConfig:
 
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":
-        """Build from flat names as users type them: `from_flat(model="m", max_model_len=4096)`."""
+        """Build a configuration from flat option names: `from_flat(model="m", max_model_len=4096)`."""
         config, parts = cls(), by_part(values, flat_names())
         config = replace(config, **{part: replace(getattr(config, part), **kw) for part, kw in parts.items()})
         check_config(config)
@@ -137,13 +140,13 @@ class EngineConfig:
 
 
 def flat_names() -> dict[str, str]:
-    """Option name -> the component that holds it."""
+    """Return option name -> the component that holds the option."""
     default = EngineConfig()
     return {f.name: part.name for part in fields(default) for f in fields(getattr(default, part.name))}
 
 
 def by_part(values: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Options by the component that holds them; raises `ConfigError` for a misspelt one, with the nearest name."""
+    """Group options by component. Raises `ConfigError` for an unknown option, with the nearest name."""
     parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in known:
@@ -157,12 +160,12 @@ def by_part(values: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, di
 
 
 def check_config(config: EngineConfig) -> None:
-    """Refuse values that can never work, naming the option and the range."""
+    """Raise `ConfigError` for values that can never work; the message names the option and the range."""
     for part in fields(EngineConfig):
         check_types(getattr(config, part.name))
     s, c = config.scheduler, config.cache
     if config.load.routing == "uniform" and config.load.load_format != "dummy":
-        raise ConfigError("routing=uniform ignores what a model has learned, and is for load_format=dummy.")
+        raise ConfigError("routing=uniform ignores what a model has learned: use it only with load_format=dummy.")
     if not 0.0 <= s.watermark < 1.0:
         raise ConfigError(f"watermark={s.watermark}: must be in [0, 1).")
     if not 0.0 < c.gpu_memory_utilization <= 1.0:
@@ -178,7 +181,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check_types(component: Any) -> None:
-    """Refuse values of another type than an option's, or outside its choices or bounds, naming the option."""
+    """Raise `ConfigError` for a value of the wrong type, or outside the option's choices or bounds."""
     types = get_type_hints(type(component))
     for f in fields(component):
         choices, value = f.metadata["choices"], getattr(component, f.name)
@@ -195,7 +198,7 @@ def check_types(component: Any) -> None:
 
 
 def _is_a(value: object, kind: Any) -> bool:
-    """Whether an option's value has its declared type; an int is a float, a bool is not an int."""
+    """True when the value has the option's declared type. An int counts as a float, a bool not as an int."""
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_is_a(item, get_args(kind)[0]) for item in value)
     kinds = tuple(get_origin(k) or k for k in get_args(kind) or (kind,))

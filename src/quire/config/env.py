@@ -1,13 +1,13 @@
-"""The environment: the only module that reads it.
+"""Environment variables; no other module reads them.
 
-    QUIRE_<OPTION>    any option, as its flag would take it: QUIRE_MAX_MODEL_LEN=32k; lists are separated by commas
-    QUIRE_CACHE_DIR   where compiled kernels are kept: ~/.cache/quire
+    QUIRE_<OPTION>    any option, written as in its flag: QUIRE_MAX_MODEL_LEN=32k; commas separate the items of a list
+    QUIRE_CACHE_DIR   folder of compiled kernels (default: ~/.cache/quire)
     CC                the C compiler that Triton uses
-    TRITON_CACHE_DIR  where those of Triton are kept, instead of a folder in it
+    TRITON_CACHE_DIR  folder of compiled Triton kernels (default: triton in QUIRE_CACHE_DIR)
     HF_TOKEN          token for gated repositories on the hub
-    OPENAI_API_KEY    key that `quire chat --url` and `quire complete --url` show, unless QUIRE_API_KEY is set
+    OPENAI_API_KEY    key that `quire chat --url` and `quire complete --url` send, unless QUIRE_API_KEY is set
 
-Knows names and texts; `texts.py` knows what the texts mean.
+Knows names and texts; `texts.py` parses the texts.
 """
 
 import difflib
@@ -22,42 +22,42 @@ CACHE_DIR = "QUIRE_CACHE_DIR"
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
 OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
 PEER_KEY = "VLLM_API_KEY"
-PEER_NAMES = dict(read_rows(Path(__file__).with_name("peer_variables.txt")))  # their variable -> what to use here
-# What Kubernetes sets in every container for a service named quire, or quire-something.
+PEER_NAMES = dict(read_rows(Path(__file__).with_name("peer_variables.txt")))  # vLLM's variable -> what to use here
+# Variables that Kubernetes sets in every container for a service named quire or quire-something.
 SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 SERVICE_NAME = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
 PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 
 def variable(option: str) -> str:
-    """The environment variable of an option: max_model_len -> QUIRE_MAX_MODEL_LEN."""
+    """Return the environment variable of an option: max_model_len -> QUIRE_MAX_MODEL_LEN."""
     return PREFIX + option.upper()
 
 
 def option_texts(options: Iterable[str]) -> dict[str, str]:
-    """Option -> the text of its variable, for those that are set, not empty and not Kubernetes' own."""
+    """Return option -> text of its variable, for variables that are set, not empty and not set by Kubernetes."""
     texts = {option: os.environ.get(variable(option), "") for option in options}
     return {option: text for option, text in texts.items() if text and not SERVICE_ADDRESS.fullmatch(text)}
 
 
 def hf_token() -> str | None:
-    """The hub token of the environment; None when there is none."""
+    """Return the hub token of the environment; None when there is none."""
     return os.environ.get("HF_TOKEN") or None
 
 
 def client_key() -> str | None:
-    """The key that requests to a server show; None when the environment holds none."""
+    """Return the API key for requests to a server; None when the environment holds none."""
     return os.environ.get(variable("api_key")) or os.environ.get("OPENAI_API_KEY") or None
 
 
 def child_variables() -> dict[str, str]:
-    """What a child of ours needs of the environment: where Python and its modules are, and the time zone; no key."""
+    """Return the environment of a child process: search paths, Python's variables, locale and time zone; no key."""
     return {name: text for name, text in os.environ.items()
             if name in ("PATH", "TZ", "LD_LIBRARY_PATH") or name.startswith(("PYTHON", "LC_", "LANG"))}
 
 
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
-    """Variables with our prefix that nobody reads -> the variable that was probably meant."""
+    """Return unread variables with our prefix -> the variable that was probably meant, or None."""
     known = [CACHE_DIR, *map(variable, options)]
     found: dict[str, str | None] = {}
     for name, text in sorted(os.environ.items()):
@@ -71,23 +71,26 @@ def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
 
 
 def cache_folder() -> Path:
-    """Where Quire keeps what it can make again; it may not exist yet, and without a home it begins with "~"."""
+    """Return the folder of files that Quire can make again.
+
+    The folder may not exist yet. Without a home directory the path begins with "~".
+    """
     return Path(os.path.expanduser(os.environ.get(CACHE_DIR) or "~/.cache/quire"))
 
 
 def c_compiler() -> str | None:
-    """The C compiler that is named; None when none is."""
+    """Return the C compiler that CC names; None when CC is not set."""
     return os.environ.get("CC") or None
 
 
 def triton_cache_folder() -> Path:
-    """Where compiled Triton kernels are kept; it may not exist yet."""
+    """Return the folder of compiled Triton kernels; it may not exist yet."""
     named = os.environ.get("TRITON_CACHE_DIR")
     return Path(os.path.expanduser(named)) if named else cache_folder() / "triton"
 
 
 def environment_warnings(options: Iterable[str]) -> list[str]:
-    """Lines about variables that look meant for us and are not read; all of the peer's in one."""
+    """Return warnings about variables that look meant for Quire and are not read; vLLM's variables share one line."""
     known = list(options)
     lines = [f"{name} is not read by Quire." for name, near in unknown_variables(known).items() if near is None]
     lines += [f"{variable(option)} holds {text}, which Kubernetes sets for a service of this name: ignored."
@@ -101,18 +104,18 @@ def environment_warnings(options: Iterable[str]) -> list[str]:
 
 
 def peer_variables() -> list[str]:
-    """The names of vLLM's variables that are set, but for those that Kubernetes sets."""
+    """Return the names of vLLM's variables that are set, except those that Kubernetes sets."""
     return [name for name, text in sorted(os.environ.items()) if name.startswith(PEER_PREFIX)
             and not SERVICE_NAME.fullmatch(name) and not SERVICE_ADDRESS.fullmatch(text)]
 
 
 def proxies() -> dict[str, str]:
-    """Proxy variables that are set, in either case of letters."""
+    """Return the proxy variables that are set, in lower or upper case."""
     return {name: text for name, text in sorted(os.environ.items()) if name.lower() in PROXY_NAMES and text}
 
 
 def hub_home() -> Path:
-    """The folder of the hub client: its cache of models and its token."""
+    """Return the folder of the hub client, with its cache of models and its token."""
     if home := os.environ.get("HF_HOME"):
         return Path(home).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -120,13 +123,13 @@ def hub_home() -> Path:
 
 
 def hub_cache() -> Path:
-    """The folder in which the hub client keeps models."""
+    """Return the folder in which the hub client keeps models."""
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return Path(named).expanduser() if named else hub_home() / "hub"
 
 
 def hub_offline() -> bool:
-    """Whether the environment tells the hub client to make no network call."""
+    """True when the environment tells the hub client to make no network call."""
     return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON")
                for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 

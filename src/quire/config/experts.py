@@ -1,7 +1,7 @@
-"""The mixture of experts of a config.json: how tokens are routed, and which experts there are.
+"""Reader of the mixture of experts (MoE) in config.json: the routing of tokens, and the experts.
 
-Which order of operations a family has is decided by its model_type, because files that transformers writes leave out
-`scoring_func`, `topk_method` and `moe_layer_freq`; where they are there, they must agree. No torch.
+The model_type decides the order of routing operations, because files written by transformers leave out `scoring_func`,
+`topk_method` and `moe_layer_freq`. Where these keys are present, they must agree with the model_type. No torch.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from quire.contracts.errors import ModelError, UnsupportedModel
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How one token's scores become `top_k` experts and weights, all in float32.
+    """Routing of a token: `top_k` experts and their weights, computed in float32.
 
         scores   = softmax or sigmoid of the router's logits (`scoring`)
-        chosen   = scores + bias, when `bias`: the bias picks experts, it never weighs them
+        chosen   = scores + bias, when `bias`: the bias changes the choice of experts, never their weights
         groups   : the `top_groups` best of `num_groups` equal groups stay (`group_score`: the group's largest chosen
-                   score, or the sum of its two largest); experts of other groups count as -inf. One group: no step.
+                   score, or the sum of its two largest); experts of other groups get -inf. Skipped with one group.
         ids      = top_k of chosen, best first; of equal scores the expert with the lower number
         weights  = scores[ids]; divided by their sum when `normalize` (plus `normalize_eps`); times `scaling`
     """
@@ -38,12 +38,12 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEArgs:
-    """The expert layers of a model.
+    """Expert layers of a model.
 
-    expert_size    width of one expert's hidden layer;  shared_size  that of the shared experts together, 0: none
+    expert_size    width of an expert's hidden layer;  shared_size  width of all shared experts together, 0: none
     shared_gate    the shared experts' output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
-    router_float   the router's logits stay in float32; else they are rounded to the model's type first
-    layers         indices of the layers that have experts; the others have a plain feed-forward layer
+    router_float   True: router logits stay in float32; False: they are rounded to the model's dtype first
+    layers         indices of the layers with experts; the others have a dense feed-forward layer
     """
 
     routing: Routing
@@ -61,7 +61,7 @@ DEEPSEEK_KEYS = frozenset(
     "n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size n_shared_experts n_group topk_group "
     "norm_topk_prob routed_scaling_factor first_k_dense_replace moe_layer_freq mlp_layer_types scoring_func "
     "topk_method".split())  # fmt: skip
-# What each family reads; router_*, aux_* and ep_size matter in training alone.
+# Keys that each family reads; router_*, aux_* and ep_size matter only in training.
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
@@ -71,7 +71,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
 
 
 def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs | None:
-    """The experts of a config.json; None for families without. Raises ModelError or UnsupportedModel."""
+    """Return the experts of a config.json; None for families without experts. Raises ModelError or UnsupportedModel."""
     if model_type not in MOE_KEYS:
         return None
     read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}
@@ -129,7 +129,7 @@ def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, so
 
 
 def _groups(keys: Mapping[str, Any], key: str, default: int, source: str) -> int:
-    """Null is what V2 says where there are no groups: one."""
+    """Return a number of groups. DeepSeek-V2 writes null when there are no groups; null gives 1."""
     return 1 if keys.get(key, default) is None else read.size(keys, key, source, default)
 
 
@@ -159,7 +159,7 @@ def _agrees(keys: Mapping[str, Any], key: str, known: tuple[str, ...], source: s
 
 
 def _routing(keys: Mapping[str, Any], source: str, experts_key: str, **rest: Any) -> Routing:
-    """The counts, checked against each other."""
+    """Return the routing of a config.json after checking its counts against each other."""
     experts = read.size(keys, experts_key, source, most=MOST_EXPERTS)
     top_k = read.size(keys, "num_experts_per_tok", source)
     routing = Routing(num_experts=experts, top_k=top_k, **rest)

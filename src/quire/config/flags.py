@@ -1,7 +1,7 @@
 """Command-line flags, derived from the dataclasses of `engine.py` and `serve.py`.
 
-Every option is `--its-name` (underscores work, too); where else its value may come from is known by `sources.py`.
-Knows argparse; never imports torch.
+Every option is `--its-name` (underscores work, too). `sources.py` knows the other sources of values. Knows argparse;
+never imports torch.
 """
 
 import argparse
@@ -26,18 +26,17 @@ from quire.contracts.text_table import read_rows
 
 LOG = logging.getLogger("quire")
 Options = Iterator[tuple[str, Field[Any]]]
-IDLE_OFFLINE = ("disable_log_stats", "served_model_name")  # a server's; whatever they are, nothing is asked of `LLM`
-ARGUMENTS: dict[str, dict[str, Any]] = {  # what a table of flags may say of what follows one
+IDLE_OFFLINE = ("disable_log_stats", "served_model_name")  # options of a server that have no effect in `LLM`
+ARGUMENTS: dict[str, dict[str, Any]] = {  # kind of value in a table of flags -> settings for argparse
     "switch": {"action": "store_true"}, "text": {}, "int": {"type": int}, "float": {"type": float},
     "json": {"type": json.loads}, "file": {"type": Path}, "several": {"nargs": "+"}, "again": {"action": "append"}}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Takes underscores for dashes in flags, no abbreviations, and answers a misspelt flag with the nearest name.
+    """Parser that accepts underscores in flags, takes no abbreviations, and suggests the nearest flag for an error.
 
-    configure   adds the arguments; called when something is parsed, or with `complete`
-    `--help=TEXT` shows only the flags that mention the text. Flags of several values, as `--name.key value`, are
-    given as one JSON object.
+    configure   adds the arguments; called before the first parsing, or by `complete`
+    `--help=TEXT` shows only the flags that mention the text. Flags like `--name.key value` become one JSON object.
     """
 
     def __init__(self, *, configure: Callable[["FlagParser"], None] | None = None, add_help: bool = True,
@@ -50,7 +49,7 @@ class FlagParser(argparse.ArgumentParser):
                               help="show this, or with --help=TEXT the flags that mention the text")
 
     def complete(self) -> "FlagParser":
-        """The parser itself, with all of its arguments."""
+        """Add all arguments and return the parser itself."""
         configure, self._configure = self._configure, None
         if configure is not None:
             configure(self)
@@ -65,11 +64,11 @@ class FlagParser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2."""
+        """Print the error in one line and exit with code 2."""
         self.exit(2, f"quire: error: {message} (`{self.prog} --help` lists the flags)\n")
 
     def actions(self) -> list[argparse.Action]:
-        """Every argument that `complete` has added."""
+        """Return every argument that `complete` has added."""
         return list(self.complete()._actions)
 
     def _unknown(self, unknown: list[str]) -> str:
@@ -82,7 +81,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """All of the help, or what mentions a text."""
+    """Prints the whole help, or only the flags that mention a text."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, text: Any, option: str | None = None) -> None:
         if text is not None:
@@ -102,7 +101,7 @@ def _keep_mentions(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def with_dashes(args: Sequence[str]) -> list[str]:
-    """The same command line with dashes for underscores in the names of flags."""
+    """Return the command line with dashes for underscores in the names of flags."""
     changed: list[str] = []
     for i, arg in enumerate(args):
         if arg == "--":
@@ -113,7 +112,7 @@ def with_dashes(args: Sequence[str]) -> list[str]:
 
 
 def with_objects(args: Sequence[str]) -> list[str]:
-    """The same command line with `--name.a.b 1 --name.c x` as `--name {"a": {"b": 1}, "c": "x"}`."""
+    """Return the command line with `--name.a.b 1 --name.c x` written as `--name {"a": {"b": 1}, "c": "x"}`."""
     changed: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
     places: dict[str, int] = {}
@@ -147,7 +146,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def options_of(*components: type) -> Options:
-    """(title of the component, field) of every option of dataclasses, in order."""
+    """Yield (title of the component, field) for every option of the dataclasses, in order."""
     for component in components:
         title = (component.__doc__ or component.__name__).splitlines()[0].rstrip(".")
         for option in fields(component):
@@ -155,24 +154,24 @@ def options_of(*components: type) -> Options:
 
 
 def engine_options() -> Options:
-    """(title of the component, field) of every option of the engine, in order."""
+    """Yield (title of the component, field) for every option of the engine, in order."""
     return options_of(*(type(part.default) for part in fields(EngineConfig)))
 
 
 def server_options() -> Options:
-    """(title of the component, field) of every option of a server, the engine's first."""
+    """Yield (title of the component, field) for every option of a server, the engine's first."""
     yield from engine_options()
     yield from options_of(HttpConfig, ServeConfig)
 
 
 def flag_names(option: Field[Any]) -> tuple[str, ...]:
-    """The spellings of an option's flag, the main one first."""
+    """Return the spellings of an option's flag, the main one first."""
     return (f"--{option.name.replace('_', '-')}", *option.metadata["flags"])
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, only: Collection[str] = (),
                      skip: Collection[str] = ()) -> None:
-    """Add a flag per option (`only` some, or all but `skip`). What is not given does not appear in the namespace."""
+    """Add a flag per option (`only` some, or all but `skip`). Flags that are not given stay out of the namespace."""
     add_flags(parser, ((t, o) for t, o in engine_options() if o.name not in skip and (not only or o.name in only)))
 
 
@@ -185,12 +184,12 @@ def add_flags(parser: argparse.ArgumentParser, options: Options) -> None:
 
 
 def add_flag_table(parser: argparse.ArgumentParser, path: Path, prefix: str = "") -> None:
-    """Add the flags that a text file lists, those of no option of the engine. Its rows are
+    """Add the flags that a text file lists; they belong to no option of the engine. Rows of the file:
 
         --flag --other-spelling | one of ARGUMENTS and a name, or the choices | default in JSON, - for none | help
         title of the group that begins here
 
-    prefix   of their places in the namespace; with one, what is not given is not there at all
+    prefix   of their names in the namespace; with a prefix, flags that are not given stay out of the namespace
     """
     group: Any = parser
     for flags, *cells in read_rows(path):
@@ -209,7 +208,7 @@ def add_flag_table(parser: argparse.ArgumentParser, path: Path, prefix: str = ""
 
 
 def flag_settings(option: Field[Any]) -> dict[str, Any]:
-    """How argparse takes an option: its place in the namespace, and an action by its type."""
+    """Return argparse's settings of an option: its name in the namespace, and an action by its type."""
     settings: dict[str, Any] = {"dest": FLAG + option.name, "default": argparse.SUPPRESS}
     if option.type is bool:
         return settings | {"action": _Switch, "nargs": 0}
@@ -224,7 +223,7 @@ def flag_settings(option: Field[Any]) -> dict[str, Any]:
 
 
 class _Keep(argparse.Action):
-    """Stores the value, and beside it the spelling of the flag that brought it."""
+    """Stores the value and the spelling of the flag that set it."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, value)
@@ -232,7 +231,7 @@ class _Keep(argparse.Action):
 
 
 class _KeepToken(_Keep):
-    """Without a value, the token is the environment's or the one that was stored, as it is without the flag."""
+    """Stores the token. Without a value the flag has no effect: the environment's or the hub's stored token is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
         if value is not None:
@@ -240,7 +239,7 @@ class _KeepToken(_Keep):
 
 
 class _Switch(_Keep):
-    """`--name` and `--no-name`."""
+    """Stores True for `--name`, False for `--no-name`."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
         negated = [f"--no-{name[2:]}" for name in option_strings if name.startswith("--")]
@@ -251,7 +250,7 @@ class _Switch(_Keep):
 
 
 class _Extend(_Keep):
-    """Several values after one flag, or the flag several times; each is one item, or a JSON list of items."""
+    """Collects several values after a flag, or the flag given several times. A value is an item or a JSON list."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
         items = tuple(item for some in value for item in some)
@@ -259,46 +258,46 @@ class _Extend(_Keep):
 
 
 def add_model_argument(parser: argparse.ArgumentParser, default: str = "the bundled quire-tiny") -> None:
-    """Add the model as a positional argument; `--model` of the engine flags means the same.
+    """Add the model as a positional argument. The engine flag `--model` means the same.
 
-    default   the model when none is named, in words
+    default   words for the model that is used when none is named
     """
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", default=None,
                         help=f"model folder or hub id (default: {default})")
 
 
 def settings_of(namespace: argparse.Namespace, *, server: bool = False) -> Settings:
-    """The values that a command line, the environment and the file of --config give; raises `ConfigError`."""
+    """Return the settings of a command line, the environment and the file of --config. Raises `ConfigError`."""
     options = list(server_options())
     own = {option.name for _, option in (server_options() if server else engine_options())}
     return gather(vars(namespace), [option for _, option in options], own)
 
 
 def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options as flat names, those that were given as flags or in the environment (flags win).
+    """Return the engine's options that were given as flags or in the environment, by flat name. Flags win.
 
-    Raises `ConfigError` when the environment holds a value that does not parse, or two different models are named.
+    Raises `ConfigError` when a value in the environment does not parse, or two different models are named.
     """
     return settings_of(namespace).values
 
 
 def engine_config(namespace: argparse.Namespace) -> EngineConfig:
-    """The configuration that a command line and the environment ask for; raises `ConfigError`."""
+    """Return the configuration that a command line and the environment give. Raises `ConfigError`."""
     return EngineConfig.from_flat(**given_options(namespace))
 
 
 def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that the arguments of `LLM` and `AsyncLLM` ask for; raises `ConfigError`."""
+    """Return the configuration that the arguments of `LLM` and `AsyncLLM` give. Raises `ConfigError`."""
     settings = from_keywords(given, [option for _, option in engine_options()])
     for option in [option for _, option in options_of(HttpConfig, ServeConfig) if option.name in settings.values]:
         value = settings.values.pop(option.name)
         if value in (None, option.default):
             continue
         if option.name in IDLE_OFFLINE:
-            settings.notes.append(f"{option.name} changes nothing: only a server has what it is about.")
+            settings.notes.append(f"{option.name} changes nothing here: only a server uses it.")
         else:
-            raise ConfigError(f"Quire has no option {option.name!r} here: it is one of `quire serve`, which serves "
-                              "requests.")
+            raise ConfigError(f"Quire has no option {option.name!r} here: it belongs to the server. Use `quire serve`, "
+                              "or leave it out.")
     for name in settings.values.keys() - server_names().keys():
         near = nearest(name.replace("_", "-"), (key.replace("_", "-") for key in server_names())).replace("-", "_")
         raise ConfigError(f"Quire has no option {name!r}. " + (
@@ -309,23 +308,23 @@ def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
 
 
 def server_config(settings: Settings) -> ServerConfig:
-    """The configuration of a server, checked; raises `ConfigError`."""
+    """Return the checked configuration of a server. Raises `ConfigError`."""
     return ServerConfig.from_flat(**settings.values)
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error in one line; a configuration's names its options as flags, as they were typed."""
+    """Return the message of an error in one line. In a `ConfigError`, option names are written as flags."""
     text = " ".join(str(error).split())
     if not isinstance(error, ConfigError):
         return text
     names = sorted(server_names())
-    words = "|".join(name for name in names if "_" in name)  # the others mean an option only before a value
+    words = "|".join(name for name in names if "_" in name)  # names without "_" mean an option only before "="
     option = rf"(?<![\w./'\"?&(-])(?:(?:{'|'.join(names)})(?==)|(?:{words})(?!\w|[./-]\w))"
     return re.sub(option, lambda found: "--" + found[0].replace("_", "-"), text)
 
 
 def option_warnings() -> list[str]:
-    """Lines about environment variables that are not read and look as if they should be."""
+    """Return warnings about environment variables that look meant for Quire and are not read."""
     return environment_warnings(server_names())
 
 
@@ -338,7 +337,7 @@ def _help(option: Field[Any]) -> str:
 
 
 def reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser whose ValueError reaches the user through argparse."""
+    """Return a parser whose ValueError argparse shows to the user."""
 
     def convert(text: str) -> Any:
         try:

@@ -1,4 +1,5 @@
-"""Reading one key of a config.json: its value when it fits, else a `ModelError` that names the key and what fits."""
+"""Readers of a key in config.json. A value that does not fit raises a `ModelError` with the key and the allowed values.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,12 +7,12 @@ from typing import Any
 from quire.contracts.errors import ModelError
 
 MAX_NUMBER = 1e30  # no setting of a checkpoint is larger, and float32 holds it
-MAX_SIZE = 10**12  # nor is any size or count
+MAX_SIZE = 10**12  # no size or count is larger
 
 
 def checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any], bool], what: str,
             default: Any = None) -> Any:
-    """keys[key], or `default`; `what` says in words what `fits` accepts."""
+    """Return keys[key], or `default`. `what` describes the values that `fits` accepts."""
     value = keys.get(key, default)
     if not fits(value):
         raise ModelError(f"{source}: {key}={value!r} must be {what}.")
@@ -19,7 +20,7 @@ def checked(keys: Mapping[str, Any], key: str, source: str, fits: Callable[[Any]
 
 
 def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = None, *, most: int | None = None) -> int:
-    """A positive integer, of at most `most`."""
+    """Return a positive integer of at most `most`."""
     if key not in keys and default is None:
         raise ModelError(f"{source}: {key} is missing; it must be a positive integer.")
     fits = lambda value: type(value) is int and 0 < value <= (most or MAX_SIZE)  # noqa: E731
@@ -28,7 +29,7 @@ def size(keys: Mapping[str, Any], key: str, source: str, default: int | None = N
 
 def count(keys: Mapping[str, Any], key: str, default: int | None, source: str, *,
           most: int | None = None) -> int | None:
-    """A number that may be switched off, by null or false; of at most `most`."""
+    """Return an integer of at least 0 and at most `most`; None for null or false."""
     value: int | None = checked(
         keys, key, source, lambda value: value is None or value is False or (
             type(value) is int and 0 <= value <= (most or MAX_SIZE)),
@@ -37,13 +38,13 @@ def count(keys: Mapping[str, Any], key: str, default: int | None, source: str, *
 
 
 def positive(keys: Mapping[str, Any], key: str, default: float | None, source: str) -> float:
-    """A number above zero."""
+    """Return a number above zero."""
     return float(checked(keys, key, source, lambda value: type(value) in (int, float) and 0 < value <= MAX_NUMBER,
                          "a positive number", default))
 
 
 def flag(keys: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
-    """True or false; null is false."""
+    """Return True or False; null is False."""
     return bool(checked(keys, key, source, lambda value: value is None or isinstance(value, bool), "true or false",
                         default))
 
@@ -53,7 +54,7 @@ def _bound(word: str, most: int | None) -> str:
 
 
 def names(keys: Mapping[str, Any], key: str, source: str) -> list[str]:
-    """A list of words, or nothing."""
+    """Return a list of strings; it is empty when the key is missing or null."""
     def fits(value: Any) -> bool:
         return not value or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 

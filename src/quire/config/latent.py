@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024) as a config.json describes it. No torch."""
+"""Reader of multi-head latent attention (DeepSeek-V2, 2024) in config.json. No torch."""
 
 import math
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ class LatentArgs:
 
     q_rank     width of the compressed query; 0: queries come from one projection
     kv_rank    width of the compressed keys and values, which the cache keeps beside a rotated key of rope_dim
-    norm_eps   of the norms of both; 1e-6 whatever the config says, as in Hugging Face
+    norm_eps   of both norms; always 1e-6, as in Hugging Face, for any value in config.json
     scale      of the scores: (P + R)^-0.5, times YaRN's temperature squared where the config has mscale_all_dim
-    interleaved   neighbours form the pairs that are rotated, (0, 1), (2, 3), ...; else (0, R / 2), (1, R / 2 + 1), ...
+    interleaved   True: rotated pairs are (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
     """
 
     q_rank: int
@@ -36,14 +36,16 @@ class LatentArgs:
 
     @property
     def break_even(self) -> float:
-        """Query rows per sequence above which expanding the latent to keys and values costs less arithmetic than
-        attending to it: L (P + V) / ((2 L + R) - (P + R + V)), infinite where it never does."""
+        """Query rows per sequence above which expanding the latent costs less arithmetic than attending to it.
+
+        L (P + V) / ((2 L + R) - (P + R + V)); infinite when expanding to keys and values never costs less.
+        """
         saved = (2 * self.kv_rank + self.rope_dim) - (self.nope_dim + self.rope_dim + self.v_dim)
         return self.kv_rank * (self.nope_dim + self.v_dim) / saved if saved > 0 else float("inf")
 
 
 def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source: str) -> LatentArgs | None:
-    """The latent attention of a config.json; None for families without. Raises ModelError or UnsupportedModel."""
+    """Return the latent attention of a config.json; None for other families. Raises ModelError or UnsupportedModel."""
     if model_type not in LATENT_FAMILIES:
         return None
     for key in ("attention_bias", "mlp_bias"):

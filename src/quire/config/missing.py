@@ -1,4 +1,4 @@
-"""Features that `quire explain` plans and the engine cannot run yet, in the words of `quire serve`'s refusals.
+"""Features that `quire explain` can plan and the engine cannot run yet, with the error messages of `quire serve`.
 
 The table of flags and `missing_format` decide; a feature leaves this list when they accept it.
 """
@@ -15,7 +15,7 @@ EXPERTS = "--enable-expert-parallel"
 
 
 class Missing(NamedTuple):
-    """A feature with the flag or the format that asks for it, and the words of `quire serve` about it."""
+    """A missing feature, with the flag or format that asks for it, and the error message of `quire serve`."""
 
     feature: str
     reason: str

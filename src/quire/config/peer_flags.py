@@ -1,6 +1,6 @@
-"""The flags of vLLM, which our users' launch lines hold: what each means here, and what the given ones come to.
+"""vLLM's flags: the meaning of each flag in Quire, and the effect of the flags that a user gave.
 
-Knows argparse and the table in `peer_flags.txt`; the values of our own options are `flags.py`'s and `sources.py`'s.
+Knows argparse and the table in `peer_flags.txt`. Values of Quire's own options belong to `flags.py` and `sources.py`.
 """
 
 import argparse
@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 from quire.contracts.errors import ConfigError
 from quire.contracts.text_table import read_rows
 
-MEANINGS = ("works", "alias", "no-op", "refused")  # what a flag of theirs does here; the table says more
-NARGS = {"switch": 0, "value": None, "list": "+"}  # what follows a flag; a switch has --no-flag, too
+MEANINGS = ("works", "alias", "no-op", "refused")  # of a vLLM flag in Quire; the table explains them
+NARGS = {"switch": 0, "value": None, "list": "+"}  # kind of flag -> argparse's nargs; a switch has --no-flag, too
 ON, OFF = "on", "off"
-PEER = "peer."  # of their names in the namespace
-NOTHING = ("", "none", "null")  # values that never ask for anything
+PEER = "peer."  # prefix of the names of vLLM's flags in the namespace
+NOTHING = ("", "none", "null")  # values that never have an effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFlag:
-    """One flag of theirs: one of MEANINGS, and what it takes, of NARGS.
+    """A vLLM flag. `meaning` is one of MEANINGS, `takes` is one of NARGS.
 
-    neutral   values with which the flag asks for nothing (ON and OFF for a switch)
-    idle      further values of a refused flag that change nothing here
-    option    of ours, that an alias sets; `values` maps theirs to ours (empty: the same texts)
+    neutral   values without any effect (ON and OFF for a switch)
+    idle      further values of a refused flag that have no effect here; they get a note
+    option    our option that an alias sets;  values  their value -> ours (empty: the same texts)
     """
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class PeerFlag:
 
     @property
     def name(self) -> str:
-        """The main spelling."""
+        """The main spelling of the flag."""
         return self.names[0]
 
 
@@ -64,7 +64,7 @@ PEER_FLAGS = tuple(_read(Path(__file__).with_suffix(".txt")))
 
 
 class Given(NamedTuple):
-    """One of their flags as it was given: its name in the table, how it was spelt, its value."""
+    """A vLLM flag as the user gave it: its name in the table, its spelling, its value."""
 
     flag: str
     spelling: str
@@ -73,10 +73,10 @@ class Given(NamedTuple):
 
 @dataclass(kw_only=True)
 class PeerOutcome:
-    """What the given ones come to.
+    """Effect of the given vLLM flags.
 
-    values    our options that aliases set, by name: the value (a text, or what the table maps it to), where from
-    notes     a line for each that changes nothing;  refusals  a line for each that cannot be met
+    values    our option that an alias sets -> (value, a text or what the table maps it to; spelling of the flag)
+    notes     a line for each flag that changes nothing;  refusals  a line for each refused flag
     """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Note(argparse.Action):
-    """Keeps (spelling, value) of every time the flag is given; a switch's value is ON or OFF."""
+    """Stores (spelling, value) each time the flag is given; the value of a switch is ON or OFF."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
         if self.nargs == 0:
@@ -108,12 +108,12 @@ class _Note(argparse.Action):
 
 
 def given_peer_flags(namespace: Mapping[str, Any]) -> list[Given]:
-    """Every one in the namespace; the last, of those given several times."""
+    """Return every vLLM flag in the namespace. Of a flag given several times, the last one counts."""
     return [Given(place.removeprefix(PEER), *given[-1]) for place, given in namespace.items() if place.startswith(PEER)]
 
 
 def file_peer_flag(key: str, value: object) -> Given | None:
-    """A key of a file as one of their flags; None when it is none, or one that we have."""
+    """Return a key of a file as a vLLM flag; None for another key, or for a flag that works in Quire."""
     for flag in PEER_FLAGS:
         off = flag.takes == "switch" and key == f"no-{flag.name[2:]}"
         if flag.meaning == "works" or (f"--{key}" not in flag.names and not off):
@@ -129,7 +129,7 @@ def file_peer_flag(key: str, value: object) -> Given | None:
 
 
 def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutcome:
-    """What flags of theirs come to here, but for those that are also among `besides`, which win."""
+    """Return the effect of the given vLLM flags. Flags that are also in `besides` are skipped, because those win."""
     table = {flag.name: flag for flag in PEER_FLAGS}
     stronger = {other.flag for other in besides}
     outcome = PeerOutcome()
@@ -153,7 +153,7 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
 
 
 def refusal(spelling: str, text: str) -> str:
-    """The words with which one flag is refused or ignored for its value (ON or OFF of a switch); "" where it works."""
+    """Return the message that refuses or ignores a flag with this value (ON or OFF of a switch); "" when it works."""
     flag = next((flag for flag in PEER_FLAGS if spelling in flag.names and flag.meaning in ("refused", "no-op")), None)
     if flag is None or asks_nothing(flag, text) or _is_among(text, (*flag.neutral, *flag.idle)):
         return ""
@@ -165,26 +165,26 @@ def _refusal(flag: PeerFlag, spelling: str, text: str) -> str:
 
 
 def abbreviated(name: str) -> str:
-    """The flag whose short form a name begins with: tp-size is tensor-parallel-size, because of -tp; "" for none."""
+    """Return the flag whose short form begins the name: tensor-parallel-size for tp-size, because of -tp; else ""."""
     short = f"-{name.partition('-')[0]}"
     return next((flag.name[2:] for flag in PEER_FLAGS if len(short) > 2 and short in flag.names), "")
 
 
 def refuse(refusals: Sequence[str]) -> None:
-    """Raise the `ConfigError` that names every flag which cannot be met; nothing when there is none."""
+    """Raise a `ConfigError` that names every refused flag; do nothing when there is none."""
     if refusals:
         raise ConfigError("; ".join(refusals) + ".")
 
 
 def asks_nothing(flag: PeerFlag, text: str) -> bool:
-    """True for a value of a flag that asks for nothing (1 device, "auto", {})."""
+    """True when this value of the flag has no effect (1 device, "auto", {})."""
     if flag.takes == "switch":
         return text in flag.neutral
     return text.lower() in NOTHING or _is_among(text, flag.neutral)
 
 
 def _is_among(text: str, values: Sequence[str]) -> bool:
-    """True for one of some values; for an object whose every key is in one, with its value or with "*"."""
+    """True when `text` is one of the values. Of an object, each key must be in a value, with the same item or "*"."""
     value, known = _plain(text), [_plain(one) for one in values]
     if not isinstance(value, dict):
         return text.lower() in values or value in known
@@ -194,7 +194,7 @@ def _is_among(text: str, values: Sequence[str]) -> bool:
 
 
 def _plain(text: str) -> Any:
-    """The value of a JSON text, so that 1 and 1.0, {} and { } are the same; other texts as they are."""
+    """Return the value of a JSON text, so that 1 equals 1.0 and {} equals { }. Other texts are returned unchanged."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

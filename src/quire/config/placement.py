@@ -1,7 +1,7 @@
 """The layers, heads and experts that each rank of a parallel engine holds, and the messages between ranks.
 
-Pure arithmetic over a model's arguments; the rules are those of Megatron-LM (Shoeybi et al., 2019) inside a layer, and
-of whole experts on ranks across the replicas of attention (DeepSeek-V3, 2024, section 3.4). No torch.
+Pure arithmetic over a model's arguments. Layers are divided as in Megatron-LM (Shoeybi et al., 2019). Whole experts are
+divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, section 3.4). No torch.
 """
 
 from collections.abc import Iterator
@@ -11,14 +11,18 @@ from quire.config.checkpoint import ModelArgs
 from quire.contracts.errors import ConfigError
 
 LOGIT_BYTES = 4  # float32
-MOST_RANKS = 4096  # that are planned for
+MOST_RANKS = 4096  # of a plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How many ranks share the work: `tp` cut every layer, `pp` stages have a range of layers each, `dp` replicas of
-    attention have requests of their own. `experts`: each of the tp x dp ranks of a stage has whole experts, instead of
-    a slice of every one."""
+    """Sizes of parallelism.
+
+    tp        ranks that each hold a slice of every layer (tensor parallelism)
+    pp        stages that each hold a range of layers (pipeline parallelism)
+    dp        replicas of attention, each with its own requests (data parallelism)
+    experts   True: each of the tp x dp ranks of a stage holds whole experts; False: a slice of every expert
+    """
 
     tp: int = 1
     pp: int = 1
@@ -32,12 +36,12 @@ class Parallel:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.tp * self.pp * self.dp
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks among which the experts of a layer are shared out."""
+        """Number of ranks among which the whole experts of a layer are divided; 1 without `experts`."""
         return self.tp * self.dp if self.experts else 1
 
 
@@ -46,8 +50,11 @@ ALONE = Parallel()
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one rank holds; ranges are half-open. `kv_heads`: several ranks have the same where there are fewer than
-    ranks. Numbers count the ranks of a stage first, then stages, then replicas."""
+    """The part of a model that a rank holds. Ranges are half-open.
+
+    number     counts the ranks of a stage first, then stages, then replicas
+    kv_heads   several ranks hold the same heads when there are fewer heads than ranks
+    """
 
     number: int
     replica: int
@@ -64,16 +71,16 @@ class Rank:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for ranks that hold as much of everything."""
+        """A key that is equal for ranks that hold equal amounts of everything."""
         return self.layers, *(end - start for start, end in (self.kv_heads, self.experts))
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A message between the ranks of a group, `times` a step.
+    """A message between the ranks of a group, sent `times` per step.
 
-    message_bytes   of the message that one rank hands to the collective for each token (or row, `per`) of its own: its
-                    send buffer, not the bytes on the wire, which depend on the algorithm
+    message_bytes   size of a rank's send buffer for each of its own tokens (or rows, see `per`). The bytes on the wire
+                    differ, because they depend on the algorithm
     """
 
     kind: str
@@ -85,7 +92,7 @@ class Collective:
 
 
 def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
-    """Refuse sizes that do not divide the model; raises `ConfigError`."""
+    """Raise `ConfigError` for sizes that do not divide the model."""
     tp, kv = parallel.tp, args.num_kv_heads
     if min(tp, parallel.pp, parallel.dp) < 1:
         raise ConfigError(f"{parallel}: a size must be at least 1.")
@@ -108,7 +115,7 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
 
 
 def _sizes(args: ModelArgs) -> str:
-    """The sizes of tensor parallelism that fit a model, in words."""
+    """Return the sizes of tensor parallelism that fit the model, in words."""
     heads, kv = args.num_heads, args.num_kv_heads
     fitting = [str(tp) for tp in range(1, heads + 1)
                if heads % tp == 0 and (args.latent is not None or kv % tp == 0 or tp % kv == 0)]  # fmt: skip
@@ -116,21 +123,24 @@ def _sizes(args: ModelArgs) -> str:
 
 
 def stages(num_layers: int, pp: int) -> tuple[tuple[int, int], ...]:
-    """The layers of each stage: equal numbers; those left go to the stages before the last, which also has the head."""
+    """Return the layer range of each stage. All stages get equally many layers.
+
+    The remaining layers go to the stages just before the last one, because the last one also has the head.
+    """
     each, left = divmod(num_layers, pp)
     sizes = [each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
     return tuple((sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(pp))
 
 
 def share(count: int, parts: int, index: int) -> tuple[int, int]:
-    """The range of `count` things that part `index` has; the first parts have one more where they do not come out."""
+    """Return the range of `count` items that part `index` holds. The first parts hold the remainder, one item each."""
     each, left = divmod(count, parts)
     first = index * each + min(index, left)
     return first, first + each + (index < left)
 
 
 def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
-    """Every rank, in the order of their numbers."""
+    """Yield every rank, in the order of their numbers."""
     kv, num_experts = min(args.num_kv_heads, parallel.tp), args.moe.routing.num_experts if args.moe else 0
     held = stages(args.num_layers, parallel.pp)
     for number in range(parallel.size):
@@ -147,9 +157,9 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
 
 
 def collectives(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: str) -> Iterator[Collective]:
-    """The messages between ranks, in the order of a step, each counted in bytes of the message per rank.
+    """Yield the messages between ranks, in the order of a step.
 
-    item_bytes   of an activation;  spread  how tokens reach experts of other replicas: the name of a dispatcher
+    item_bytes   bytes of an activation;  spread  name of the dispatcher that brings tokens to experts of other replicas
     """
     row, tp, moe = args.hidden_size * item_bytes, parallel.tp, args.moe
     if tp > 1:

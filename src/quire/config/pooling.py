@@ -1,5 +1,8 @@
-"""How the hidden states of a text become one vector: as a model's folder says in the files of sentence-transformers, as
-`pooler_config` says, or the last token's where nobody says anything. Knows no tensors; the worker does the summing."""
+"""Pooling: turns the hidden states of a text into one vector.
+
+The method comes from `pooler_config`, else from the sentence-transformers files in the model's folder, else it is the
+last token. Knows no tensors; the worker computes the sums.
+"""
 
 import json
 from collections.abc import Mapping
@@ -14,20 +17,20 @@ from quire.contracts.errors import ConfigError, InvalidParameter, ModelError, Un
 from quire.contracts.step import F32
 
 MODULES = "modules.json"
-# The methods, under the names of vLLM's pooler_config, of 1_Pooling/config.json old and new.
+# Names of a method in vLLM's pooler_config and in 1_Pooling/config.json (old and new) -> our name.
 METHODS = {"mean": "mean", "mean_tokens": "mean", "last": "last", "lasttoken": "last", "cls": "cls", "cls_token": "cls"}
-SETTINGS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")  # of pooler_config: two, spelt twice
+SETTINGS = ("pooling_type", "seq_pooling_type", "normalize", "use_activation")  # of pooler_config: two names each
 WORDS = {"mean": "the mean of all hidden states", "last": "the last token's hidden state",
          "cls": "the first token's hidden state"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingPlan:
-    """What an embedding is.
+    """Settings that make an embedding from hidden states.
 
-    method   "mean", "last" or "cls", of the hidden states after the final norm;  normalize  it has length 1
-    source   what says so; "": nothing does
-    width    numbers in it
+    method   "mean", "last" or "cls", of the hidden states after the final norm;  normalize  scale vectors to length 1
+    source   origin of the settings; "": the default
+    width    numbers in an embedding
     """
 
     width: int
@@ -40,30 +43,33 @@ class PoolingPlan:
         return f"{WORDS[self.method]}{length} ({self.source or 'the default: the model has no ' + MODULES})"
 
     def check(self, dimensions: int | None) -> None:
-        """Raise `InvalidParameter` for a number of dimensions that cannot be had."""
-        given: Any = dimensions  # whatever the caller really gave
+        """Raise `InvalidParameter` when `dimensions` is neither None nor an integer in [1, width]."""
+        given: Any = dimensions  # the caller may have given any type
         if given is not None and not (type(given) is int and 1 <= given <= self.width):
-            raise InvalidParameter(f"dimensions={shown(given)}: must be an integer in [1, {self.width}], which is what "
-                                   "this model has.", param="dimensions")
+            raise InvalidParameter(f"dimensions={shown(given)}: must be an integer in [1, {self.width}], the size of "
+                                   "this model's embeddings.", param="dimensions")
 
     def check_scores(self) -> None:
-        """Raise `InvalidParameter` where vectors are no measure of likeness."""
+        """Raise `InvalidParameter` when the model's embeddings do not measure similarity."""
         if not self.source:
             raise InvalidParameter(
                 f"this model was not made to compare texts: it has no {MODULES} of sentence-transformers. Serve an "
-                "embedding model, or say with pooler_config how this one pools.", param="model")
+                "embedding model, or set pooler_config for this one.", param="model")
 
     def finish(self, pooled: F32, dimensions: int | None) -> F32:
-        """The embedding of what the engine has pooled, [width] -> its first `dimensions` numbers, or all."""
+        """Return the embedding: the first `dimensions` numbers (None: all) of the vector [width] that was pooled.
+
+        It has length 1 when `normalize` is set.
+        """
         vector = pooled[:dimensions]
         return vector / max(float(np.linalg.norm(vector)), 1e-12) if self.normalize else vector
 
 
 def read_pooling(folder: Path, override: Mapping[str, Any] | None = None) -> PoolingPlan:
-    """What the files in a model's folder say, and `override` (pooler_config) where it says something else.
+    """Return the pooling that the files in a model's folder define; settings in `override` (pooler_config) win.
 
-    Raises `UnsupportedModel` for a step or a method that is not implemented, `ModelError` for a damaged file,
-    `ConfigError` for an override that says nothing.
+    Raises `UnsupportedModel` for a step or method that is not implemented, `ModelError` for a damaged file, and
+    `ConfigError` for an invalid override.
     """
     plan = PoolingPlan(width=int(read_raw_config(folder).get("hidden_size") or 0))
     if (path := folder / MODULES).is_file():

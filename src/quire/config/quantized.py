@@ -1,4 +1,4 @@
-"""The quantization_config of a config.json: what is read of it, checked once for the engine and for plans. No torch."""
+"""Reader of the quantization_config in config.json, shared by the engine and by plans. No torch."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,8 +10,11 @@ KEY = "quantization_config"
 
 
 def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The object as it is, {} for a model that is not quantized. Raises a ModelError that names the field, or
-    UnsupportedModel for a format without a name: MLX and others write such files, and nothing says which it is."""
+    """Return the checked quantization_config; {} for an unquantized model.
+
+    Raises ModelError with the name of a wrong field, or UnsupportedModel when quant_method is missing: MLX and others
+    write such files, and their format is unknown.
+    """
     value = read.checked(keys, KEY, source, lambda value: value is None or isinstance(value, dict), "an object or null")
     if not value:
         return {}
@@ -27,14 +30,17 @@ def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def missing_format(quantization: Mapping[str, Any]) -> str:
-    """Why weights of this quantization_config cannot be run yet, and what to do; "" where they can."""
+    """Return why weights with this quantization_config cannot be run yet, and what to do; "" when they can."""
     return quantization and (f"config.json: {KEY} asks for {quantization['quant_method']!r}, which is not implemented "
                              "yet: use the unquantized checkpoint of this model.") or ""
 
 
 def format_words(quantization: Mapping[str, Any]) -> str:
-    """The format with its numbers of bits, as far as the config says: "fp8 in blocks of 128 x 128",
-    "compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)"; "" of {}."""
+    """Return the format with the numbers of bits that the config names; "" for {}.
+
+    Examples: "fp8 in blocks of 128 x 128",
+    "compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)".
+    """
     method, block = str(quantization.get("quant_method", "")), quantization.get("weight_block_size")
     if method == "fp8" and block:
         return f"{method} in blocks of {block[0]} x {block[1]}"
@@ -52,14 +58,14 @@ def format_words(quantization: Mapping[str, Any]) -> str:
 
 
 def _values(scheme: Mapping[str, Any], what: str) -> str:
-    """How compressed-tensors stores weights or activations: "8-bit int weights per channel"."""
+    """Describe weights or activations of compressed-tensors: "8-bit int weights per channel"."""
     per, size = scheme.get("strategy"), scheme.get("group_size")
     per = f"group of {size}" if per == "group" and size else per
     return f"{scheme.get('num_bits')}-bit {scheme.get('type', 'int')} {what}" + (f" per {per}" if per else "")
 
 
 def is_kept(name: str, kept: Collection[str]) -> bool:
-    """Whether `modules_to_not_convert` names a weight's module: in full, by what it is in, or by its last words."""
+    """True when `kept` (modules_to_not_convert) names a weight's module: in full, by a parent, or by its last words."""
     words = name.removesuffix(".weight").split(".")
     return any(".".join(words[: i + 1]) in kept or ".".join(words[i:]) in kept for i in range(len(words) * bool(kept)))
 

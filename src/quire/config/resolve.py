@@ -1,4 +1,4 @@
-"""Choices that depend on model, request and hardware, made by pure functions that return printable plans."""
+"""Pure functions that make the choices which depend on model, options and hardware. They return printable plans."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.contracts.errors import ConfigError
 
 GIB = 1024**3
-SLOT_BYTES = 256  # of a slot's row in the tables of scheduler, worker and sampler, without what grows with the context
-QUARTER = "a quarter"  # of the memory is the KV cache's, when nothing was asked for
-CPU_BLOCK_SIZE = 32  # DESIGN §5: what the CPU attention kernel likes best
+SLOT_BYTES = 256  # of a slot's row in the tables of scheduler, worker and sampler, without parts that grow with context
+QUARTER = "a quarter"  # of the free memory is the KV cache's by default
+CPU_BLOCK_SIZE = 32  # the best size for the CPU attention kernel (docs/design.md, section 5)
 ALIASES = {"half": "float16", "float": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DTypePlan:
-    """The type that weights, activations and the KV cache have, and why."""
+    """The dtype of weights, activations and KV cache, and the reason for it."""
 
     dtype: str
     reason: str
@@ -23,7 +23,7 @@ class DTypePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBudget:
-    """The shares of a GPU's memory in bytes, as one line for the user; `outside` is held by other processes."""
+    """Shares of a GPU's memory in bytes, printed as one line. `outside` is held by other processes."""
 
     total: int
     utilization: float
@@ -42,7 +42,7 @@ class DeviceBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """How the KV cache is sized. `notes` are lines for the user; `budget` prints the shares of a GPU's memory."""
+    """Size of the KV cache. `notes` are lines for the user; `budget` prints the shares of a GPU's memory."""
 
     geometry: KVGeometry
     num_blocks: int
@@ -54,12 +54,15 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Number of tokens that the KV cache holds."""
         return self.num_blocks * self.geometry.block_size
 
 
 def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device: str = "cpu") -> DTypePlan:
-    """float16 has no fast path on a CPU, and bfloat16 only with bf16 units; then "auto" means float32, and says so."""
+    """Return the dtype of weights, activations and KV cache.
+
+    A CPU has no float16, and fast bfloat16 only with bf16 units. There "auto" takes another dtype and gives the reason.
+    """
     requested = ALIASES.get(requested, requested)
     if device == "cuda":
         return DTypePlan(dtype=checkpoint, reason="as in the checkpoint") if requested == "auto" else DTypePlan(
@@ -79,13 +82,13 @@ def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device:
 def resolve_geometry(
     components: tuple[KVComponent, ...], num_layers: int, block_size: int | None, default: int = CPU_BLOCK_SIZE
 ) -> KVGeometry:
-    """The page: the components of every layer, for `block_size` tokens (None: `default`, what the kernel likes)."""
+    """Return the page: components of every layer for `block_size` tokens (None: `default`, the kernel's best size)."""
     group = KVGroup(layers=tuple(range(num_layers)), components=components)
     return KVGeometry(block_size=block_size or default, groups=(group,))
 
 
 def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
-    """Refuse parameters of `weights` bytes that the free memory cannot hold; `dtype`: theirs, "" of quantized ones."""
+    """Raise `ConfigError` when `weights` bytes exceed the free memory. `dtype` is the weights' ("": quantized)."""
     if weights >= free_bytes:
         less = "use dtype=bfloat16 (--dtype bfloat16), which halves them, or " if dtype == "float32" else ""
         raise ConfigError(f"{_bytes(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {_bytes(free_bytes)} "
@@ -98,16 +101,15 @@ def resolve_memory(
     """Size the KV cache and the context length.
 
     context      the model's longest sequence in tokens;  free_bytes  memory free after the weights
-    By default the cache takes a quarter of the free memory, or less when every slot at full length needs less, or more
-    when a sequence of the max_model_len that was asked for needs more. An unset max_model_len shrinks to what fits; an
-    explicit one that does not fit raises `ConfigError` with the numbers, and so does what needs more than the free
-    memory: the cache, or it and the tables of the slots.
+    By default the cache takes a quarter of the free memory. It takes less when all slots at full length need less, and
+    more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it fits. Raises
+    `ConfigError` with the numbers when a given max_model_len, or cache and slot tables together, do not fit.
     """
     size, asked = geometry.block_size, model.max_model_len
     check_context(model, context)
     length = asked or context
     num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.num_blocks(length), free_bytes)
-    if asked and source.startswith(QUARTER) and num_blocks < geometry.num_blocks(asked):  # a default gives way
+    if asked and source.startswith(QUARTER) and num_blocks < geometry.num_blocks(asked):  # the default share grows
         room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
         if (most := min(geometry.num_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
             num_blocks, source, remedy = most, f"the {_bytes(free_bytes)} of free memory", "end other programs"
@@ -129,7 +131,7 @@ def resolve_memory(
 
 
 def check_context(model: ModelConfig, context: int) -> None:
-    """Refuse a max_model_len beyond the model's longest sequence, `context` tokens; raises `ConfigError`."""
+    """Raise `ConfigError` when max_model_len exceeds the model's longest sequence, `context` tokens."""
     asked = model.max_model_len
     if asked is not None and asked > context:
         raise ConfigError(f"max_model_len={asked} exceeds the model's context of {context} tokens: lower it "
@@ -137,7 +139,7 @@ def check_context(model: ModelConfig, context: int) -> None:
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
-    """Bytes of one slot in the tables: 4 for each token of its history and block of its block table, and columns."""
+    """Return the bytes of a slot in the tables: its columns, and 4 bytes per token of history and block table entry."""
     return SLOT_BYTES + 4 * (max_model_len + geometry.num_blocks(max_model_len))
 
 
@@ -152,7 +154,7 @@ def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int,
 
 
 def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:
-    """(blocks, what set their number, how to get more); never more than `useful` unless asked for."""
+    """Return (blocks, what set their number, how to get more). By default the number is at most `useful`."""
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override, "num_gpu_blocks_override", "raise num_gpu_blocks_override"
     if cache.kv_cache_memory_bytes is not None:

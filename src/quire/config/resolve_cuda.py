@@ -1,4 +1,4 @@
-"""How a GPU's memory is shared out: pure functions of measured bytes; what does not fit says what would make it fit."""
+"""Division of a GPU's memory: pure functions of measured bytes. Their errors name changes that would make it fit."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,24 +8,24 @@ from quire.config.resolve import GIB, DeviceBudget, MemoryPlan, check_context
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 
-CUDA_TOKENS = 8192  # of one step
-WIDE_TOKENS = 16384  # where nobody waits for a next token, and more of them fill the experts' tiles (docs/log.md)
+CUDA_TOKENS = 8192  # of a step
+WIDE_TOKENS = 16384  # of a step when tokens are not streamed: more tokens fill the experts' tiles (docs/log.md)
 CUDA_BLOCK_SIZE = 128  # a kernel's tile of keys; smaller tiles divide it
-LARGE_GPU, LARGE_SEQUENCES = 70 * GIB, 1024  # requests at once on a GPU with so much memory
-MOST_SEQUENCES = 4096  # of one step: what makes its work lists looks at all of them at once
-SPARE = 256 << 20  # bytes left free beside everything: what libraries allocate late
+LARGE_GPU, LARGE_SEQUENCES = 70 * GIB, 1024  # memory of a large GPU, and the requests that it runs at once
+MOST_SEQUENCES = 4096  # of a step: the most that the attention plan's kernel is compiled for
+SPARE = 256 << 20  # bytes left free for late allocations of libraries
 MAX_BLOCKS = 1 << 17  # a block costs the scheduler about 0.5 KB, and a tiny model's page is tiny
 MOST_UTILIZATION = 0.98  # the largest that a message proposes
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """What is known of a GPU when its KV cache is sized; all in bytes.
+    """Measured memory of a GPU when its KV cache is sized; all in bytes.
 
-    at_start   free when our context was there and nothing else of ours;  free  free now
-    weights    of the parameters as packed;  later  what will still be taken after the cache: graphs, their inputs
-    others     what other processes hold; None: not known, then all that is not ours counts as theirs
-    per_seq, per_token   what max_num_seqs and max_num_batched_tokens cost each; 0: not known
+    at_start   free after our CUDA context was created, before anything else;  free  free now
+    weights    the packed parameters;  later  memory still to be taken after the cache: CUDA graphs, their inputs
+    others     memory of other processes; None: unknown, then all that is not ours counts as theirs
+    per_seq, per_token   cost of each unit of max_num_seqs and max_num_batched_tokens; 0: unknown
     """
 
     total: int
@@ -39,23 +39,26 @@ class DeviceMemory:
 
     @property
     def outside(self) -> int:
-        """What other processes hold, as far as is known."""
+        """Memory of other processes, as far as known."""
         return self.total - self.at_start if self.others is None else min(self.others, self.total - self.at_start)
 
     @property
     def working(self) -> int:
-        """Ours beside the weights: context, activations of the largest step, tables, graphs."""
+        """Our memory beside the weights: context, activations of the largest step, tables, CUDA graphs."""
         return max(0, self.total - self.outside - self.free - self.weights) + self.later
 
     @property
     def ours(self) -> int:
-        """All that is ours."""
+        """Our memory: weights and working memory, without the KV cache."""
         return self.weights + self.working
 
 
 def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) -> SchedulerConfig:
-    """What a GPU with `total` bytes decides when nobody did: more requests where their caches have room, and more
-    tokens in a step for a model with experts, and room, whose answers nobody reads as they come (`wide`)."""
+    """Return the scheduler's configuration with the defaults for a GPU of `total` bytes.
+
+    A large GPU runs more requests, because their KV caches fit.
+    wide   True: the model has experts and its tokens are not streamed; a large GPU then takes more tokens per step
+    """
     seqs = scheduler.max_num_seqs or (LARGE_SEQUENCES if total >= LARGE_GPU else scheduler.sequences())
     tokens = scheduler.max_num_batched_tokens
     if scheduler.max_num_seqs is None:
@@ -65,14 +68,14 @@ def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) ->
 
 
 def check_sequences(config: EngineConfig) -> None:
-    """Refuse more sequences than a step can have."""
+    """Raise `ConfigError` for more sequences than a step on a GPU can have."""
     if config.scheduler.sequences() > MOST_SEQUENCES:
         raise ConfigError(f"max_num_seqs={config.scheduler.max_num_seqs}: a step on a GPU has at most {MOST_SEQUENCES} "
                           "sequences, the others wait: lower it.")
 
 
 def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, dtype: str) -> None:
-    """Refuse parameters of `weights` bytes in `dtype` that `free` bytes cannot hold; asked before any is loaded."""
+    """Raise `ConfigError` when `weights` bytes of parameters in `dtype` do not fit. Called before any is loaded."""
     memory = DeviceMemory(total=total, at_start=free, free=free - weights, weights=weights)
     missing = memory.ours + SPARE - _limit(memory, config)
     if missing > 0:
@@ -81,7 +84,7 @@ def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, 
 
 
 def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
-    """The message when the largest step found too little of the `free` bytes beside `weights` bytes of parameters."""
+    """Return the message for a largest step that does not fit into `free` bytes beside `weights` bytes."""
     seqs, tokens = config.scheduler.sequences(), config.scheduler.token_budget(CUDA_TOKENS)
     fewer = max(1, seqs // 4)
     return (f"tables and activations of a step of {tokens} tokens and {seqs} sequences do not fit beside "
@@ -93,9 +96,9 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
                         dtype: str) -> MemoryPlan:
     """Size the KV cache and the context length on a GPU.
 
-    context   the model's longest sequence in tokens;  dtype  what the weights are computed in
-    The cache takes what gpu_memory_utilization leaves. An unset max_model_len shrinks to what fits. Raises
-    `ConfigError`, with what is missing and the flags and values that would make it fit.
+    context   the model's longest sequence in tokens;  dtype  of the weights
+    The cache takes the memory that gpu_memory_utilization leaves. An unset max_model_len shrinks until it fits. Raises
+    `ConfigError` with the missing bytes and the flags that would make it fit.
     """
     check_context(config.model, context)
     asked, page = config.model.max_model_len, geometry.page_bytes
@@ -136,7 +139,7 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
 
 
 def gpu_only_options(config: EngineConfig) -> tuple[str, ...]:
-    """A line for the user for each option that was set and changes nothing on a CPU."""
+    """Return a line for the user for each option that was set and has no effect on a CPU."""
     default = EngineConfig()
     set_ones = [name for name in ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
                 if vars(config.device)[name] != vars(default.device)[name]]
@@ -146,12 +149,12 @@ def gpu_only_options(config: EngineConfig) -> tuple[str, ...]:
 
 
 def _limit(memory: DeviceMemory, config: EngineConfig) -> int:
-    """What may be ours in all."""
+    """Return the largest number of bytes that weights, working memory and KV cache may take together."""
     return min(int(config.cache.gpu_memory_utilization * memory.total), memory.total - memory.outside - SPARE)
 
 
 def _num_blocks(config: EngineConfig, memory: DeviceMemory, page: int) -> tuple[int, str]:
-    """(usable blocks, the option that set their number); block 0 is reserved and counts as cache."""
+    """Return (usable blocks, the option that set their number). Block 0 is reserved and counts as cache."""
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override, "num_gpu_blocks_override"
@@ -162,7 +165,7 @@ def _num_blocks(config: EngineConfig, memory: DeviceMemory, page: int) -> tuple[
 
 
 def _room(memory: DeviceMemory, config: EngineConfig) -> str:
-    """What there is, in words."""
+    """Return the available memory, in words."""
     share = config.cache.gpu_memory_utilization
     if _limit(memory, config) < int(share * memory.total):
         return (f"{_size(max(0, _limit(memory, config)))} of the GPU's {_size(memory.total)} can be had (other "
@@ -171,7 +174,7 @@ def _room(memory: DeviceMemory, config: EngineConfig) -> str:
 
 
 def _advice(memory: DeviceMemory, config: EngineConfig, dtype: str, needed: int) -> str:
-    """Every change that would make `needed` bytes beside what is ours fit, with its value."""
+    """Return every change, with its value, that would make `needed` bytes fit beside our memory."""
     missing = memory.ours + needed - _limit(memory, config)
     ways = []
     share = math.ceil(100 * (memory.ours + needed) / memory.total) / 100

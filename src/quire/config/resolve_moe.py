@@ -1,7 +1,7 @@
-"""How tokens reach experts and their results come back: the dispatcher and the kernel, chosen together, as a value.
+"""Choice of a dispatcher (moves tokens to experts and back) and an experts kernel, together, as a printable plan.
 
-Dispatchers and kernels say as data what they produce and what they accept. A pair fits where the two agree on the
-layout of rows, the numbering of experts and who weighs the results, and where topology, machine and phase allow it.
+Dispatchers and kernels declare as data what they produce and accept. A pair fits when both agree on the layout of rows,
+the numbering of experts and the part that weighs results. Topology, machine and phase must allow the pair, too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,13 @@ from quire.contracts.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatcher:
-    """What brings tokens to the ranks of their experts, and back.
+    """Moves tokens to the ranks of their experts, and results back.
 
-    layout     of the rows that experts get: "flat" (one per token, with ids of k experts), "grouped" (one per token and
-               expert, those of one expert together), "masked" (the same, with room for as many at every expert)
-    numbering  of the experts in ids: "global", with a map; "local" to the rank, -1 for others; "none" without ids
-    weighs     who multiplies by the routing weights and sums over k: "experts", or "combine" on the way back
-    sums       groups of ranks over whose partial results it has summed when it is done
+    layout     of the experts' input rows: "flat" (a row per token, with the ids of k experts), "grouped" (a row per
+               token and expert, grouped by expert), "masked" (grouped, with room for equally many rows per expert)
+    numbering  of expert ids: "global", with an expert map; "local" to the rank, -1 for others; "none": no ids
+    weighs     part that multiplies by the routing weights and sums over k: "experts", or "combine" on the way back
+    sums       groups of ranks whose partial results the dispatcher sums
     """
 
     layout: str
@@ -33,8 +33,10 @@ class Dispatcher:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKernel:
-    """What an implementation of `kernels/experts` accepts, in the words of `Dispatcher`. `formats` of weights, with
-    where activations are quantized for each: "nowhere", on the "wire", or by the "experts"."""
+    """Inputs that an implementation of `kernels/experts` accepts, in the terms of `Dispatcher`.
+
+    formats   (weight format, place where activations are quantized: "nowhere", on the "wire", by the "experts")
+    """
 
     layouts: tuple[str, ...] = ("flat",)
     numberings: tuple[str, ...] = ("global", "local")
@@ -65,8 +67,11 @@ KERNELS: Mapping[str, ExpertsKernel] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A machine. `kernels`: implementations of `kernels/experts`, best first, and why each cannot run there, or "";
-    `features`: what each can do beside what all can."""
+    """A machine.
+
+    kernels    (implementation of `kernels/experts`, why it cannot run there or ""), best first
+    features   of each implementation, beside those that all have
+    """
 
     device: str
     kernels: tuple[tuple[str, str], ...]
@@ -75,13 +80,13 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEPlan:
-    """What the expert layers of a model do in one phase.
+    """Plan of a model's expert layers in a phase.
 
     experts       the implementation of `kernels/experts`;  features  of it
-    quantize_at   "nowhere" | "wire" | "experts";  weighs  "experts" | "combine", who also sums over k
-    partial_over  groups of ranks whose results the caller has to sum; empty: the result is whole
-    shared        the shared experts: "none"; "added" to the routed ones before any sum; "summed alone" over tp
-    candidates    (dispatcher, experts or "" for all, why it is not used); the first without a reason is the one
+    quantize_at   "nowhere" | "wire" | "experts";  weighs  "experts" | "combine": this part also sums over k
+    partial_over  groups of ranks whose results the caller must sum; empty: the result is complete
+    shared        shared experts: "none"; "added" to the routed experts before any sum; "summed alone" over tp
+    candidates    (dispatcher, experts or "" for all, reason against it); the first without a reason is chosen
     """
 
     phase: str
@@ -108,11 +113,11 @@ class MoEPlan:
 
 def resolve_moe(model: ModelArgs, quantization: str, topology: Parallel, hardware: Hardware, phase: str,
                 overrides: Mapping[str, str] | None = None) -> MoEPlan:
-    """The first pair that fits, dispatchers first.
+    """Return the plan of the first pair that fits, tried by dispatcher, then by kernel.
 
     quantization   format of the experts' weights;  phase  "prefill" | "decode"
-    overrides      "dispatcher" and "experts" by name
-    Raises `ConfigError` with the table of candidates when none fits, or when one that was asked for does not.
+    overrides      names for "dispatcher" and "experts"
+    Raises `ConfigError` with the table of candidates when no pair, or not the requested one, fits.
     """
     assert model.moe is not None
     asked = dict(overrides or {})
@@ -142,7 +147,7 @@ def _table(candidates: tuple[tuple[str, str, str], ...]) -> str:
 
 
 def _spread(topology: Parallel) -> bool:
-    """Whether tokens of one replica of attention need experts of another's ranks."""
+    """True when tokens of one replica of attention need experts on the ranks of another replica."""
     return topology.experts and topology.dp > 1
 
 
@@ -163,7 +168,7 @@ def _candidates(quantization: str, topology: Parallel, hardware: Hardware, phase
 
 
 def _mismatch(giver: str, taker: str, quantization: str, captured: bool) -> str:
-    """Why the dispatcher `giver` and the kernel `taker` cannot work together; "" when the two fit."""
+    """Return why the dispatcher `giver` and the kernel `taker` cannot work together; "" when they can."""
     dispatcher, kernel = DISPATCHERS[giver], KERNELS[taker]
     if quantization not in dict(kernel.formats):
         return f"{taker} has no {quantization} kernel yet"

@@ -1,6 +1,6 @@
-"""Rotary position settings as config.json spells them: `rope_theta` + `rope_scaling` (old), `rope_parameters` (new).
+"""Reader of rotary position settings in config.json: `rope_theta` + `rope_scaling` (old), `rope_parameters` (new).
 
-Knows which scaling kinds are implemented and validates their numbers; the formulas live with the rotary layer.
+Knows the implemented scaling kinds and checks their numbers. The rotary layer has the formulas.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _KNOWN = frozenset("type rope_type rope_theta factor low_freq_factor high_freq_f
 
 @dataclass(frozen=True, kw_only=True)
 class RopeArgs:
-    """How positions become rotations.
+    """Rotary position settings.
 
     kind   default | linear (positions / factor) | dynamic (identity up to the trained length) | llama3 | yarn
     original_max_position   trained length in tokens, for llama3 and yarn
@@ -40,12 +40,15 @@ class RopeArgs:
 
     @property
     def extended_positions(self) -> int:
-        """Positions that yarn makes usable beyond max_position_embeddings; 0 for the other kinds."""
+        """Number of positions that are usable with yarn; 0 for the other kinds."""
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
 def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What config.json says: as in Hugging Face, `rope_scaling` wins over `rope_parameters`. Raises as `read_rope`."""
+    """Return the rotary settings of config.json. `rope_scaling` wins over `rope_parameters`, as in Hugging Face.
+
+    Raises as `read_rope`.
+    """
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         raw = checked(keys, key, source, lambda value: value is None or isinstance(value, dict), "an object or null")
@@ -62,10 +65,10 @@ def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def read_rope(keys: Mapping[str, Any], max_positions: int, source: str,
               default_theta: float = DEFAULT_THETA) -> tuple[RopeArgs, tuple[str, ...]]:
-    """The rotary settings of a config.json and notes about keys that were ignored.
+    """Return the checked rotary settings of a config.json, and notes about ignored keys.
 
     Raises UnsupportedModel for a kind or key that is not implemented, ModelError for a wrong number.
-    A theta inside of them wins over the outer one.
+    A rope_theta inside the settings wins over the outer one.
     """
     raw = rope_settings(keys, source)
     if raw.get("mrope_section") is not None:

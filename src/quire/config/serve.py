@@ -1,4 +1,4 @@
-"""The configuration of a server, beside the engine's: where it listens, whom it lets in, how it answers."""
+"""Configuration of a server, beside the engine's: address, access and handling of requests."""
 
 import ipaddress
 import re
@@ -9,40 +9,40 @@ from quire.config.bundled import NAME
 from quire.config.engine import EngineConfig, by_part, check_types, flat_names, option
 from quire.contracts.errors import ConfigError
 
-WAITING_PER_SLOT = 8  # with the slots themselves: nine times what can run is taken, ten times is not
-LEAST_WAITING = 1_024  # with few slots: no request within the schema's bounds is refused for its size
+WAITING_PER_SLOT = 8  # a server takes nine times as many requests as can run (the running ones included), not ten times
+LEAST_WAITING = 1_024  # with few slots, so that any single request within the schema's bounds fits
 HOST_NAME = re.compile(r"\*|[a-zA-Z0-9_][a-zA-Z0-9._-]*")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """Where the server listens and whom it lets in."""
+    """HTTP server and access."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 takes requests from anywhere")
     port: int = option(8000, "port to listen on; 0: any free one")
     uds: str | None = option(None, "listen on this Unix domain socket instead of a port")
     root_path: str = option("", "path under which a proxy serves this server")
-    api_key: tuple[str, ...] = option((), "keys of which every request must show one as a bearer token")
-    share_prefix_cache_across_keys: bool = option(False, "reuse the prefix cache between API keys: each key can then "
-                                                         "find out which prompts another one has sent")
-    allowed_origins: tuple[str, ...] = option((), "origins whose pages may call this server (CORS); * for all")
-    allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which callers may reach a server without "
-                                                "keys on this machine's own address (Host header); * for all")
+    api_key: tuple[str, ...] = option((), "API keys; every request must send one of them as a bearer token")
+    share_prefix_cache_across_keys: bool = option(False, "share the prefix cache between API keys; a key can then find "
+                                                         "out which prompts another key has sent")
+    allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call this server (CORS); * for all")
+    allowed_hosts: tuple[str, ...] = option((), "names, beside localhost, that are allowed in Host headers when the "
+                                                "server has no keys and listens on localhost; * for all")
     ssl_keyfile: str | None = option(None, "private key file for HTTPS")
     ssl_certfile: str | None = option(None, "certificate file for HTTPS")
-    max_body_bytes: int = option(8 * 2**20, "largest request body; more is answered 413", least=1)
-    max_header_bytes: int = option(64 * 2**10, "most bytes of request line and headers; more is answered 431",
+    max_body_bytes: int = option(8 * 2**20, "largest request body in bytes; more is answered 413", least=1)
+    max_header_bytes: int = option(64 * 2**10, "largest request line and headers in bytes; more is answered 431",
                                    flags=("--h11-max-incomplete-event-size",), least=1)
-    max_headers: int = option(100, "most headers of a request; more are answered 431",
+    max_headers: int = option(100, "maximum number of headers of a request; more are answered 431",
                               flags=("--h11-max-header-count",), least=1)
-    trust_request_chat_template: bool = option(False, "let a request bring a chat template, which is rendered apart")
+    trust_request_chat_template: bool = option(False, "accept chat templates in requests, rendered in a child process")
     access_log: bool = option(False, "log a line per HTTP request")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How requests are answered."""
+    """Handling of requests."""
 
     served_model_name: tuple[str, ...] = option((), "names under which the model is served (default: the model's)")
     queue_timeout: float = option(60.0, "seconds a request may wait to start; then it is answered 408", above=0)
@@ -52,20 +52,20 @@ class ServeConfig:
     shutdown_timeout: float = option(30.0, "seconds that SIGTERM gives running requests", least=0)
     hang_timeout: float = option(60.0, "seconds after which a step counts as hung and /ready says so", above=0)
     stream_interval: int = option(1, "tokens per streamed event", least=1)
-    tool_call_parser: str | None = option(None, "form of tool calls; none: no tools (default: as the template shows)")
-    reasoning_parser: str | None = option(None, "form of reasoning; none: it is text (default: as the template shows)")
-    exclude_tools_when_tool_choice_none: bool = option(False, "do not show the model tools that it may not call")
+    tool_call_parser: str | None = option(None, "format of tool calls; none: no tools (default: the chat template's)")
+    reasoning_parser: str | None = option(None, "format of reasoning; none: it is text (default: the chat template's)")
+    exclude_tools_when_tool_choice_none: bool = option(False, "leave tools out of the prompt when tool_choice is none")
     default_chat_template_kwargs: dict[str, Any] | None = option(
-        None, "variables of the chat template that hold where a request gives no other")
-    enable_force_include_usage: bool = option(False, "send usage with every stream, asked or not")
-    enable_log_requests: bool = option(False, "log the id, sizes and end of every request")
-    disable_log_stats: bool = option(False, "no line of statistics every 10 s")
-    metrics_prefix: str = option("quire", "first part of the names of /metrics; vllm suits existing dashboards")
+        None, "default variables of the chat template; a request can replace them")
+    enable_force_include_usage: bool = option(False, "send usage with every stream, even if not requested")
+    enable_log_requests: bool = option(False, "log the id, sizes and finish reason of every request")
+    disable_log_stats: bool = option(False, "do not log a line of statistics every 10 s")
+    metrics_prefix: str = option("quire", "prefix of the metric names in /metrics; vllm suits existing dashboards")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Everything a server is built from."""
+    """Complete configuration of a server."""
 
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
@@ -73,7 +73,7 @@ class ServerConfig:
 
     @property
     def max_waiting(self) -> int:
-        """Requests that may wait: a server's queue always has a bound."""
+        """Maximum number of waiting requests. A server's queue always has a limit."""
         scheduler = self.engine.scheduler
         if scheduler.max_waiting is not None:
             return scheduler.max_waiting
@@ -86,7 +86,7 @@ class ServerConfig:
 
     @classmethod
     def from_flat(cls, **values: Any) -> "ServerConfig":
-        """Build from flat names as users type them, the engine's included; raises `ConfigError`."""
+        """Build a configuration from flat option names, the engine's included. Raises `ConfigError`."""
         parts = by_part(values, server_names())
         config = cls(engine=EngineConfig.from_flat(**parts.get("engine", {})),
                      http=HttpConfig(**parts.get("http", {})), serve=ServeConfig(**parts.get("serve", {})))
@@ -95,13 +95,13 @@ class ServerConfig:
 
 
 def server_names() -> dict[str, str]:
-    """Option name -> the part of `ServerConfig` that holds it."""
+    """Return option name -> the part of `ServerConfig` that holds the option."""
     own = {f.name: part for part, kind in (("http", HttpConfig), ("serve", ServeConfig)) for f in fields(kind)}
     return dict.fromkeys(flat_names(), "engine") | own
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """True when only this machine can reach the address."""
     name = host.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -113,7 +113,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_server(config: ServerConfig) -> None:
-    """Refuse what can never work, and combinations that contradict each other, naming the options."""
+    """Raise `ConfigError` for values that can never work, and for options that contradict each other."""
     http, serve = config.http, config.serve
     check_types(http)
     check_types(serve)

@@ -1,6 +1,6 @@
-"""Where the value of an option comes from: the command line, else the environment, else a file, else its default.
+"""Sources of option values: the command line, else the environment, else a file, else the default.
 
-Knows precedence and origins; the spellings of values are known by `texts.py`, flags by `flags.py`.
+Knows precedence and origins. `texts.py` knows the spellings of values, `flags.py` the flags.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from quire.config.peer_flags import (
 from quire.config.texts import COUNTS, LIST, OWN_PARSERS, option_parser, read_value
 from quire.contracts.errors import ConfigError
 
-FLAG, ORIGIN = "option.", "origin."  # of our names in the namespace: values, and the spelling that brought each
+FLAG, ORIGIN = "option.", "origin."  # prefixes in the namespace: of values, of the flags that set them
 CONFIG_FILE = "config_file"
 SECRETS = {"api_key": "QUIRE_API_KEY or --api-key", "hf_token": "HF_TOKEN"}  # option -> where else it can be given
 MASK = "***"  # stands for a secret that is not shown
@@ -33,18 +33,18 @@ MASK = "***"  # stands for a secret that is not shown
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options by name, those that were given; where each came from; and lines about flags that change nothing."""
+    """Options that were given, the origin of each, and notes about flags that have no effect."""
 
     values: dict[str, Any]
     origins: dict[str, str]
     notes: list[str] = field(default_factory=list)
 
     def put(self, name: str, value: Any, origin: str) -> None:
-        """Set an option, above whatever was there."""
+        """Set an option; a value set before is replaced."""
         self.values[name], self.origins[name] = value, origin
 
     def describe(self, options: Iterable[tuple[str, Field[Any]]]) -> str:
-        """Every option, given or not, as a file for --config with the origins as comments; secrets are not shown."""
+        """Return every option, given or not, as a file for --config. Comments show origins; secrets are masked."""
         lines: list[str] = []
         for title, option in options:
             if f"# {title}" not in lines:
@@ -60,11 +60,10 @@ class Settings:
 
 
 def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Collection[str]) -> Settings:
-    """The settings that a parsed command line, the environment and the file of --config give.
+    """Return the settings of a parsed command line, the environment and the file of --config.
 
-    options   all there are;  own   names of those that the command takes
-    Raises `ConfigError` for a value that does not parse, an unknown name, a flag of vLLM's that cannot be met, or
-    two models.
+    options   all options;  own   names of the options of this command: only their environment variables are read
+    Raises `ConfigError` for a value that does not parse, an unknown name, a refused vLLM flag, or two models.
     """
     by_name = {option.name: option for option in options}
     for name, near in unknown_variables(by_name).items():
@@ -94,9 +93,9 @@ def gather(namespace: Mapping[str, Any], options: Sequence[Field[Any]], own: Col
 
 
 def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Settings:
-    """The settings that keyword arguments give; vLLM's names come to what they come to on a command line.
+    """Return the settings of keyword arguments. vLLM's names have the same effect as on a command line.
 
-    Raises `ConfigError` for one that cannot be met. Names that nobody knows are kept, for whoever takes the values.
+    Raises `ConfigError` for a refused argument. Unknown names are kept; the caller must check them.
     """
     by_name = {option.name: option for option in options}
     spelt = {spelling.replace("-", "_"): option.name for spelling, option in _spellings(by_name).items()}
@@ -122,7 +121,7 @@ def from_keywords(given: Mapping[str, Any], options: Iterable[Field[Any]]) -> Se
 
 
 def _refuse_masks(found: Settings) -> None:
-    """A secret that was not shown when the file was printed must come from elsewhere."""
+    """Refuse a masked secret: a printed file does not hold the secret itself."""
     for name, elsewhere in SECRETS.items():
         if found.values.get(name) in (MASK, (MASK,)):
             key = name.replace("_", "-")
@@ -147,14 +146,14 @@ def _parsed(option: Field[Any], text: str, source: str) -> Any:
 
 
 def _read_file(path: Path, options: Mapping[str, Field[Any]], found: Settings) -> list[Given]:
-    """Fill in what a file holds of our options; returns what it holds of vLLM's flags."""
+    """Put the options of a file into `found`; return the vLLM flags of the file."""
     peer: list[Given] = []
     spellings = _spellings(options)
     for key, value in _file_items(path).items():
         off = key.startswith("no-") and isinstance(value, bool) and key[3:] in spellings
         option = spellings.get(key[3:] if off else key)
         if option is not None and value == MASK and option.name in found.values:
-            continue  # the environment holds the token that is not shown here
+            continue  # the file masks a secret that the environment holds
         if option is not None:
             try:
                 found.put(option.name, read_value(option, not value if off else value), f"file {path}")
@@ -173,20 +172,20 @@ def _read_file(path: Path, options: Mapping[str, Field[Any]], found: Settings) -
 
 
 def nearest(name: str, spellings: Iterable[str]) -> str:
-    """The option, of these or of vLLM's flags, that a misspelt or abbreviated name means; "" for none."""
+    """Return the option or vLLM flag that a misspelt or abbreviated name means; "" for none."""
     near = difflib.get_close_matches(name, [*spellings, *(flag.name[2:] for flag in PEER_FLAGS)], n=1)
     return abbreviated(name) or (near[0] if near else "")
 
 
 def _spellings(options: Mapping[str, Field[Any]]) -> dict[str, Field[Any]]:
-    """Key in a file -> its option, under every spelling of its flag."""
+    """Return key in a file -> option, for every spelling of the option's flag."""
     spelt = {name.replace("_", "-"): option for name, option in options.items()}
     extra = {flag[2:]: option for option in options.values() for flag in option.metadata["flags"]}
     return spelt | extra
 
 
 def _name_model(namespace: Mapping[str, Any], found: Settings) -> None:
-    """The positional argument MODEL is the option `model`."""
+    """Set the option `model` from the positional argument MODEL."""
     positional = namespace.get("model_argument")
     if positional is not None:
         named = namespace.get(FLAG + "model", positional)
@@ -201,9 +200,9 @@ def _name_model(namespace: Mapping[str, Any], found: Settings) -> None:
 
 
 def _file_items(path: Path) -> dict[str, Any]:
-    """Key -> value, in the file's order, dashes for underscores.
+    """Return key -> value of a file, in its order, with dashes for underscores.
 
-    Raises `ConfigError` for a file that cannot be read, is no YAML, holds no mapping, or holds a key twice.
+    Raises `ConfigError` for a file that cannot be read, is not YAML, holds no mapping, or holds a key twice.
     """
     import yaml  # type: ignore[import-untyped]  # here: most commands read no file
 
@@ -215,7 +214,7 @@ def _file_items(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"--config {path}: the file is not UTF-8 text.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: the file is no YAML ({' '.join(str(error).split())}).") from None
+        raise ConfigError(f"--config {path}: the file is not YAML ({' '.join(str(error).split())}).") from None
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -223,5 +222,5 @@ def _file_items(path: Path) -> dict[str, Any]:
     keys = [str(key.value).replace("_", "-") for key, _ in tree.value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise ConfigError(f"--config {path}: {twice} is there twice.")
+        raise ConfigError(f"--config {path}: {twice} appears twice.")
     return {str(key).replace("_", "-"): item for key, item in value.items()}

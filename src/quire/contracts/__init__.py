@@ -1,5 +1,5 @@
-"""What crosses between rooms: requests, step records, block geometry, outputs, errors and protocols.
+"""Records and protocols shared by all rooms: requests, step plans and results, block geometry, outputs, errors.
 
-Knows nothing of torch, models, schedulers or text. Everything else may import from here; it imports only the
+Knows nothing of torch, models, schedulers or text. Every room may import from here. This room imports only the
 standard library, msgspec and numpy.
 """

@@ -1,13 +1,13 @@
-"""Geometry of the paged KV cache, as numbers both brain (`kv/`) and muscle (`kvstore/`) agree on."""
+"""Geometry of the paged KV cache: the numbers shared by `kv/` (bookkeeping) and `kvstore/` (bytes)."""
 
 import msgspec
 
-NULL_BLOCK = 0  # reserved: padding reads and writes it, it is never allocated
+NULL_BLOCK = 0  # reserved: padding reads and writes this block; it is never allocated
 PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of this
 
 
 class KVComponent(msgspec.Struct, frozen=True):
-    """One tensor of one layer inside a page, laid out `[head][token][dim]`."""
+    """A tensor of one layer inside a page, laid out `[head][token][dim]`."""
 
     name: str
     num_heads: int
@@ -24,7 +24,7 @@ class KVComponent(msgspec.Struct, frozen=True):
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A set of layers whose KV has the same lifetime; one block table per group.
 
-    window   None for full attention; else a row sees so many tokens, its own included
+    window   tokens that a row attends to, its own included; None for full attention
     """
 
     layers: tuple[int, ...]
@@ -32,19 +32,19 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
 
     def num_behind(self, position: int, block_size: int) -> int:
-        """Leading blocks that no row at `position` or after it sees."""
+        """Return the number of leading blocks that no row at `position` or later attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
 
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """The page: `block_size` tokens of every layer of a group."""
+    """Size and groups of pages. A page holds `block_size` tokens of every layer of a group."""
 
     block_size: int
     groups: tuple[KVGroup, ...]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page; groups have equal pages (checked when the geometry is resolved)."""
+        """Bytes of a page; the pages of all groups are equal (checked when the geometry is resolved)."""
         group = self.groups[0]
         return len(group.layers) * sum(c.num_bytes(self.block_size) for c in group.components)
 
@@ -54,5 +54,5 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(group.window for group in self.groups)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -1,4 +1,4 @@
-"""Every error a user can meet.
+"""All errors that Quire raises on purpose.
 
 QuireError
 ├── UserError (ValueError)           the caller can fix it; the message says how
@@ -11,11 +11,11 @@ QuireError
 │       ├── InvalidParameter
 │       ├── PromptTooLong
 │       ├── QueueFull
-│       ├── QueueTimeout             it waited longer for a place in the batch than the server lets it
-│       └── RequestFailed            it was accepted and went wrong alone (NaN logits, deadline)
+│       ├── QueueTimeout             the request waited for a slot longer than the server allows
+│       └── RequestFailed            the request was accepted and then failed alone (NaN logits, deadline)
 └── EngineError (RuntimeError)       a fault of the device or of a process
-    ├── EngineStarting               it is still being loaded
-    ├── EngineClosed                 used after close(), or while the last requests run out
+    ├── EngineStarting               the engine is still loading
+    ├── EngineClosed                 the engine was closed, or finishes its last requests and takes no more
     └── EngineDead                   the engine stopped; every waiting request gets this
 """
 
@@ -27,14 +27,16 @@ MAX_LISTED = 5  # values in a message
 
 
 def shown(value: object) -> str:
-    """A value of a request as an error message shows it. Only the beginning of a long one is shown: a message goes into
-    logs and on screens."""
+    """Return a value of a request as error messages show it.
+
+    A long value is cut after MAX_SHOWN characters, because messages go into logs and on screens.
+    """
     text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else repr(value)[:MAX_SHOWN]
     return text + "..." * (len(value if isinstance(value, str) else repr(value)) > MAX_SHOWN)
 
 
 def listed(values: abc.Collection[object]) -> str:
-    """Values of a request as an error message lists them: the first ones, and how many more there are."""
+    """Return values of a request as error messages list them: the first MAX_LISTED, then the number of the others."""
     more = len(values) - MAX_LISTED
     return ", ".join(map(shown, itertools.islice(values, MAX_LISTED))) + (f" and {more} more" if more > 0 else "")
 
@@ -44,15 +46,15 @@ class QuireError(Exception):
 
 
 class UserError(QuireError, ValueError):
-    """Something the caller can fix; the message names the fix."""
+    """An error that the caller can fix; the message names the fix."""
 
 
 class ConfigError(UserError):
-    """A flag, environment variable or engine argument that cannot be met."""
+    """A flag, environment variable or engine argument is invalid or not supported."""
 
 
 class ModelError(UserError):
-    """A model that cannot be served."""
+    """The model cannot be served."""
 
 
 class ModelNotFound(ModelError):
@@ -60,7 +62,7 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """The architecture, or something its config asks for, is not implemented."""
+    """The architecture, or a setting of the model's configuration, is not implemented."""
 
 
 class WeightsError(ModelError):
@@ -68,7 +70,7 @@ class WeightsError(ModelError):
 
 
 class RequestError(UserError):
-    """One request cannot be served; no other is touched."""
+    """A request cannot be served; other requests go on."""
 
 
 class InvalidParameter(RequestError):
@@ -88,11 +90,11 @@ class QueueFull(RequestError):
 
 
 class QueueTimeout(RequestError):
-    """The request did not begin to run within the time that a request may wait."""
+    """The request waited for a slot longer than the server allows."""
 
 
 class RequestFailed(RequestError):
-    """An accepted request failed by itself; `code` is a short reason such as "nan_logits"."""
+    """An accepted request failed alone; `code` is a short reason such as "nan_logits"."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -104,11 +106,11 @@ class EngineError(QuireError, RuntimeError):
 
 
 class EngineStarting(EngineError):
-    """The engine is still being loaded; try again later."""
+    """The engine is still loading; try again later."""
 
 
 class EngineClosed(EngineError):
-    """The engine was used after it was closed, or takes no more requests because it is about to be."""
+    """The engine was closed, or it is closing and takes no more requests."""
 
 
 class EngineDead(EngineError):

@@ -1,4 +1,4 @@
-"""Parameter records whose fields are named: an unknown name is refused with a hint at what was meant."""
+"""Parameter records that refuse an unknown field name with a hint at the right one."""
 
 import json
 from collections.abc import Iterable
@@ -10,23 +10,25 @@ import msgspec
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.text_table import read_rows
 
-# Fields that callers of other engines know and this one has not -> what to do instead; values that ask for nothing.
+# Fields of other engines that Quire lacks -> what to do instead, and the values that have no effect.
 ROWS = {name: row for names, *row in read_rows(Path(__file__).with_name("absent.txt")) for name in names.split()}
 ABSENT = {name: why for name, (why, *_) in ROWS.items()}
 HARMLESS: dict[str, list[Any]] = {name: json.loads(more[0]) for name, (_, *more) in ROWS.items() if more}
 
 
 class NamedFields(msgspec.StructMeta):
-    """The type of parameter records whose constructor refuses an unknown name by `InvalidParameter`, with a hint."""
+    """Metaclass of parameter records: the constructor raises `InvalidParameter` for an unknown name, with a hint."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
-        """Make the record, or raise `InvalidParameter` for the first name that is not a field."""
+        """Make the record. Raises `InvalidParameter` for the first unknown name."""
         return super().__call__(*args, **known_fields(cls, values))
 
 
 def known_fields(kind: NamedFields, values: dict[str, Any]) -> dict[str, Any]:
-    """The values without those of absent fields that ask for nothing. Raises `InvalidParameter` for the first other
-    name that is not a field of `kind`, saying what was meant or is absent."""
+    """Return the values of the fields of `kind`. Absent fields whose values have no effect are dropped.
+
+    Raises `InvalidParameter` for the first other name. The message names the nearest field, or what to do instead.
+    """
     unknown = [name for name in values if name not in kind.__struct_fields__]
     for name in unknown:
         if name not in ABSENT or not asks_nothing(values[name], HARMLESS.get(name, ())):
@@ -35,7 +37,7 @@ def known_fields(kind: NamedFields, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def asks_nothing(value: object, harmless: Iterable[object]) -> bool:
-    """Whether a value is None or one of the harmless ones, of their types."""
+    """True when the value is None, or equals a harmless value of the same type."""
     return value is None or any(type(value) is type(one) and value == one for one in harmless)
 
 

@@ -1,4 +1,4 @@
-"""What comes out: columns per step from the engine core, and the objects that users of `LLM` see."""
+"""Outputs: columns per step from the engine core, and the objects that users of `LLM` get."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from quire.contracts.step import F32, I32, RowLogprobs
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of one request. `stop_id` is the token that stopped it; `error` a code when the reason is ERROR.
+    """The end of a request. `stop_id` is the token that stopped it; `error` is a code when the reason is ERROR.
 
-    message  more of the error, in words for the caller
-    vector   [hidden] float32, what was pooled for a request that asked for it
+    message  details of the error, for the caller
+    vector   [hidden] float32, the pooled hidden state of a request with `NewRequest.pool`
     """
 
     handle: int
@@ -26,17 +26,19 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one step did and how things stand after it, for metrics and logs.
+    """Counters of a step and the engine's state after the step, for metrics and logs.
 
-    step             -1: these outputs come without a step (a request was aborted); only the state is told then
-    num_waiting      requests without a slot; num_blocked of them wait for another's prompt or their grammar, the rest
-                     for room
-    num_tokens       computed in the step, drafts included; num_prefill_tokens of them for prompts (or a resumed
-                     request's past)
-    num_scheduled    requests in the step, num_prefills of them not yet past their prompt
-    num_free_blocks  KV blocks that nobody holds; num_cached_blocks of them keep a content that can be hit
-    num_preempted    since the start, and so are prefix_queries and prefix_hits (prompt tokens looked up and found)
-    schedule_s       seconds to plan the step, masks included; execute_s spent in the executor; finish_s to confirm it
+    step                 number of the step; -1: outputs without a step (a request was aborted), only the state is set
+    num_waiting          requests without a slot
+    num_blocked          waiting requests that need their parent's prompt or their grammar first; the others need room
+    num_tokens           tokens computed in the step, drafts included
+    num_prefill_tokens   of these, tokens of prompts, or of the past of resumed requests
+    num_scheduled        requests in the step;  num_prefills  of these, requests that computed a chunk
+    num_preempted        preemptions since the start
+    num_free_blocks      KV blocks that no request holds;  num_cached_blocks  of these, blocks that a prefix can reuse
+    prefix_queries       prompt tokens looked up in the prefix cache since the start;  prefix_hits  tokens found
+    schedule_s           seconds to plan the step, grammar masks included
+    execute_s            seconds in the executor;  finish_s  seconds to confirm the step
     """
 
     step: int = -1
@@ -58,13 +60,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one step, in columns: request `handles[i]` got `tokens[i]`. A request that got several has as many
-    entries, one after the other.
+    """New tokens of a step, in columns: request `handles[i]` got `tokens[i]`.
 
-    preempted    handles of requests that lost their place since the outputs before
-    cached       handle -> prompt tokens found in the prefix cache, once, with the first admission
-    prefixes     handle -> why those were not more, likewise, where there is anything to say
-    logprobs     handle -> a row for each of its tokens;  prompt_logprobs  handle -> rows of this step's chunk
+    A request with several new tokens has several entries, one after the other.
+
+    preempted    handles of requests that were preempted since the last outputs
+    cached       handle -> prompt tokens found in the prefix cache; only at the request's first admission
+    prefixes     handle -> report of why not more tokens were reused; only at the first admission, if blocks were missed
+    logprobs     handle -> a row for each new token;  prompt_logprobs  handle -> rows of this step's chunk
     """
 
     handles: I32
@@ -86,7 +89,7 @@ NO_TOKENS: I32 = np.empty(0, np.int32)
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """One alternative: its log-probability, its rank (1 = most likely) and its text."""
+    """Log-probability, rank (1 = most likely) and text of a token."""
 
     logprob: float
     rank: int | None = None
@@ -97,7 +100,7 @@ LogprobsByToken = dict[int, Logprob]
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One completion of a prompt. When `finish_reason` is "error", `stop_reason` is a code and `error` may say more."""
+    """A completion of a prompt. When `finish_reason` is "error", `stop_reason` is a code and `error` may say more."""
 
     index: int
     text: str
@@ -109,12 +112,12 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     error: str | None = None
 
     def finished(self) -> bool:
-        """Whether this completion has ended."""
+        """True when this completion has ended."""
         return self.finish_reason is not None
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times of one request, seconds on the monotonic clock, and why its prompt was not reused whole."""
+    """Times of a request in seconds on the monotonic clock, and the report on its prefix cache misses."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -136,7 +139,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingOutput(msgspec.Struct, kw_only=True):
-    """A vector; empty where the request failed by itself, with `error` "nan_hidden" or another code."""
+    """An embedding vector. It is empty when the request failed; `error` then holds "nan_hidden" or another code."""
 
     embedding: list[float]
     error: str | None = None
@@ -154,13 +157,13 @@ class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
 
 
 class ScoringOutput(msgspec.Struct, kw_only=True):
-    """How near two texts are, in [-1, 1]."""
+    """Similarity of two texts, in [-1, 1]."""
 
     score: float
 
 
 class ScoringRequestOutput(msgspec.Struct, kw_only=True):
-    """The score of one pair; the token ids of its first text, then of its second."""
+    """The score of a pair of texts. `prompt_token_ids` holds the ids of the first text, then of the second."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -169,7 +172,7 @@ class ScoringRequestOutput(msgspec.Struct, kw_only=True):
 
 
 class BeamSearchSequence(msgspec.Struct, kw_only=True):
-    """One hypothesis of a beam search: `tokens` includes the prompt."""
+    """A hypothesis of a beam search; `tokens` includes the prompt."""
 
     tokens: list[int]
     cum_logprob: float

@@ -1,4 +1,4 @@
-"""Parameters of one rank before they have memory: names, shapes, and the slices of stored tensors they are made of.
+"""Parameters of a rank before memory is allocated: names, shapes, and the slices of stored tensors that fill them.
 
 No torch. `models/layout.py` computes them, the loaders fill them, layers take their sizes from them.
 """
@@ -9,13 +9,13 @@ import msgspec
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A slice of a stored tensor that fills rows of a parameter, behind the rows of the parts before it.
+    """A slice of a stored tensor. It fills rows of a parameter, after the rows of the parts before it.
 
     stored   name in the checkpoint;  shape  of the whole stored tensor
     start, count   of the slice, along `axis`: rows (0) or columns (1)
-    order    the order of rows that the kernels want: in each run of len(order) rows of the slice, row i of the
-             parameter is row order[i] of the run. () keeps the stored order.
-    name     "q" of a fused parameter, "3.gate" of expert 3; "" of the only part
+    order    row order that the kernels need: in each run of len(order) rows of the slice, row i of the parameter is
+             row order[i] of the run. () keeps the stored order
+    name     such as "q" in a fused parameter, "3.gate" for expert 3; "" for the only part
     """
 
     stored: str
@@ -45,10 +45,10 @@ class Part(msgspec.Struct, frozen=True):
 class Param(msgspec.Struct, frozen=True):
     """A parameter of a rank, with its local shape.
 
-    dtype   "float32" where it keeps that whatever the model computes in, else ""
+    dtype   "float32" when the parameter stays float32 for every dtype of the model, else ""
     format  of the stored weights, a name of `quire.quantization.formats.FORMATS`
-    shard   how tensor parallelism cuts it: "rows" | "columns" of the matrix, "experts" (whole ones, or each of them),
-            "" (every rank has all of it)
+    shard   how tensor parallelism cuts the parameter: "rows" or "columns" of the matrix; "experts" (whole experts per
+            rank, or a slice of each); "" (every rank has the whole parameter)
     """
 
     name: str
@@ -65,7 +65,7 @@ class Param(msgspec.Struct, frozen=True):
 
 
 class RawTensor(NamedTuple):
-    """A tensor that a layer packs: its name below the layer, local shape, parts, and type ("": the model's)."""
+    """A tensor that a layer packs: name within the layer, local shape, parts, and dtype ("": the model's)."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class RawTensor(NamedTuple):
 
 
 def fused(param: Param) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """The number of experts that a parameter stacks (1 of every other one), and the parts of one: (name, rows)."""
+    """Return the number of experts that the parameter stacks (1 if none), and the parts of each as (name, rows)."""
     stem = param.parts[0].name.rpartition(".")[0]
     own = [part for part in param.parts if part.name.rpartition(".")[0] == stem]
     return len(param.parts) // len(own), tuple((part.name.rpartition(".")[2], part.rows) for part in own)

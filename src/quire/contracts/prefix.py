@@ -1,4 +1,4 @@
-"""Why a prompt was not taken from the prefix cache as far as it could be."""
+"""Reports about prefix cache misses."""
 
 from enum import StrEnum
 
@@ -6,26 +6,27 @@ import msgspec
 
 
 class Miss(StrEnum):
-    """Why a block of a prompt was not reused."""
+    """Reason why a block of a prompt was not reused."""
 
-    NEW = "new"  # after the same beginning, no remembered prompt has a block there
-    TOKENS = "tokens"  # those that have one have other tokens in it
+    NEW = "new"  # no remembered prompt with the same beginning has a block there
+    TOKENS = "tokens"  # remembered prompts with the same beginning have other tokens in this block
     EXTRAS = "extras"  # a remembered prompt has the same tokens under another salt or adapter
-    NAMESPACE = "namespace"  # or of another model, cache type or block size
-    DROPPED = "dropped"  # it was there: `detail` says evicted (its block was needed), reset or distrusted
-    PENDING = "pending"  # a remembered prompt has it, and it was not computed yet, or dropped too long ago to be known
-    LIMIT = "limit"  # nothing broke: the last token, and prompt rows to be scored, are always computed
-    OFF = "off"  # the request, or the engine, reuses nothing
+    NAMESPACE = "namespace"  # a remembered prompt has the same tokens for another model, cache dtype or block size
+    DROPPED = "dropped"  # the block left the cache; `detail`: evicted (its memory was needed), reset or distrusted
+    PENDING = "pending"  # a remembered prompt has this block: not computed yet, or dropped too long ago to be known
+    LIMIT = "limit"  # no block was missing: the last token, and prompt rows to be scored, are always computed
+    OFF = "off"  # the request, or the engine, does not read the prefix cache
 
 
 class PrefixReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Why not all full blocks of a prompt came from the prefix cache.
+    """Report on a prompt whose full blocks did not all come from the prefix cache.
 
-    num_reused, num_blocks   blocks that did, and full blocks of the prompt
-    block, position          the first block that did not, and its first token's position
-    nearest      request id of the remembered prompt that this is said by; "" where it is by none
-    differs_at   TOKENS: position of the first token that differs from the nearest prompt's
-    detail       EXTRAS: the tags that differ, without their values;  DROPPED: how;  seconds since then
+    num_reused, num_blocks   reused blocks, and full blocks of the prompt
+    block, position          first block that was not reused, and the position of its first token
+    nearest      request id of the remembered prompt that explains the miss; "" if there is none
+    differs_at   TOKENS: position of the first token that differs from the nearest prompt
+    detail       EXTRAS: the tags that differ, without their values;  DROPPED: evicted, reset or distrusted
+    seconds      DROPPED: time since the block was dropped
     """
 
     num_reused: int

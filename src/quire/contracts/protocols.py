@@ -1,4 +1,4 @@
-"""What the engine core needs of whatever runs its plans."""
+"""The protocol between the engine core and the executor that runs its plans."""
 
 from typing import Protocol
 
@@ -8,13 +8,13 @@ from quire.contracts.step import I32, StepPlan, StepResult
 
 
 class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an executor can do, fixed for its life.
+    """Capabilities of an executor, fixed for its life.
 
-    depth         steps that may be submitted and not yet collected
-    decode_lag    in-flight steps a decoding slot may have (1: wait for each token; 2: one step ahead)
+    depth         maximum number of steps that are submitted and not yet collected
+    decode_lag    maximum number of in-flight steps of a decoding slot (1: wait for each token; 2: one step ahead)
     num_slots     requests that can hold a slot;  num_blocks  usable KV blocks, the reserved block 0 not counted
-    num_drafts    drafts that a decode may verify at most (k); 0: every decode advances by one token
-    prompt_chunk  prompt tokens that about double the time of a step of few answers; 0: steps are not kept short
+    num_drafts    maximum number of drafts that a decode verifies (k); 0: every decode advances by one token
+    prompt_chunk  prompt tokens that about double the time of a step with few decodes; 0: chunks are not kept short
     plans         resolved choices by name (attention, linear, memory, ...), each a printable value
     """
 
@@ -34,20 +34,20 @@ class Executor(Protocol):
     """Runs plans in order. The engine cannot tell a real one from the mock."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue one step; at most `facts().depth` may be uncollected."""
+        """Queue a step. At most `facts().depth` steps may be uncollected."""
 
     def release(self, step: int, late: I32) -> None:
-        """Let the sampling of `step` go on, before the next step is submitted.
+        """Let `step` sample, with the grammar masks `late`. Call this before the next step is submitted.
 
-        late   [G, ceil(V / 32)] int32, one row for each slot of `StepPlan.grammar`: bit i % 32 of word i // 32 says
-               whether token i may come; empty when the step has no such slot
+        late   [G, ceil(V / 32)] int32, a row for each slot of `StepPlan.grammar`; empty when there is no such slot.
+               Bit i % 32 of word i // 32 is 1 when token i is allowed
         """
 
     def collect(self) -> StepResult:
-        """Wait for the oldest uncollected step."""
+        """Wait for the oldest uncollected step and return its result."""
 
     def facts(self) -> ExecutorFacts:
-        """What this executor can do."""
+        """Return the capabilities of this executor."""
 
     def shutdown(self) -> None:
-        """Free everything; idempotent."""
+        """Free all resources; idempotent."""

@@ -1,6 +1,6 @@
-"""A request inside the engine: what was asked (`NewRequest`) and where it stands (`Request`).
+"""A request inside the engine: its input (`NewRequest`) and its progress (`Request`).
 
-There is no prefill and no decode: a request has computed and total tokens and catches up.
+A request has no prefill or decode state. It has computed tokens and total tokens, and steps compute the difference.
 """
 
 from array import array
@@ -13,7 +13,7 @@ from quire.contracts.sampling import SamplerSpec
 
 
 class RequestState(Enum):
-    """Where a request stands; `Request.to` knows the allowed moves."""
+    """State of a request; `Request.to` checks the transitions."""
 
     WAITING = "waiting"
     BLOCKED = "blocked"
@@ -22,14 +22,14 @@ class RequestState(Enum):
 
 
 class BlockReason(StrEnum):
-    """What a BLOCKED request waits for."""
+    """Reason why a request is BLOCKED."""
 
     PARENT = "parent"  # the first of n completions computes the prompt
-    GRAMMAR = "grammar"  # the form of its output is being compiled
+    GRAMMAR = "grammar"  # the grammar of its output is being compiled
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -46,18 +46,19 @@ TRANSITIONS = {
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate, ready for the core: no text, every default resolved.
+    """A sequence to generate, ready for the core: no text, every default resolved.
 
-    handle       the front end's number for it; unique among live requests
+    handle       the front end's number of the request; unique among live requests
     token_ids    the prompt, packed little-endian uint32
     max_tokens   0 = only score the prompt; prompt + max_tokens fits the context
     stop_ids     end-of-sequence and stop token ids; effective after the first `min_tokens` outputs
     parent       handle of the first of n completions, whose prompt this one shares
     deadline     seconds on the monotonic clock after which the request fails
     cache_salt   blocks are shared only among requests with the same salt
-    tenant       the same for the owner of the request, who sets a salt but never a tenant; "" for the only one
-    grammar      the form of the output, as `StructuredOutputsParams.spec` writes it
-    pool         "mean", "last" or "cls": it ends with a vector of hidden states (max_tokens is 0); "": with text
+    tenant       owner of the request; blocks are shared only within a tenant. Callers may set the salt, never the
+                 tenant. "": there is only one tenant
+    grammar      the structured output, as `StructuredOutputsParams.spec` writes it
+    pool         "mean", "last" or "cls": the request ends with a pooled hidden state (max_tokens is 0); "": with text
     """
 
     handle: int
@@ -78,7 +79,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request:
-    """The engine's record of one sequence. Counters of a running request live in the engine's table, by slot."""
+    """The engine's record of a sequence. Counters of a running request are in `RunningTable`, by slot."""
 
     __slots__ = (
         "arrival",
@@ -104,17 +105,17 @@ class Request:
         self.blocked_on: BlockReason | None = None
         self.tokens = array("I", new.token_ids)  # prompt and confirmed outputs
         self.num_prompt = len(self.tokens)
-        self.end = self.num_prompt + new.max_tokens  # total length at which it is finished
+        self.end = self.num_prompt + new.max_tokens  # total length at which the request is finished
         self.stop_ids = frozenset(new.stop_ids)
         self.slot = -1
         self.in_flight = 0  # results still to come after a preemption
         self.num_cached = -1  # prompt tokens found in the prefix cache at the first admission
-        self.prefix: PrefixReport | None = None  # why it was not the whole prompt
+        self.prefix: PrefixReport | None = None  # report on the blocks that were not found
         self.num_preemptions = 0
         self.prompt_scored = 0  # prompt-logprob rows collected
 
     def to(self, state: RequestState, blocked_on: BlockReason | None = None) -> None:
-        """Move to `state`; the only place that assigns it."""
+        """Move the request to `state`. No other code assigns the state."""
         assert state in TRANSITIONS[self.state], f"{self.new.request_id}: {self.state} -> {state}"
         self.state = state
         self.blocked_on = blocked_on

@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling (`SamplingParams`) and what of it reaches the device (`SamplerSpec`)."""
+"""Sampling parameters: those of a caller (`SamplingParams`), and those that reach the device (`SamplerSpec`)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ MAX_N = 16_384
 MAX_LOGPROB_IDS = 128
 BIAS_LIMIT = 100.0
 REPETITION_RANGE = (0.01, 100)  # logits are multiplied or divided by it, in float32
-LENGTH_PENALTY_LIMIT = 10  # the exponent of a length: no context makes a number beyond every float of it
+LENGTH_PENALTY_LIMIT = 10  # exponent of a length: with 10, no context length overflows a float
 
 
 class OutputKind(IntEnum):
-    """What each streamed output holds."""
+    """Content of each streamed output: all text so far, the new text, or only the final output."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -31,7 +31,7 @@ class OutputKind(IntEnum):
 class SamplingParams(
     msgspec.Struct, metaclass=NamedFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """How one request is sampled. Out-of-range values and unknown fields raise `InvalidParameter`, which says why.
+    """Sampling parameters of a request. Out-of-range values and unknown fields raise `InvalidParameter`.
 
     n                     completions per prompt, 1..16384; must be 1 when greedy
     temperature           0 = greedy; [0, 2]
@@ -41,8 +41,8 @@ class SamplingParams(
     stop / stop_token_ids strings (matched on the text) / ids (matched by the engine)
     max_tokens            None = to the end of the context; 0 = only score the prompt
     logprobs, prompt_logprobs   k alternatives per token; -1 = the whole vocabulary
-    shown_special_ids     special tokens that stay in the text when skip_special_tokens leaves the others out
-    structured_outputs    the form that the output must have; it ends when nothing can follow in that form
+    shown_special_ids     special tokens that stay in the text although skip_special_tokens removes the others
+    structured_outputs    the grammar of the output; generation ends when the grammar allows no further token
     """
 
     n: int = 1
@@ -80,13 +80,16 @@ class SamplingParams(
 
     @property
     def hides_special_tokens(self) -> bool:
-        """Whether special tokens are left out of the text. What has a form is shown whole: without them it may have
-        none (tags of reasoning may stand in the strings of JSON)."""
+        """True when special tokens are left out of the text.
+
+        Structured output keeps them: without them the text may break its grammar (JSON strings can hold reasoning
+        tags).
+        """
         return self.skip_special_tokens and not (self.structured_outputs and self.structured_outputs.given)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True when the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
     @property
@@ -103,7 +106,7 @@ class SamplingParams(
         _check_ids(self)
 
     def clone(self, **changes: Any) -> "SamplingParams":
-        """A copy with some fields replaced."""
+        """Return a copy with some fields replaced."""
         return msgspec.structs.replace(self, **known_fields(type(self), changes))
 
 
@@ -116,7 +119,7 @@ def _is_number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int too large for a float
         return False
 
 
@@ -124,7 +127,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-Ranges = Mapping[str, tuple[Callable[[object], bool], float, float, str]]  # field -> its kind, bounds, both in words
+Ranges = Mapping[str, tuple[Callable[[object], bool], float, float, str]]  # field -> check, bounds, in words
 RANGES: Ranges = {
     "presence_penalty": (_is_number, -2.0, 2.0, "a number in [-2, 2]"),
     "frequency_penalty": (_is_number, -2.0, 2.0, "a number in [-2, 2]"),
@@ -146,7 +149,7 @@ OPTIONAL: Ranges = {  # may be None
 BEAM_RANGES: Ranges = {
     "beam_width": (_is_int, 1, math.inf, "an integer >= 1"),
     "max_tokens": (_is_int, 1, math.inf, "an integer >= 1"),
-    "temperature": (_is_number, 0.0, 0.0, "0: a beam search follows the likeliest tokens, it draws none"),
+    "temperature": (_is_number, 0.0, 0.0, "0, because a beam search does not sample"),
     "length_penalty": (_is_number, -LENGTH_PENALTY_LIMIT, LENGTH_PENALTY_LIMIT,
                        f"a number in [-{LENGTH_PENALTY_LIMIT}, {LENGTH_PENALTY_LIMIT}]"),
 }  # fmt: skip
@@ -183,7 +186,7 @@ def _check_text(p: SamplingParams) -> None:
     for name, kind in type(p).__annotations__.items():
         if kind is bool and not isinstance(getattr(p, name), bool):
             _refuse(name, getattr(p, name), "True or False")
-    form: Any = p.structured_outputs  # whatever the caller really gave
+    form: Any = p.structured_outputs  # the caller may have given any type
     if not isinstance(form, StructuredOutputsParams | None):
         _refuse("structured_outputs", form, "a StructuredOutputsParams, or None")
     if p.output_kind not in tuple(OutputKind):
@@ -205,7 +208,7 @@ def _check_ids(p: SamplingParams) -> None:
         if p.logprobs is not None and p.logprobs != len(p.logprob_token_ids):
             count = len(p.logprob_token_ids)
             _refuse("logprobs", p.logprobs, f"the number of logprob_token_ids ({count}) when both are set")
-    pairs: Any = p.logit_bias or {}  # whatever the caller really gave
+    pairs: Any = p.logit_bias or {}  # the caller may have given any type
     words = "a map from token ids to finite numbers (clamped to [-100, 100])"
     if not isinstance(pairs, dict):
         _refuse("logit_bias", pairs, words)
@@ -215,7 +218,7 @@ def _check_ids(p: SamplingParams) -> None:
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=NamedFields, kw_only=True, forbid_unknown_fields=True):
-    """How a beam search runs: `beam_width` hypotheses, ranked by logprob / length ** length_penalty."""
+    """Parameters of a beam search: `beam_width` hypotheses, ranked by logprob / length ** length_penalty."""
 
     beam_width: int
     max_tokens: int
@@ -229,14 +232,14 @@ class BeamSearchParams(msgspec.Struct, metaclass=NamedFields, kw_only=True, forb
 
 
 class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The part of a request's parameters that the sampler on the device needs; everything is ids and numbers.
+    """Parameters of a request that the sampler on the device needs, as ids and numbers only.
 
-    seed           Philox key, uint64; already the child's own for n > 1
-    num_prompt     length of the request's own prompt: penalties tell prompt tokens from output tokens by it
-    min_length     sequence length under which `stop_ids` cannot be sampled (num_prompt + min_tokens)
+    seed           Philox key, uint64; for n > 1 already the child's own
+    num_prompt     length of the prompt; penalties use it to separate prompt tokens from output tokens
+    min_length     below this sequence length `stop_ids` cannot be sampled (num_prompt + min_tokens)
     logit_bias     (id, bias) pairs, clamped;  bad_words: token sequences whose last token is forbidden after the rest
     num_logprobs   None = none, -1 = the whole vocabulary; the same for num_prompt_logprobs
-    grammar        its rows wait for a mask of the tokens that may come (`StepPlan.grammar`)
+    grammar        True: the request's rows wait for a mask of the allowed tokens (`StepPlan.grammar`)
     """
 
     seed: int

@@ -1,9 +1,9 @@
-"""The two records that cross between brain and muscle: a plan goes down, a result comes up.
+"""The two records between engine core and worker: a plan goes down, a result comes up.
 
-Both carry a `step` number; results arrive in the order of the plans. A plan never names the position of a running
-decode: the device owns lengths. A decode advances its slot by 1 to 1 + k tokens, where k drafts are verified, and the
-host learns how many with the result; a chunk of a prompt is exact. Rows (positions whose logits are wanted) are not
-slots.
+Both carry a `step` number, and results arrive in the order of the plans. The device owns the lengths of running
+decodes, so a plan never contains a decode's position. A decode that verifies k drafts advances its slot by 1 to 1 + k
+tokens; the result says by how many. A prompt advances by exactly its chunk. A row is a position whose logits are
+needed; rows are not slots.
 """
 
 from typing import Any
@@ -17,22 +17,22 @@ I32 = np.ndarray[Any, np.dtype[np.int32]]
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 
-NO_MASKS: I32 = np.empty((0, 0), np.int32)  # what `Executor.release` gets for a step without a grammar
+NO_MASKS: I32 = np.empty((0, 0), np.int32)  # masks for `Executor.release` of a step without a grammar
 
-# What a scheduled slot outputs: bits of StepPlan.outputs.
-SAMPLE = 1  # sample a token from the slot's last row; of a decode from every row
+# Outputs of a scheduled slot: bits of StepPlan.outputs.
+SAMPLE = 1  # sample a token from the slot's last row, or from every row of a decode
 PROMPT_LOGPROBS = 2  # score the next prompt token at each row
 POOL = 4  # sum hidden states instead of computing logits
 
-MAX_VERIFY_ROWS = 1024  # of the decodes of a step together: drafts are planned only as far as they fit
+MAX_VERIFY_ROWS = 1024  # of all decodes of a step together; the number of drafts is reduced to fit
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
-    """A request takes a slot.
+    """A request that takes a slot.
 
-    token_ids      [P] int32, prompt and, for a resumed request, what it had already generated
-    block_ids      one [n] int32 array per KV group: the blocks it starts with (shared ones first); NULL_BLOCK where the
-                   group's window has passed
+    token_ids      [P] int32, the prompt; for a resumed request also the tokens that it had generated
+    block_ids      one [n] int32 array per KV group: the first blocks of the slot, shared blocks first; NULL_BLOCK where
+                   the group's window has passed
     num_computed   tokens whose KV is already in those blocks, < P
     pool           see `NewRequest`
     """
@@ -47,26 +47,26 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
-    """Slots whose first `num_blocks` blocks are the same in groups of full attention, so that it can read them once."""
+    """Slots that share their first `num_blocks` blocks of full attention. Attention can read these blocks once."""
 
     slots: I32
     num_blocks: int
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Order on the device: `released`, `admitted`, `appended`, then the forward pass over `slots`.
+    """Plan of a step. The device applies `released`, `admitted` and `appended`, then runs the model over `slots`.
 
-    slots        [S] int32, each at most once: first those that decode, then those with a chunk of their prompt
-    num_decodes  how many of `slots` decode; the others have a chunk, be it of one token
-    num_tokens   [S] int32, tokens to compute (>= 1): of a decode its last token and k drafts, an upper bound of what it
-                 advances; of a prompt exactly the chunk
-    num_rows     [S] int32, trailing positions whose logits are needed: all of a decode; of a chunk 0, 1 at the end of
-                 the prompt, num_tokens for prompt logprobs
+    slots        [S] int32, each at most once: first the decodes, then the slots with a chunk of their prompt
+    num_decodes  number of `slots` that decode; all others have a chunk, even if of one token
+    num_tokens   [S] int32, tokens to compute (>= 1). Decode: the last token and k drafts, an upper bound of its
+                 advance. Prompt: exactly the chunk
+    num_rows     [S] int32, trailing positions whose logits are needed. Decode: all. Chunk: 0; 1 at the end of the
+                 prompt; num_tokens for prompt logprobs
     outputs      [S] uint8, bits SAMPLE | PROMPT_LOGPROBS | POOL; a decode always has SAMPLE
-    appended     [K, 3] int32 rows (slot, group, block), in block-table order. Nobody is told when a group's window has
-                 passed a block: its entry stays in the device's table, and nothing reads it
+    appended     [K, 3] int32 rows (slot, group, block), in block-table order. The plan does not report blocks that a
+                 window has passed: the entry stays in the device's table, and nothing reads it
     released     [R] int32 slots given back before this step
-    grammar      [G] int32 those of the sampling slots, in plan order, whose masks come with `Executor.release`
+    grammar      [G] int32, in plan order: the sampling slots whose grammar masks come with `Executor.release`
     """
 
     step: int
@@ -83,9 +83,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of rows. `ids[r, 0]` is the token that came (sampled, or the prompt's own), the rest the top k.
+    """Log-probabilities of R rows: the row's token (sampled, or the next token of the prompt) and k alternatives.
 
-    ids [R, 1+k] int32, logprobs [R, 1+k] float32, ranks [R] int32 of the token that came (1 = most likely)
+    ids        [R, 1+k] int32; column 0 is the row's token
+    logprobs   [R, 1+k] float32
+    ranks      [R] int32, rank of the row's token (1 = most likely)
     """
 
     ids: I32
@@ -94,22 +96,22 @@ class RowLogprobs(msgspec.Struct, frozen=True):
 
 
 class StepTimings(msgspec.Struct, frozen=True):
-    """Seconds the step took on the device side."""
+    """Seconds that a step took in the worker."""
 
     forward: float = 0.0
     sample: float = 0.0
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one plan.
+    """Result of a plan.
 
     slots            [N] int32, the plan's slots with SAMPLE, in plan order
-    tokens           [N, 1+k] int32 sampled tokens, k the most drafts of any slot
-    num_accepted     [N] int32 how many of them count, from the first on: 1 and as many as there were right drafts
-    logprobs         slot -> its rows that count;  prompt_logprobs  slot -> the rows of this chunk
-    pooled           slot -> [hidden] float32, of prompts with POOL that ended in this step
-    failed           slot -> code; what came of those slots is meaningless ("nan_logits", "nan_hidden", "bad_token")
-    num_computed     tokens the forward pass really computed, summed over slots
+    tokens           [N, 1+k] int32 sampled tokens; k is the largest number of drafts of a slot
+    num_accepted     [N] int32, leading tokens of a row that are valid: 1 + the number of accepted drafts
+    logprobs         slot -> rows of its valid tokens;  prompt_logprobs  slot -> rows of this chunk
+    pooled           slot -> [hidden] float32, for prompts with POOL that ended in this step
+    failed           slot -> code ("nan_logits", "nan_hidden", "bad_token"); other results of these slots are invalid
+    num_computed     tokens that the forward pass computed, summed over slots
     """
 
     step: int

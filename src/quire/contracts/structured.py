@@ -1,4 +1,4 @@
-"""What a caller may ask of the form of an output (`StructuredOutputsParams`)."""
+"""Structured output as a caller asks for it (`StructuredOutputsParams`)."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.named import NamedFields
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-MAX_BYTES = 1 << 20  # of a form as JSON
+MAX_BYTES = 1 << 20  # of the parameters as JSON
 
 
 class StructuredOutputsParams(
     msgspec.Struct, metaclass=NamedFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The form that an output must have, if it has one: one of
+    """Structured output of a request: exactly one of the first five fields. With a `budget` they may all be absent.
 
     json          a JSON schema, as an object or as its JSON text
     regex         a regular expression that the whole text matches
@@ -23,10 +23,11 @@ class StructuredOutputsParams(
     json_object   any JSON object
 
     disable_any_whitespace   JSON without white space between its parts
-    after                    text that ends the reasoning which the prompt has begun (a token that ends it belongs to it
-                             whole): before it nothing is held to the form, and only a stop string ends; None: none is
-    budget                   tokens of reasoning after which `after` is forced; None: it may take as long as it takes
-    inside                   the form has a place for the reasoning, and holds from the first token on
+    after                    text that ends the reasoning which the prompt has begun; the token that completes it is
+                             free as a whole. Before it the grammar does not apply, and only a stop string ends the
+                             output. None: there is no reasoning
+    budget                   tokens of reasoning after which `after` is forced; None: no limit
+    inside                   the grammar includes the reasoning and applies from the first token on
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -48,22 +49,24 @@ class StructuredOutputsParams(
 
     @property
     def given(self) -> list[str]:
-        """The names of `KINDS` that are; none of them where only reasoning is held to its budget."""
+        """Return the names of `KINDS` that are set: none when only reasoning has a budget."""
         given = [name for name in KINDS if getattr(self, name) is not None]
         return given if self.json_object is not False else [name for name in given if name != "json_object"]
 
     def spec(self) -> str:
-        """The form as JSON text, for the core; raises `InvalidParameter` when a field is not of its type, or too long.
+        """Return the parameters as JSON text, for the core.
+
+        Raises `InvalidParameter` for a field of the wrong type, a wrong `after` or `budget`, or too long a text.
         """
         try:
             text = msgspec.json.encode(self)
-            msgspec.json.decode(text, type=StructuredOutputsParams)  # compares what was given with the types
+            msgspec.json.decode(text, type=StructuredOutputsParams)  # checks the types of the fields
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InvalidParameter(f"structured_outputs: {error}.", param="structured_outputs") from None
         for wrong, what in (
             (len(text) > MAX_BYTES, f"{len(text)} bytes of JSON, at most {MAX_BYTES} are taken: send a smaller one"),
             (self.after == "", "after is empty: leave it out"),
-            (self.budget is not None and self.after is None, "budget is one of reasoning: give `after`, its end"),
+            (self.budget is not None and self.after is None, "budget limits reasoning: give `after`, its end, too"),
             (self.budget is not None and self.budget < 0, f"budget={self.budget}: must be 0 or more"),
         ):
             if wrong:

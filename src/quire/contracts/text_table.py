@@ -1,4 +1,4 @@
-"""Tables of words that are data, not code: text files beside the module that reads them."""
+"""Reader of tables that are data, not code: text files beside the module that reads them."""
 
 import re
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def read_rows(path: Path) -> Iterator[list[str]]:
-    """The cells of every row, separated by " | ".
+    """Yield the cells of every row; " | " separates cells.
 
-    A line that begins with # is a comment, one that begins with spaces goes on with the row above, and `$name = words`
-    gives words that a cell `$name` below stands for.
+    A line that begins with # is a comment. A line that begins with spaces continues the row above. `$name = words`
+    defines the text of every later cell `$name`.
     """
     words: dict[str, str] = {}
     for line in re.sub(r"\n +", " ", path.read_text()).splitlines():

@@ -1,4 +1,4 @@
-"""The brain: which tokens of which requests run in the next step, and what becomes of the results.
+"""The engine: chooses the requests and tokens of the next step, and applies the results.
 
-Plain bookkeeping on numpy columns; knows nothing of torch, of text or of how a step is executed.
+Bookkeeping on numpy columns. Knows nothing of torch, of text or of how a step is executed.
 """

@@ -1,4 +1,4 @@
-"""Who is admitted to the next step, and which blocks it finds there."""
+"""Admission of waiting requests to the next step, with the blocks that they reuse."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from quire.kv.prefix import PrefixMatch
 class Admitter:
     """Moves waiting requests into slots, as long as tokens, slots and blocks last.
 
-    headroom   blocks that stay free while anybody runs
+    headroom   blocks that stay free while any request runs
     prefix_queries, prefix_hits   prompt tokens looked up in the prefix cache and found, since the start
     """
 
@@ -23,13 +23,15 @@ class Admitter:
         self.prefix_queries = self.prefix_hits = 0
 
     def admit(self, slots: I32, num_tokens: I32, room: int) -> tuple[I32, I32, list[Admission]]:
-        """Admit waiting requests in order, for `room` tokens; never past one that does not fit. Returns slots and
-        num_tokens with theirs behind."""
+        """Admit waiting requests in order, for `room` tokens in all. The first request that does not fit ends this.
+
+        Returns slots and num_tokens with those of the new requests appended, and the admissions.
+        """
         admitted: list[Admission] = []
         new_tokens: list[int] = []
         while room > 0 and self._table.num_free and (request := self._queue.peek()) is not None:
             if request.in_flight:
-                break  # preempted, and its last result is still to come
+                break  # it was preempted, and its last result is still to come
             try:
                 admission = self._enter(request, room)
             except Exception:
@@ -51,7 +53,10 @@ class Admitter:
                 np.concatenate([num_tokens, np.array(new_tokens, np.int32)]), admitted)  # fmt: skip
 
     def offer_chunks(self, slots: I32, num_tokens: I32) -> bool:
-        """Let the requests admitted next share what running prompts are about to compute. True when one failed."""
+        """Publish the blocks that running prompts compute in this step, so that new requests can share them.
+
+        Returns True when a request failed.
+        """
         planned = self._table.planned[slots]
         failed = False
         for i in np.flatnonzero(planned < self._table.goal[slots]).tolist():
@@ -68,7 +73,7 @@ class Admitter:
         return failed
 
     def _match(self, request: Request) -> PrefixMatch:
-        """Blocks to reuse; at least the last token is computed, and every prompt row that is still to be scored."""
+        """Return the blocks to reuse. The last token, and prompt rows that must still be scored, are computed."""
         limit = len(request.tokens) - 1
         if request.new.sampler.num_prompt_logprobs is not None:
             limit = min(limit, request.prompt_scored)
@@ -79,7 +84,7 @@ class Admitter:
     def _enter(self, request: Request, room: int) -> Admission | None:
         """Give a waiting request a slot, blocks and up to `room` planned tokens; None when it does not fit.
 
-        Until the caller moves it to RUNNING it still stands in the queue, and `Roster.fail` can undo all of this.
+        The request stays in the queue until the caller moves it to RUNNING, so that `Roster.fail` can undo all of this.
         """
         new, match = request.new, self._match(request)
         headroom = self._headroom if len(self._table) else 0

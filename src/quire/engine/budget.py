@@ -1,4 +1,4 @@
-"""How one step's tokens are shared out."""
+"""Division of a step's token budget among the running requests."""
 
 import numpy as np
 
@@ -7,11 +7,11 @@ from quire.engine.table import RunningTable
 
 
 def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: int = 0) -> tuple[I32, I32]:
-    """Choose the running slots of the next step and how many tokens each computes at most.
+    """Choose the running slots of the next step, and the most tokens that each slot computes.
 
-    Every decoding slot comes first, so that a long prompt never delays running answers; what is left of the budget, of
-    which a decode takes one token, goes to the slots that are catching up, in order. Drafts have a budget of their own,
-    `MAX_VERIFY_ROWS`. Returns (slots [S], num_tokens [S]), both int32, decodes first.
+    Decoding slots come first, so that a long prompt never delays them; each takes one token of the budget. The rest of
+    the budget goes to slots that are catching up, in order. Drafts have a budget of their own, `MAX_VERIFY_ROWS`.
+    Returns (slots [S], num_tokens [S]), both int32, decodes first.
     """
     order = table.order()
     planned, bound = table.planned[order], table.upper_bound[order]
@@ -29,8 +29,11 @@ def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: 
 
 
 def _rows(table: RunningTable, decodes: I32, num_drafts: int) -> I32:
-    """The last token of each decode and its drafts: none that could go past its end, none under a grammar (the mask of
-    a draft's row is unknown before the draft is), and of all together not too many."""
+    """Return the number of rows of each decode: its last token and its drafts.
+
+    Drafts never go past the end of a request, and are planned only as far as all rows together fit `MAX_VERIFY_ROWS`.
+    A request with a grammar has no drafts, because the mask of a draft's row is unknown before the draft is.
+    """
     most = min(1 + num_drafts, max(1, MAX_VERIFY_ROWS // max(1, len(decodes))))
     rows: I32 = np.minimum(table.end[decodes] - table.upper_bound[decodes], most)
     rows[table.masked[decodes]] = 1

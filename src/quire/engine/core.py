@@ -1,4 +1,4 @@
-"""The loop: plan a step, submit it, and while it runs confirm the one before."""
+"""The engine loop: plan a step, submit it, and confirm the step before while it runs."""
 
 import heapq
 import time
@@ -26,10 +26,10 @@ from quire.text.grammar import GrammarCompiler
 
 
 class EngineCore:
-    """One scheduler over one executor.
+    """The engine core: a scheduler over an executor.
 
-    The core plans step N+1 while step N runs, as deep as the executor allows; nothing waits for the device but
-    `collect`. Not thread-safe: one thread calls `add`, `abort` and `step`.
+    The core plans step N+1 while step N runs, as deep as the executor allows. Only `collect` waits for the device. Not
+    thread-safe: one thread calls `add`, `abort` and `step`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EngineCore:
         self._finisher = Finisher(self.scheduler, self._grammars, self.facts.vocab_size)
         self._requests: dict[int, Request] = {}
         self._in_flight: deque[InFlight] = deque()
-        self._finished: list[Finish] = []  # ended between steps, to be reported with the next outputs
+        self._finished: list[Finish] = []  # ended between steps; reported with the next outputs
         self._deadlines: list[tuple[float, int]] = []
         self._prefix_caching = prefix_caching
         self._most_in_flight = max(config.token_budget(), 1 + self.facts.decode_lag * (1 + self.facts.num_drafts))
@@ -62,24 +62,24 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to report."""
+        """True when `step` has something to do or to report."""
         return bool(self._requests or self._in_flight or self._finished)
 
     @property
     def handles(self) -> list[int]:
-        """Of the live requests."""
+        """Handles of the live requests."""
         return list(self._requests)
 
     @property
     def torn(self) -> bool:
-        """Whether a step did not come to its end, so that none can follow."""
+        """True after a step raised. The engine cannot run another step."""
         return self._torn
 
     def add(self, new: NewRequest, *, places: int = 1) -> None:
-        """Accept a request, or raise the `RequestError` that says why not; nothing is kept then.
+        """Accept a request. Raises a `RequestError` with the reason when it cannot; then nothing is kept.
 
-        places   it needs in queue and free slots, its own and its children's, which are then never refused; 0: it is
-                 taken past the bound
+        places   queue places and free slots that the request and its children need together; the children are then
+                 never refused. 0: the request is accepted beyond the limit of the queue
         """
         num_prompt = len(new.token_ids) // 4
         end = num_prompt + new.max_tokens
@@ -109,24 +109,23 @@ class EngineCore:
         self._requests[new.handle] = request
         if new.deadline is not None:
             heapq.heappush(self._deadlines, (new.deadline, new.handle))
-            if len(self._deadlines) > 2 * len(self._requests) + SLACK:  # most of them have ended
+            if len(self._deadlines) > 2 * len(self._requests) + SLACK:  # most of their requests have ended
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
                 heapq.heapify(self._deadlines)
 
     def abort(self, handle: int) -> None:
-        """End a request in any state; unknown handles (already finished) are ignored."""
+        """End a request in any state. Unknown handles (already finished) are ignored."""
         request = self._requests.pop(handle, None)
         if request is not None:
             self._finished.append(self._finisher.end(request, FinishReason.ABORT))
 
     def step(self) -> StepOutputs:
-        """Plan and submit one step if the pipeline has room, and confirm the oldest one if it is full or drained.
+        """Plan and submit a step if the pipeline has room. Confirm the oldest step if the pipeline is full or drained.
 
-        A step that raises, for whatever reason, is final: what was planned and what was computed may differ, so every
-        later one raises `EngineDead`.
+        A step that raises is final: plan and computation may differ, so every later call raises `EngineDead`.
         """
         if self._torn:
-            raise EngineDead("an earlier step of this engine did not come to its end: make a new engine.")
+            raise EngineDead("an earlier step of this engine failed: make a new engine.")
         self._torn = True
         outputs = self._advance()
         self._torn = False
@@ -136,7 +135,7 @@ class EngineCore:
         self._expire()
         self._take_grammars()
         planned, outputs, started = None, None, perf_counter()
-        depth = min(self.facts.depth, 2) if self._grammars else self.facts.depth  # no mask without all tokens before it
+        depth = min(self.facts.depth, 2) if self._grammars else self.facts.depth  # a mask needs all tokens before it
         if len(self._in_flight) < depth and self._requests:
             planned = self.scheduler.plan(self._step)
             self._report_broken()
@@ -152,7 +151,10 @@ class EngineCore:
             StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))  # fmt: skip
 
     def _submit(self, planned: InFlight) -> StepOutputs | None:
-        """Submit a step and let it sample. Where it needs masks, the step before is confirmed first: its outputs."""
+        """Submit a step and let it sample.
+
+        A step with grammar masks can sample only after the step before is confirmed. Returns the outputs of that step.
+        """
         started, outputs, late = perf_counter(), None, NO_MASKS
         self.executor.submit(planned.plan)
         planned.execute_s = perf_counter() - started
@@ -168,7 +170,10 @@ class EngineCore:
         return outputs
 
     def _masks(self, slots: I32) -> I32:
-        """The masks of rows of these slots. A request that nothing can follow ends here; its token is dropped later."""
+        """Return the grammar masks of these slots.
+
+        A request ends here when no token can follow its output; its sampled token is dropped later.
+        """
         masks, ended = self._grammars.masks([self.scheduler.table.requests[slot] for slot in slots.tolist()])
         for request, failure in ended:
             del self._requests[request.new.handle]
@@ -177,7 +182,7 @@ class EngineCore:
         return masks
 
     def _take_grammars(self) -> None:
-        """Requests whose grammar is compiled may run; those whose grammar cannot be end."""
+        """Unblock requests whose grammar is compiled; end requests whose grammar cannot be compiled."""
         for handle, failure in self._grammars.settled():
             if failure is None:
                 self._roster.compiled(self._requests[handle])
@@ -186,18 +191,18 @@ class EngineCore:
                 self._finished.append(self._finisher.end(request, FinishReason.ERROR, error=failure))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every indexed block; running requests keep theirs. True when none was running."""
+        """Forget every indexed block; running requests keep theirs. Returns True when no request was running."""
         self.scheduler.allocator.pool.reset()
         return len(self.scheduler.table) == 0
 
     def shutdown(self) -> None:
-        """Drop what is in flight and stop the executor."""
+        """Drop the steps in flight and stop the executor."""
         self._in_flight.clear()
         self._grammars.close()
         self.executor.shutdown()
 
     def check(self) -> None:
-        """Every invariant of the bookkeeping; when idle, also that nothing is held."""
+        """Assert every invariant of the bookkeeping; when idle, also that no block is held."""
         self._roster.check()
         running = [r for r in self._requests.values() if r.state is RequestState.RUNNING]
         assert len(running) == len(self.scheduler.table)
@@ -218,7 +223,7 @@ class EngineCore:
         return self._report(outputs)
 
     def _report_broken(self) -> None:
-        """Requests whose own bookkeeping met an exception end alone."""
+        """End the requests whose bookkeeping raised an exception; the others go on."""
         for request in self._roster.take_broken():
             self._requests.pop(request.new.handle, None)
             self._finished.append(self._finisher.end(request, FinishReason.ERROR, error="internal"))
@@ -233,12 +238,15 @@ class EngineCore:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             deadline, handle = heapq.heappop(self._deadlines)
             request = self._requests.get(handle)
-            if request is not None and request.new.deadline == deadline:  # else an entry of the handle's last owner
+            if request is not None and request.new.deadline == deadline:  # else the entry is of an earlier request
                 del self._requests[handle]
                 self._finished.append(self._finisher.end(request, FinishReason.ERROR, error="deadline"))
 
     def _tags(self, new: NewRequest) -> Tags:
-        """Without prefix caching every prompt is a world of its own, shared only by its own completions."""
+        """Return the tags of a request's block keys.
+
+        Without prefix caching, a tag per prompt makes its blocks findable only by its own completions.
+        """
         tags = [(domain, value) for domain, value in (("salt", new.cache_salt), (TENANT, new.tenant)) if value]
         if not self._prefix_caching:
             tags.append(("request", str(new.handle if new.parent is None else new.parent)))

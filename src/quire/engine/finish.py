@@ -1,4 +1,4 @@
-"""What becomes of a step's result: tokens are confirmed, requests end, blocks are indexed, outputs are written."""
+"""Application of a step's result: confirms tokens, ends requests, indexes blocks and writes outputs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from quire.engine.plan_writer import InFlight
 from quire.engine.scheduler import Scheduler
 
 FINISHED = RequestState.FINISHED
-Ending = tuple[Request, Callable[[], Finish]]  # what ends it, when called
+Ending = tuple[Request, Callable[[], Finish]]  # the function ends the request
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -27,10 +27,10 @@ class Finisher:
     def __init__(self, scheduler: Scheduler, grammars: Grammars, vocab_size: int) -> None:
         self._scheduler, self._roster, self._grammars = scheduler, scheduler.roster, grammars
         self._vocab_size = vocab_size
-        self._num_stopping = np.zeros(vocab_size, np.int32)  # live requests that each id may stop
+        self._num_stopping = np.zeros(vocab_size, np.int32)  # token id -> live requests that it stops
 
     def watch(self, request: Request) -> None:
-        """Start looking for the request's stop ids."""
+        """Start to look for the request's stop ids."""
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] += 1  # all of them, or an IndexError and none
 
     def end(
@@ -43,7 +43,7 @@ class Finisher:
         vector: F32 | None = None,
         distrust: bool = False,
     ) -> Finish:
-        """End a request in any state and free what it holds; `distrust`: nobody may reuse what it computed."""
+        """End a request in any state and free what it holds. `distrust`: no request may reuse its blocks."""
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] -= 1
         if request.new.grammar is not None:
             self._grammars.drop(request.new.handle)
@@ -54,7 +54,7 @@ class Finisher:
                       vector=vector)  # fmt: skip
 
     def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
-        """Confirm one step. Returns the outputs and the requests that ended in it."""
+        """Confirm a step. Returns the outputs and the requests that ended in the step."""
         started = perf_counter()
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         failed = self._failures(step, result)
@@ -92,7 +92,7 @@ class Finisher:
         return outputs, ended
 
     def _failures(self, step: InFlight, result: StepResult) -> dict[Request, str]:
-        """Requests that the device, or a token outside the vocabulary, has failed."""
+        """Return the requests that failed on the device or got an invalid token, with the code of the failure."""
         failed: dict[Request, str] = {}
         tokens, counts = result.tokens, result.num_accepted
         outside = (tokens < 0) | (tokens >= self._vocab_size)
@@ -111,7 +111,7 @@ class Finisher:
         return failed
 
     def _arrive(self, step: InFlight, failed: dict[Request, str]) -> tuple[list[int], I32]:
-        """The step is no longer in flight. Returns the rows that count, and their slots: -1 of a preempted request."""
+        """Count the step as no longer in flight. Returns the valid rows and their slots (-1: preempted request)."""
         table = self._roster.table
         if step.version == table.version and not failed:
             table.in_flight[step.sampling] -= 1
@@ -125,11 +125,10 @@ class Finisher:
         return live, slots[live]
 
     def _confirm(self, step: InFlight, live: list[int], slots: I32, tokens: I32, counts: I32 | None) -> list[Ending]:
-        """Append the tokens to their requests and index the blocks that they completed. Returns the requests that end
-        with them, still to be ended.
+        """Append the tokens to their requests and index completed blocks. Returns the requests that must be ended.
 
-        tokens [L, 1+k] of the rows `live`;  counts [L] how many of them count (None: one each), cut here where a
-        request ends before
+        tokens   [L, 1+k] of the rows `live`
+        counts   [L] valid tokens of each row (None: one each); reduced in place when a request ends earlier
         """
         table, requests, endings = self._roster.table, step.requests, list[Ending]()
         now = table.confirmed[slots] + (1 if counts is None else counts)
@@ -157,7 +156,7 @@ class Finisher:
         return endings
 
     def _advance(self, step: InFlight, live: list[int], slots: I32, now: I32, counts: I32 | None) -> None:
-        """Bring the table up to `now` [L] confirmed tokens of the rows `live`, and index the blocks that are full."""
+        """Set the table to `now` [L] confirmed tokens for the rows `live`, and index the blocks that are full."""
         table, allocator, rows = self._roster.table, self._roster.allocator, live
         unused = None if counts is None or step.most is None else step.most[live] - counts
         if step.version != table.version and not (held := slots >= 0).all():
@@ -176,7 +175,7 @@ class Finisher:
                 self._roster.fail(step.requests[rows[j]])
 
     def _may_stop(self, tokens: I32, counts: I32 | None) -> Bools:
-        """Rows with a token that stops some request."""
+        """Return True for each row with a token that stops any request."""
         if counts is None:
             return self._num_stopping[tokens[:, 0]] > 0
         counting = _counting(tokens, counts)
@@ -184,7 +183,7 @@ class Finisher:
         return stopping
 
     def _ending(self, request: Request, run: list[int]) -> tuple[int, Callable[[], Finish] | None]:
-        """How many tokens of the run count, and the end of the request, if the last of those is its last."""
+        """Return the number of valid tokens of the run, and the function that ends the request, or None."""
         length = len(request.tokens)
         for count, token in enumerate(run, 1):
             if token in request.stop_ids and length + count - request.num_prompt > request.new.min_tokens:
@@ -199,7 +198,7 @@ class Finisher:
         return len(run), None
 
     def _score_prompts(self, step: InFlight, result: StepResult) -> dict[int, RowLogprobs]:
-        """New prompt rows by handle; rows past the prompt's end, or already delivered, are cut."""
+        """Return new prompt rows by handle, without rows past the prompt's end and rows already delivered."""
         scored: dict[int, RowLogprobs] = {}
         for slot, request, start in step.scored:
             rows = result.prompt_logprobs.get(slot)
@@ -222,7 +221,7 @@ class Finisher:
 
     @staticmethod
     def _logprobs(step: InFlight, live: list[int], counts: I32 | None, result: StepResult) -> dict[int, RowLogprobs]:
-        """The rows of the tokens that count, by handle."""
+        """Return the rows of the valid tokens, by handle."""
         named, slots = {}, step.sampling.tolist()
         for j, i in enumerate(live):
             if (rows := result.logprobs.get(slots[i])) is None:
@@ -239,7 +238,7 @@ class Finisher:
         return {r.new.handle: r.num_cached for r in live}, reports
 
     def state(self, step: InFlight | None = None, finish_s: float = 0.0) -> StepStats:
-        """How things stand now and, after a step, what it did."""
+        """Return the engine's state and, after a step, the counters of the step."""
         s, roster, pool = self._scheduler, self._roster, self._roster.allocator.pool
         did: dict[str, Any] = {} if step is None else {
             "step": step.plan.step, "num_tokens": int(step.plan.num_tokens.sum()),
@@ -260,6 +259,6 @@ class Finisher:
 
 
 def _counting(tokens: I32, counts: I32) -> Bools:
-    """Which of tokens [N, 1+k] are among the first `counts` [N] of their row."""
+    """Return a mask [N, 1+k]: True for the first `counts` [N] tokens of each row."""
     counting: Bools = np.arange(tokens.shape[1]) < counts[:, None]
     return counting

@@ -1,6 +1,6 @@
-"""The grammars of live requests: compiled beside the loop, then advanced by every token that is confirmed.
+"""Grammars of live requests: compiled in threads beside the loop, then advanced by every confirmed token.
 
-A request holds one matcher from its first mask to its end, preempted or not; what was compiled is kept for others.
+A request holds one matcher from its first mask to its end, preempted or not. Compiled grammars are kept for others.
 """
 
 import logging
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LOG = logging.getLogger("quire")
-THREADS = 2  # that compile
-COMPILE_SECONDS = 10.0  # from when it begins: before, a request waits as for a slot
+THREADS = 2  # that compile grammars
+COMPILE_SECONDS = 10.0  # of compiling; the time in the queue before does not count
 MOST_WAITING = 64  # requests whose grammars are being compiled, or wait for it
 KEPT = 64  # copies of compiled grammars, of at most 50 MB each (`quire.text.grammar.LIMITS`)
-MOST_PLACES = 64  # where a mask is computed to see if a name goes on, for one mask; each takes some 0.1 ms
-IDLE_SECONDS = 0.01  # between two looks at what is being compiled, when there is nothing else to do
+MOST_PLACES = 64  # further masks computed for one mask, to see if a JSON name goes on; each takes about 0.1 ms
+IDLE_SECONDS = 0.01  # between two checks of grammars that are being compiled, when there is nothing else to do
 
 
 @dataclass
 class _Held:
-    """What a request has of its grammar.
+    """State of a request's grammar.
 
-    after    ends its reasoning, while that goes on;  before  the end of the output up to here
-    budget   tokens of reasoning that are left;  closing  what is forced when none is;  inside  as in `Grammar`
-    names    of the output's objects;  None: it is no JSON;  patterns  as in `Grammar`
+    after    bytes that end the reasoning; empty after its end;  before  last bytes of the output
+    budget   tokens of reasoning that are left;  closing  tokens that are forced when the budget is used up
+    names    names in the objects of a JSON output; None: the output is not JSON
+    inside, patterns   as in `quire.text.grammar.Grammar`
     """
 
     spec: str
@@ -55,12 +56,12 @@ class _Held:
 
 
 class Grammars:
-    """One per core, used by its thread. `compiler` None: there is no tokenizer, and requests for a form are refused."""
+    """Grammars of a core, used by its thread. Without a `compiler` (no tokenizer) structured output is refused."""
 
     def __init__(self, compiler: GrammarCompiler | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._compiler, self._clock = compiler, clock
         self._pool: ThreadPoolExecutor | None = None
-        self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()  # the last used comes last
+        self._cache: OrderedDict[str, Future[Grammar]] = OrderedDict()  # least recently used first
         self._held: dict[int, _Held] = {}  # by handle
         self._compiling: dict[int, _Held] = {}
 
@@ -68,8 +69,11 @@ class Grammars:
         return len(self._held)
 
     def start(self, new: NewRequest, *, bounded: bool) -> None:
-        """Begin to compile what a request asks for; raises `InvalidParameter` where nothing can be compiled, and
-        `QueueFull` for one that is `bounded` by how many wait already."""
+        """Begin to compile the grammar of a request.
+
+        Raises `InvalidParameter` when the engine has no compiler. Raises `QueueFull` for a `bounded` request when too
+        many grammars wait already.
+        """
         if self._compiler is None:
             raise InvalidParameter("structured_outputs needs a tokenizer, and this engine has none.",
                                    param="structured_outputs")
@@ -80,7 +84,7 @@ class Grammars:
         future = self._cache.get(new.grammar)
         if future is None:
             forms = {held.spec for held in self._held.values()} | {new.grammar}
-            most = min(MOST_COPIES, max(1, KEPT // (2 * len(forms))))  # of many forms in use, each has few outputs
+            most = min(MOST_COPIES, max(1, KEPT // (2 * len(forms))))  # many grammars in use: each has few outputs
             future = self._cache[new.grammar] = self._pool.submit(self._compiler.compile, new.grammar, most)
             self._trim()
         self._cache.move_to_end(new.grammar)
@@ -88,7 +92,7 @@ class Grammars:
         self._held[new.handle] = self._compiling[new.handle] = held
 
     def settled(self) -> Iterator[tuple[int, RequestFailed | None]]:
-        """The handles whose grammars were compiled since the last call, or why they were not."""
+        """Yield the handles whose grammars are done since the last call, with None or the failure."""
         waiting = list(self._compiling.items())
         for handle, held in waiting:
             if held.deadline is None and held.future.running():
@@ -101,14 +105,14 @@ class Grammars:
             self._trim()
 
     def wait(self) -> None:
-        """Give what is being compiled a moment, if anything is."""
+        """Wait IDLE_SECONDS at most for a grammar that is being compiled, if there is one."""
         wait([held.future for held in self._compiling.values()], IDLE_SECONDS, FIRST_COMPLETED)
 
     def advance(self, handle: int, token: int) -> bool:
-        """A token of the output was confirmed. Whether nothing can follow it; raises `RequestFailed`."""
+        """Advance the grammar by a confirmed token. Returns True when no token can follow; raises `RequestFailed`."""
         held, compiler = self._held[handle], self._compiler
         assert compiler is not None
-        if held.after:  # what the token brings beyond the end is free, too: it is part of what ended
+        if held.after:  # bytes of this token beyond the end of the reasoning are free, too
             held.closing = held.closing[held.budget <= 0 :]
             held.before, held.budget = held.before + compiler.token_bytes(token), held.budget - 1
             if held.after in held.before or not held.closing:
@@ -125,8 +129,11 @@ class Grammars:
         return held.matcher.is_stopped()
 
     def masks(self, requests: Sequence[Request | None]) -> tuple[I32, list[tuple[Request, RequestFailed | None]]]:
-        """The masks of rows, in order (None: its request has ended), and the requests that end here: nothing can follow
-        what they have, or their grammar has failed them."""
+        """Return the masks of the rows, in order, and the requests that end here, with None or the failure.
+
+        A request ends when no token can follow its output, or when its grammar fails. `requests` holds None for a row
+        whose request has ended.
+        """
         assert self._compiler is not None
         matchers: list[LLMatcher | None] = []
         enders: list[Sequence[int]] = []
@@ -155,7 +162,7 @@ class Grammars:
         return words, ended
 
     def drop(self, handle: int) -> None:
-        """A request ends. What nobody else waits for is not compiled any more, if it has not begun."""
+        """Forget the grammar of a request that ends. Cancels its compilation if not begun and needed by no other."""
         held = self._held.pop(handle, None)
         self._compiling.pop(handle, None)
         if held is not None and all(other.future is not held.future for other in self._compiling.values()):
@@ -163,7 +170,7 @@ class Grammars:
                 self._forget(held)
 
     def close(self) -> None:
-        """Compile no more."""
+        """Stop compiling."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -172,7 +179,7 @@ class Grammars:
         if isinstance(error, InvalidParameter):
             return RequestFailed(str(error), code="invalid_grammar")
         if not held.future.done() or error is not None:
-            self._forget(held)  # it may be better next time
+            self._forget(held)  # the next request tries again
         if not held.future.done():
             return RequestFailed(f"structured_outputs: the grammar was not compiled within {COMPILE_SECONDS:g} s: make "
                                  "it smaller, or try again when fewer are compiled.", code="invalid_grammar")
@@ -189,12 +196,12 @@ class Grammars:
         return None
 
     def _trim(self) -> None:
-        """Forget the forms that were not used for longest; what is still compiled counts as one copy."""
+        """Forget the least recently used grammars. A grammar that is still being compiled counts as one copy."""
         while len(self._cache) > 1 and sum(map(_copies, self._cache.values())) > KEPT:
             self._cache.popitem(last=False)
 
     def _failure(self, held: _Held) -> RequestFailed:
-        """Why a matcher goes on no more; others are not given what it shared with its like."""
+        """Return the failure of a matcher, and forget its grammar, so that new requests do not get it."""
         self._forget(held)
         assert held.matcher is not None
         return RequestFailed(f"structured_outputs: the grammar failed: {error_of(held.matcher)}", code="grammar_failed")
@@ -205,8 +212,10 @@ class Grammars:
 
 
 def _once(mask: I32, held: _Held) -> None:
-    """Let no token come that repeats a name, or after which a pattern leaves no other; where nothing else may come, the
-    names have run out and it may."""
+    """Forbid tokens that repeat a name in a JSON object, or after which the name's pattern leaves no new name.
+
+    When no other token is left, the new names have run out, and the repetition is allowed.
+    """
     names, matcher, before = held.names, held.matcher, mask.copy()
     assert names is not None and matcher is not None
     without(mask, names.repeating())
@@ -218,13 +227,13 @@ def _once(mask: I32, held: _Held) -> None:
 
 
 def _again(mask: I32, names: Names) -> list[int]:
-    """The tokens that may come, after which a name of the object may come again."""
+    """Return the allowed tokens after which a name of the object may come again."""
     may = (token for token in names.leading() if mask[token // 32] >> token % 32 & 1)
     return [token for token in may if names.after(token).is_again()]
 
 
 def _goes_on(matcher: "LLMatcher", names: Names, token: int, known: dict[object, bool]) -> bool:
-    """True where a name that a token begins can become another one. `known`: answers for this mask, by place."""
+    """True when the name that `token` begins can become a new name. `known`: answers for this mask, by place."""
     names = names.after(token)
     if (place := names.place()) not in known and len(known) < MOST_PLACES:
         matcher = matcher.deep_copy()
@@ -238,5 +247,5 @@ def _goes_on(matcher: "LLMatcher", names: Names, token: int, known: dict[object,
 
 
 def _copies(future: Future[Grammar]) -> int:
-    """How many a form that may not be compiled yet, or cannot be, has."""
+    """Return the number of copies of a grammar; 1 while it is not compiled, or when it cannot be."""
     return future.result().copies if future.done() and not future.cancelled() and not future.exception() else 1

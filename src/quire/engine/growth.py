@@ -1,4 +1,4 @@
-"""Blocks for the tokens of the next step, and who gives way when the pool is short of them."""
+"""Blocks for the tokens of the next step, and preemption when the pool is short of blocks."""
 
 import logging
 
@@ -18,16 +18,16 @@ class Growth:
         self.num_preempted = 0
 
     def grow(self, slots: I32, num_tokens: I32) -> tuple[I32, I32, I32]:
-        """Give every slot the blocks for its tokens; take them from the last in order when the pool is short.
+        """Give every slot the blocks for its tokens. When the pool is short, preempt requests, the last one first.
 
-        Returns slots and num_tokens of those that still run, and the rows of `StepPlan.appended`.
+        Returns slots and num_tokens of the requests that still run, and the rows of `StepPlan.appended`.
         """
         needed = self._table.planned[slots] + num_tokens
         try:
-            if self._allocator.has_windows:  # rows to come begin at the last token that is confirmed, or at a chunk
+            if self._allocator.has_windows:  # later rows begin at the last confirmed token, or at a chunk
                 self._allocator.trim(slots, np.minimum(self._table.planned[slots], self._table.confirmed[slots] - 1))
             rows = self._allocator.grow_many(slots, needed)
-        except Exception:  # whose fault it is shows below, where they grow one by one
+        except Exception:  # growing one by one, below, finds the request that fails
             LOG.exception("the slots could not grow together")
             rows = None
         if rows is not None:
@@ -49,7 +49,7 @@ class Growth:
         return self.still_running(slots, num_tokens, np.array(appended, np.int32).reshape(-1, 3))
 
     def still_running(self, slots: I32, num_tokens: I32, appended: I32) -> tuple[I32, I32, I32]:
-        """Leave out the slots whose requests have just been preempted or have failed."""
+        """Remove the slots whose requests were just preempted or have failed."""
         running = np.array([request is not None for request in self._table.requests], bool)
         kept = running[slots]
         return slots[kept], num_tokens[kept], appended[running[appended[:, 0]]]

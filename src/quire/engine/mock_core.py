@@ -1,7 +1,7 @@
-"""An engine core on the mock executor, sized like a model's: what `--device mock` runs.
+"""Engine core on the mock executor, for `--device mock`, with the sizes of a model.
 
-Every request gets the tokens that `mock_tokens` says; a step takes as long as the configuration says. Reads a model's
-config.json for its vocabulary and context, and no weights. Never imports torch.
+Every request gets the tokens of `mock_tokens`; the configuration says how long a step takes. Reads vocabulary and
+context from a model's config.json, and no weights. Never imports torch.
 """
 
 from pathlib import Path
@@ -20,13 +20,13 @@ from quire.text.grammar_trial import GrammarTrial
 from quire.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 32
-MAX_BLOCKS = 65_536  # by default: two million tokens
+MAX_BLOCKS = 65_536  # by default; they hold two million tokens
 
 
 def build_mock_core(config: EngineConfig, folder: Path, tokenizer_folder: Path | None = None) -> EngineCore:
-    """A core for the vocabulary and context of the model in `folder`, whose tokenizer may lie in another.
+    """Build a core with the vocabulary and context of the model in `folder`; its tokenizer may be in another folder.
 
-    Raises `ConfigError` when max_model_len exceeds the model's context or the blocks asked for.
+    Raises `ConfigError` when max_model_len exceeds the model's context or the given number of blocks.
     """
     args = read_checkpoint_config(folder)
     scheduler, size = config.scheduler, config.cache.block_size or BLOCK_SIZE

@@ -1,9 +1,8 @@
-"""An executor without a model, part of the package: scheduler, server and front end are tested and timed with it.
+"""Executor without a model, part of the package: scheduler, server and front end are tested and timed with it.
 
-Its "KV" at a position is a digest of all tokens up to there, so reading a block that holds anything else than the
-request's own prefix, or one that was overwritten, is noticed at once. The next token is a pure function of the prefix
-and the seed (`mock_tokens`), so every request's answer is known beforehand. Like a device, it samples from its own
-state and hands the tokens over only at `collect`.
+Its "KV" at a position is a digest of all tokens up to there. So it notices at once when a request reads a block that is
+not of its own prefix, or was overwritten. The next token is a pure function of prefix and seed (`mock_tokens`), so each
+answer is known beforehand. Like a device, the mock samples from its own state and returns tokens only at `collect`.
 """
 
 import itertools
@@ -37,7 +36,7 @@ SIZES = {"num_slots": 8, "num_blocks": 64, "block_size": 4, "vocab_size": 1000, 
 
 
 def chain(previous: int, token: int) -> int:
-    """The digest of a prefix extended by one token (splitmix64's finalizer)."""
+    """Return the digest of a prefix extended by one token (splitmix64's finalizer)."""
     x = (previous ^ (token + 1) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -45,12 +44,12 @@ def chain(previous: int, token: int) -> int:
 
 
 def next_token(digest: int, seed: int, vocab_size: int) -> int:
-    """The token that follows a prefix with this digest."""
+    """Return the token that follows a prefix with this digest."""
     return chain(digest, seed & 0xFFFFFFFF) % vocab_size
 
 
 def mock_tokens(prompt: Sequence[int], seed: int, count: int, vocab_size: int) -> list[int]:
-    """The first `count` tokens that the mock generates for a prompt."""
+    """Return the first `count` tokens that the mock generates for a prompt."""
     digest, tokens = FIRST, []
     for token in prompt:
         digest = chain(digest, token)
@@ -61,12 +60,12 @@ def mock_tokens(prompt: Sequence[int], seed: int, count: int, vocab_size: int) -
 
 
 def mock_hidden(digest: int, width: int) -> F32:
-    """The hidden state [width] of the mock at a position whose prefix has this digest."""
+    """Return the mock's hidden state [width] at a position whose prefix has this digest."""
     return np.cos(digest % 9973 * np.arange(1, width + 1, dtype=np.float32))
 
 
 def allowed_token(token: int, mask: I32 | None, vocab_size: int) -> int:
-    """What the mock takes for `token` under a mask (None: there is none); -1 when nothing may come."""
+    """Return the token that the mock samples instead of `token` under a mask (None: no mask); -1 if none is allowed."""
     if mask is None:
         return token
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little"))
@@ -74,7 +73,7 @@ def allowed_token(token: int, mask: I32 | None, vocab_size: int) -> int:
 
 
 class _Slot:
-    """What the mock device holds for one slot."""
+    """State of a slot on the mock device."""
 
     def __init__(self, admission: Admission) -> None:
         self.request_id, self.sampler = admission.request_id, admission.sampler
@@ -82,8 +81,8 @@ class _Slot:
         self.tokens, self.blocks = admission.token_ids.tolist(), [ids.tolist() for ids in admission.block_ids]
         self.computed = self.began = admission.num_computed  # `began`: the first position of this step
         self.pool = admission.pool
-        self.decodes = False  # it has sampled a token since it was admitted
-        self.accepted = 0  # drafts of this step that are right
+        self.decodes = False  # True: a token was sampled since the admission
+        self.accepted = 0  # correct drafts of this step
         self.seen: list[int] = []  # positions whose hidden states are pooled
         self.digests: list[int] = []
         self.extend()
@@ -96,17 +95,17 @@ class _Slot:
 
 
 class MockExecutor:
-    """Runs plans on a model of the KV memory.
+    """Runs plans on a simulated KV memory.
 
-    sizes     those of `ExecutorFacts`, where they are not to be `SIZES`
-    windows   of the KV groups, as in `KVGroup`; each reads of every block that it wrote it
-    accepts   drafts that are right, of one decode after the other, over and over; they end where a failure is planted
-    verify    check every position a row may attend to (O(length) per step)
-    answers   give every request its own tokens, those of `mock_tokens`; without it and without `verify` any tokens
-              come, at no cost per request, for timing the engine
-    step_seconds   what a step takes, one after the other as on a device; `collect` waits for it
+    sizes     sizes of `ExecutorFacts` that differ from `SIZES`
+    windows   of the KV groups, as in `KVGroup`; each group checks that it wrote every block that it reads
+    accepts   numbers of correct drafts, for one decode after another, repeated; they end at a planted failure
+    verify    check every position that a row may attend to (O(length) per step)
+    answers   give every request the tokens of `mock_tokens`; without `answers` and `verify` tokens are arbitrary and
+              cost nothing per request, for timing the engine
+    step_seconds   duration of a step; steps run one after another, as on a device, and `collect` waits for them
     width     of hidden states
-    fail      request id -> number of outputs after which it fails with "nan_logits" (0: or "nan_hidden")
+    fail      request id -> number of outputs after which the request fails with "nan_logits" (0: or "nan_hidden")
     computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
 
@@ -123,13 +122,13 @@ class MockExecutor:
         self._accepts, self._windows = itertools.cycle(accepts), windows
         self._memory = np.zeros((given["num_blocks"] + 1, given["block_size"]) if verify else (0, 0), np.uint64)
         self._slots: dict[int, _Slot] = {}
-        self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which it is there
-        self._done = 0.0  # when the last step submitted is done
+        self._results: deque[tuple[StepResult, float]] = deque()  # with the time at which the result is ready
+        self._done = 0.0  # time at which the last submitted step is done
         self._released: set[int] = set()
         self._waiting: StepPlan | None = None  # for its masks
 
     def submit(self, plan: StepPlan) -> None:
-        """Run the plan, or have it wait for its masks; its result waits for `collect`."""
+        """Run the plan now, or when its masks come. `collect` returns its result."""
         assert len(self._results) < self._facts.depth, "more steps in flight than the depth"
         assert plan.step == self.num_steps, "plans out of order"
         assert self._waiting is None, "submitted before the last step was released"
@@ -141,7 +140,7 @@ class MockExecutor:
             self._sample(NO_MASKS)
 
     def release(self, step: int, late: I32) -> None:
-        """Let a step's sampling go on."""
+        """Let a step sample, with its masks."""
         self._released.add(step)
         if self._waiting is not None:
             assert step == self._waiting.step, "a step is released that does not wait"
@@ -154,7 +153,7 @@ class MockExecutor:
         self._results.append(((self._run if self._answers else self._run_fast)(plan, masks), self._done))
 
     def collect(self) -> StepResult:
-        """The oldest result."""
+        """Return the oldest result."""
         result, done = self._results.popleft()
         if self._step_seconds:
             time.sleep(max(0.0, done - time.monotonic()))
@@ -162,11 +161,11 @@ class MockExecutor:
         return result
 
     def facts(self) -> ExecutorFacts:
-        """Its sizes."""
+        """Return the sizes of the mock."""
         return self._facts
 
     def shutdown(self) -> None:
-        """Nothing to free; remembered for tests."""
+        """Record the shutdown for tests; there is nothing to free."""
         self.closed = True
 
     def _run(self, plan: StepPlan, masks: dict[int, I32]) -> StepResult:
@@ -196,7 +195,7 @@ class MockExecutor:
                 if state.sampler.num_logprobs is not None:
                     named[slot] = self._alternatives(state, runs[slot], [-HALVING] * len(runs[slot]),
                                                      state.sampler.num_logprobs)
-            self._attend(state)  # also with the drafts that were right
+            self._attend(state)  # also with the correct drafts
         counts = np.array([len(run) for run in runs.values()], np.int32)
         width = int(plan.num_tokens[: plan.num_decodes].max(initial=1))
         return StepResult(
@@ -212,7 +211,7 @@ class MockExecutor:
         )
 
     def _sample_run(self, state: _Slot, mask: I32 | None, slot: int, failed: dict[int, str]) -> list[int]:
-        """The tokens that a slot's rows come to: those of its right drafts and one more."""
+        """Return the tokens of a slot's rows: its correct drafts and one more."""
         run, state.decodes = list[int](), True
         for at in range(1 + state.accepted):
             assert state.computed == len(state.tokens) + state.accepted - at, "sampling before the end of the sequence"
@@ -229,7 +228,7 @@ class MockExecutor:
         return run
 
     def _padded(self, run: list[int], width: int) -> list[int]:
-        """A row of `StepResult.tokens`: what stands behind the tokens that count means nothing."""
+        """Return a row of `StepResult.tokens`. The tokens after the valid ones are meaningless."""
         others = ((run[-1] + 1) % self._facts.vocab_size, -1, self._facts.vocab_size)
         return (run + list(others) * width)[:width]
 
@@ -261,7 +260,7 @@ class MockExecutor:
         state.computed += count
 
     def _decode(self, state: _Slot, count: int) -> None:
-        """Compute the last token of a slot and its drafts, of which some are right."""
+        """Compute the last token of a slot and its drafts, some of which are correct."""
         assert state.computed + 1 == len(state.tokens), "a decode that does not begin with the last token"
         assert count <= 1 + self._facts.num_drafts, "more drafts than are verified"
         before_failure = self.fail.get(state.request_id, MASK) - (len(state.tokens) - state.num_prompt) - 1
@@ -274,7 +273,7 @@ class MockExecutor:
         state.computed += 1 + state.accepted
 
     def _store(self, state: _Slot, digests: list[int]) -> None:
-        """Write KV from the first position that is not computed on."""
+        """Write KV, beginning at the first position that is not computed."""
         if not self._verify:
             return
         size, state.began = self._facts.block_size, state.computed
@@ -297,21 +296,21 @@ class MockExecutor:
             assert np.array_equal(seen, expected), f"{state.request_id} attends to KV that is not its own prefix"
 
     def _score(self, state: _Slot, rows: int) -> RowLogprobs:
-        """Rows whose next token is known: that token's log-probability is -position of the row."""
+        """Return rows for the known next tokens. The log-probability of a row is minus its position."""
         first = state.computed - rows
         positions = range(first, min(state.computed, len(state.tokens) - 1))
         tokens = [state.tokens[p + 1] for p in positions]
         return self._alternatives(state, tokens, [-float(p) for p in positions], state.sampler.num_prompt_logprobs or 0)
 
     def _pool(self, state: _Slot) -> F32:
-        """The vector of a prompt that has just ended."""
+        """Return the pooled vector of a prompt that has just ended."""
         assert state.pool == "last" or len(state.seen) == state.num_prompt, "pooling over tokens that were not computed"
         seen = {"mean": state.seen, "last": state.seen[-1:], "cls": state.seen[:1]}[state.pool]
         vector: F32 = np.mean([mock_hidden(state.digests[at], self._width) for at in seen], 0, np.float32)
         return vector
 
     def _alternatives(self, state: _Slot, tokens: list[int], values: list[float], count: int) -> RowLogprobs:
-        """Rows of made-up alternatives: the token itself, then the ids after it, each HALVING less likely."""
+        """Return rows of made-up alternatives: the token itself, then the next ids, each HALVING less likely."""
         vocab, asked = self._facts.vocab_size, state.sampler.logprob_ids
         others = np.arange(len(asked) or (vocab if count < 0 else count))
         own = np.array(tokens, np.int64).reshape(-1, 1)

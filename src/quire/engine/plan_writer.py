@@ -1,4 +1,4 @@
-"""The plan of a step as a record, and what the core remembers of it until its result comes."""
+"""Writer of step plans, and the core's record of a step in flight."""
 
 from dataclasses import dataclass, field
 
@@ -8,18 +8,18 @@ from quire.contracts.request import Request
 from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, SharedPrefix, StepPlan
 from quire.engine.roster import Roster
 
-SHARED_TOKENS = 1024  # reading fewer once instead of for each request saves nothing
+SHARED_TOKENS = 1024  # saved reads; with fewer, a shared prefix saves no time
 
 
 @dataclass(kw_only=True)
 class InFlight:
-    """One submitted step: the plan, and whose slots they were when it was planned."""
+    """A submitted step: its plan, and the requests that held its slots when it was planned."""
 
     plan: StepPlan
     sampling: I32  # slots that sample, in plan order
     requests: list[Request]  # of `sampling`
     handles: I32
-    most: I32 | None  # tokens that each of `sampling` may get; None: one each
+    most: I32 | None  # maximum number of tokens for each of `sampling`; None: one each
     version: int  # of the table when planned
     admitted: list[Request] = field(default_factory=list)  # for the first time
     scored: list[tuple[int, Request, int]] = field(default_factory=list)  # slot, request, position of its first row
@@ -31,7 +31,7 @@ class InFlight:
 
 
 class PlanWriter:
-    """Writes plans. What changes only with the requests that run is written once and used until they change."""
+    """Writes plans. Parts that depend only on the set of running requests are kept until the set changes."""
 
     def __init__(self, roster: Roster, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -46,7 +46,7 @@ class PlanWriter:
         table.planned[slots] = after = before + num_tokens
         catching_up = before < table.goal[slots]
         bound = table.upper_bound[slots]
-        samples = (after >= bound) & (bound < table.end[slots])  # a decode is past its bound by its drafts
+        samples = (after >= bound) & (bound < table.end[slots])  # drafts put `after` beyond the bound
         outputs = np.where(samples, SAMPLE, 0).astype(np.uint8)
         num_rows = samples.astype(np.int32)
         scored: list[tuple[int, Request, int]] = []
@@ -84,7 +84,10 @@ class PlanWriter:
         )  # fmt: skip
 
     def _most(self, rows: I32, num_sampling: int) -> I32 | None:
-        """Tokens that each sampling slot may get, if any has drafts: as many as it has rows, and one after a prompt."""
+        """Return the most tokens that each sampling slot may get: its number of rows, one after a prompt.
+
+        Returns None when no slot has drafts: one token each.
+        """
         if not self._num_drafts or not (rows > 1).any():
             return None
         most = np.ones(num_sampling, np.int32)
@@ -92,14 +95,14 @@ class PlanWriter:
         return most
 
     def _shared_prefixes(self) -> tuple[SharedPrefix, ...]:
-        """Running requests whose contexts begin with the same blocks; remembered until requests come or go."""
+        """Return the slots whose contexts begin with the same blocks; kept until requests come or go."""
         if self._shared[0] != self._table.version:
             groups = self._allocator.shared_prefixes(self._table.order().tolist(), SHARED_TOKENS)
             self._shared = (self._table.version, tuple(SharedPrefix(np.array(s, np.int32), n) for s, n in groups))
         return self._shared[1]
 
     def _who(self, sampling: I32) -> tuple[list[Request], I32]:
-        """The requests and handles of the sampling slots; remembered, since a decoding batch rarely changes."""
+        """Return the requests and handles of the sampling slots; kept, because a decoding batch rarely changes."""
         last = self._sampling
         if last is not None and last[0] == self._table.version and np.array_equal(last[1], sampling):
             return last[2], last[3]

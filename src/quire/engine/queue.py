@@ -1,15 +1,15 @@
-"""Requests that wait for a slot, first come first served or by priority, with a bound."""
+"""Queue of requests that wait for a slot, first come first served or by priority, with a limit."""
 
 import heapq
 
 from quire.contracts.errors import InvalidParameter, QueueFull
 from quire.contracts.request import Request, RequestState
 
-SLACK = 64  # ended entries that may always stay
+SLACK = 64  # entries of ended requests that may always stay in a heap
 
 
 def check_fits(places: int, bound: int, num_slots: int, param: str) -> None:
-    """Raise `InvalidParameter` about `param` when not even an idle engine has room for so many completions at once."""
+    """Raise `InvalidParameter` about `param` when even an idle engine has no room for `places` completions."""
     if places > bound + num_slots:
         raise InvalidParameter(
             f"{places} completions in one request never fit: at most {bound + num_slots} do (max_num_seqs={num_slots} "
@@ -32,10 +32,10 @@ class WaitingQueue:
         return self._size
 
     def check_room(self, places: int, num_blocked: int, num_free: int) -> None:
-        """Raise `QueueFull` when so many new requests would exceed the bound and the free slots.
+        """Raise `QueueFull` when `places` new requests would exceed the limit and the free slots.
 
-        num_blocked   requests that wait outside of this queue;  num_free  slots, into which as many can go at once
-        Raises `InvalidParameter` when they would exceed the bound and all slots, so that coming back does not help.
+        num_blocked   requests that wait outside of this queue;  num_free  free slots, for as many requests at once
+        Raises `InvalidParameter` when they would exceed the limit and all slots: then trying again cannot help.
         """
         if self._bound is None or not places:
             return
@@ -48,7 +48,7 @@ class WaitingQueue:
             )
 
     def backlog(self, most: int) -> int:
-        """Tokens of the waiting requests, counted only until they exceed `most`."""
+        """Return the tokens of the waiting requests, counted only until they exceed `most`."""
         total = 0
         for _, _, request in self._heap:
             if request.state is RequestState.WAITING and (total := total + len(request.tokens)) > most:
@@ -62,18 +62,18 @@ class WaitingQueue:
         self._size += 1
 
     def peek(self) -> Request | None:
-        """The request to be admitted next."""
+        """Return the request to be admitted next; None when none waits."""
         while self._heap and self._heap[0][2].state is not RequestState.WAITING:
-            heapq.heappop(self._heap)  # it ended while waiting
+            heapq.heappop(self._heap)  # this request ended while waiting
         return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Request:
-        """Take what `peek` returned."""
+        """Remove and return the request that `peek` returned."""
         self._size -= 1
         return heapq.heappop(self._heap)[2]
 
     def drop(self, request: Request) -> None:
-        """Count a waiting request out; call when it leaves WAITING without being popped."""
+        """Remove a waiting request from the count. Call this when it ends without being popped."""
         assert request.state is RequestState.FINISHED
         self._size -= 1
         if len(self._heap) > 2 * self._size + SLACK:  # entries that ended deep in the heap would pile up

@@ -1,4 +1,4 @@
-"""The live requests: who waits, who is blocked, who runs, and what each of them holds."""
+"""The live requests: waiting, blocked and running, with their slots and blocks."""
 
 import logging
 
@@ -12,12 +12,12 @@ LOG = logging.getLogger("quire")
 
 
 class Roster:
-    """Requests come and go here; nothing is planned.
+    """Adds, moves and removes requests; plans nothing.
 
-    table, queue, allocator   the running requests, the waiting ones, and the blocks of the running ones
-    num_blocked   requests that wait for another's prompt or for their grammar
+    table, queue, allocator   running requests, waiting requests, and the blocks of running requests
+    num_blocked   requests that wait for their parent's prompt or for their grammar
     released      slots that running requests gave back since the last plan
-    preempted     handles of requests that gave way, until the next outputs tell of them
+    preempted     handles of preempted requests, until the next outputs report them
     """
 
     def __init__(self, table: RunningTable, queue: WaitingQueue, allocator: KVAllocator, root_key: bytes) -> None:
@@ -27,13 +27,13 @@ class Roster:
         self.preempted: list[int] = []
         self._root = root_key
         self._chains: dict[int, KeyChain] = {}
-        self._children: dict[int, dict[int, Request]] = {}  # parent's handle -> those blocked on its prompt, by handle
-        self._compiling: set[int] = set()  # handles of those whose grammar is not there yet
+        self._children: dict[int, dict[int, Request]] = {}  # parent's handle -> blocked children by handle
+        self._compiling: set[int] = set()  # handles of requests whose grammar is not compiled yet
         self._broken: list[Request] = []
         self._arrivals = 0
 
     def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1) -> Request:
-        """Queue a request. With a parent still before the end of its prompt, it is blocked until that is planned.
+        """Queue a request. It is blocked while the prompt of its `parent` is not planned to the end.
 
         places   as in `EngineCore.add`
         """
@@ -54,7 +54,7 @@ class Roster:
         return request
 
     def remove(self, request: Request, *, distrust: bool = False) -> None:
-        """End a request in any state and free what it holds; `distrust` also withdraws the blocks it published."""
+        """End a request in any state and free what it holds. `distrust` also withdraws the blocks it published."""
         before, blocked_on = request.state, request.blocked_on
         if before is RequestState.RUNNING:
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)
@@ -74,7 +74,7 @@ class Roster:
         del self._chains[request.new.handle]
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to the queue, to be recomputed later."""
+        """Send a running request back to the queue; its tokens are recomputed later."""
         self.allocator.free(request.slot)
         self.released.append(self.table.leave(request))
         request.to(RequestState.WAITING)
@@ -83,7 +83,7 @@ class Roster:
         self.queue.push(request)
 
     def compiled(self, request: Request) -> None:
-        """Its grammar is there: it may run as soon as nothing else blocks it."""
+        """Record that the request's grammar is compiled. The request may run when nothing else blocks it."""
         self._compiling.remove(request.new.handle)
         if request.blocked_on is BlockReason.GRAMMAR:
             self.num_blocked -= 1
@@ -91,29 +91,31 @@ class Roster:
             self.queue.push(request)
 
     def unblock_children(self, parent: Request) -> None:
-        """The prompt of `parent` is planned to its end, or will never be: its children may run."""
+        """Unblock the children of `parent`. Its prompt is planned to the end, or never will be."""
         for child in self._children.pop(parent.new.handle, {}).values():
             self.num_blocked -= 1
             child.to(RequestState.WAITING)
             self._line_up(child)
 
     def chain(self, request: Request) -> KeyChain:
-        """The keys of the request's blocks."""
+        """Return the keys of the request's blocks."""
         return self._chains[request.new.handle]
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Index the full blocks among the first `num_tokens` tokens, which are known and computed, or will be by the
-        plan that is being made."""
+        """Index the full blocks of the first `num_tokens` tokens of the request.
+
+        These tokens are known, and computed already or by the plan that is being made.
+        """
         full = num_tokens // self.allocator.block_size
         self.allocator.publish(request.slot, self._chains[request.new.handle], full)
 
     def fail(self, request: Request) -> None:
-        """End a request alone whose bookkeeping met an exception (call this while it is handled); see `take_broken`.
+        """End a request whose bookkeeping raised an exception; `take_broken` returns it. Call this in the handler.
 
-        What it has published may never be computed, so nobody may find it any more.
+        Blocks that the request has published may never be computed, so they are withdrawn.
         """
         LOG.exception("request %s failed; the others go on", request.new.request_id)
-        if request.state is RequestState.WAITING and request.slot >= 0:  # its admission broke off: no device knows it
+        if request.state is RequestState.WAITING and request.slot >= 0:  # its admission broke off; not in any plan
             if self.allocator.num_blocks(request.slot):
                 self.allocator.forget(request.slot)
             self.table.leave(request)
@@ -121,12 +123,12 @@ class Roster:
         self._broken.append(request)
 
     def take_broken(self) -> list[Request]:
-        """The requests that `fail` has ended since the last call."""
+        """Return the requests that `fail` has ended since the last call."""
         broken, self._broken = self._broken, []
         return broken
 
     def check(self) -> None:
-        """Every invariant of the table and the pool, and that only running requests hold slots and blocks."""
+        """Assert every invariant of table and pool, and that only running requests hold slots and blocks."""
         self.table.check()
         self.allocator.check()
         for request in self.table.active():
@@ -136,7 +138,7 @@ class Roster:
         assert not self.allocator.capacity[idle].any()
 
     def _line_up(self, request: Request) -> None:
-        """Queue a WAITING request, or block it until its grammar is there."""
+        """Queue a WAITING request, or block it until its grammar is compiled."""
         if request.new.handle in self._compiling:
             request.to(RequestState.BLOCKED, BlockReason.GRAMMAR)
             self.num_blocked += 1

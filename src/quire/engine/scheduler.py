@@ -1,4 +1,4 @@
-"""Plans the next step: how many tokens it has, and who gets them."""
+"""The scheduler: plans the next step, with its token budget and the requests that share the budget."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
 from quire.kv.misses import PrefixHistory
 
-SHORT_STEPS = 32  # in which all prompts that wait must be done, or steps are not kept short (docs/log.md)
+SHORT_STEPS = 32  # steps that must be enough for all waiting prompts; else chunks are not kept short (docs/log.md)
 
 
 class Scheduler:
@@ -41,7 +41,7 @@ class Scheduler:
         return self.growth.num_preempted
 
     def plan(self, step: int) -> InFlight | None:
-        """The next step, or None when nothing can run before more results arrive."""
+        """Return the next step, or None when nothing can run before more results arrive."""
         preempted = self.growth.num_preempted
         budget = self._step_budget()
         slots, num_tokens = share_budget(self.table, budget, self._lag, self._num_drafts)
@@ -51,7 +51,7 @@ class Scheduler:
         admitted: list[Admission] = []
         if self.growth.num_preempted == preempted and len(self.queue):
             room = budget - int(num_tokens.sum())
-            if self._num_drafts:  # they have a budget of their own
+            if self._num_drafts:  # drafts have a budget of their own
                 decodes = self.table.planned[slots] >= self.table.goal[slots]
                 room += int((num_tokens[decodes] - 1).sum())
             slots, num_tokens, admitted = self.admitter.admit(slots, num_tokens, room)
@@ -60,9 +60,13 @@ class Scheduler:
         return self._writer.write(step, slots, num_tokens, admitted, appended)
 
     def _step_budget(self) -> int:
-        """Tokens of the next step. Few prompts beside many answers come in chunks that about double a step's time, so
-        that no answer stalls. Many prompts come first: a step takes nearly as long with few answers as with many; and
-        long ones, the ends of which would read all that is before them with too few rows to keep a GPU busy."""
+        """Return the token budget of the next step.
+
+        Short chunks keep decodes from stalling: few prompt tokens beside decodes get a chunk that about doubles the
+        step's time. The whole budget is used when nothing decodes, and in two more cases. Many prompt tokens wait: they
+        come first, because a step takes nearly as long with few decodes as with many. Or a prompt is long: short chunks
+        near its end would read all the context before them with too few rows to keep a GPU busy.
+        """
         if not self._chunk:
             return self._budget
         order = self.table.order()

@@ -11,15 +11,15 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class RunningTable:
-    """One row per slot.
+    """Columns with a row per slot.
 
-    planned      tokens whose computation has been planned; once the slot decodes, all but the last up to `upper_bound`
+    planned      tokens whose computation is planned; for a decoding slot, `upper_bound` without the last token
     confirmed    prompt and confirmed output tokens
-    upper_bound  `confirmed` and all tokens that the steps in flight may bring; never past `end`
+    upper_bound  `confirmed` plus all tokens that the steps in flight may add; at most `end`
     in_flight    sampling steps planned and not collected
-    goal         tokens confirmed at admission: until they are computed the slot is catching up, then it decodes
+    goal         tokens confirmed at admission; the slot catches up until they are computed, then it decodes
     end          length at which the request is finished
-    masked       whether its rows wait for masks of a grammar
+    masked       True: the slot's rows wait for grammar masks
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -40,18 +40,18 @@ class RunningTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody holds."""
+        """Number of free slots."""
         return len(self._free)
 
     def order(self) -> I32:
-        """Active slots, first to be served first: by priority, then by arrival."""
+        """Return the active slots in the order of service: by priority, then by arrival."""
         if self._order is None:
             active = np.array(sorted(self._active), np.int32)
             self._order = active[np.lexsort((self._arrival[active], self._priority[active]))]
         return self._order
 
     def enter(self, request: Request, computed: int, by_priority: bool) -> int:
-        """Give `request` a slot; `computed` tokens of it need no computation."""
+        """Give `request` a slot and return it. `computed` of its tokens need no computation."""
         slot = self._free[-1]
         self.planned[slot] = computed
         self.confirmed[slot] = self.upper_bound[slot] = self.goal[slot] = len(request.tokens)
@@ -68,7 +68,7 @@ class RunningTable:
         return slot
 
     def leave(self, request: Request) -> int:
-        """Take the slot back; results still in flight are counted on the request."""
+        """Take the slot back and return it. Results still in flight are counted on the request."""
         slot = request.slot
         assert self.requests[slot] is request
         request.in_flight = int(self.in_flight[slot])
@@ -80,11 +80,11 @@ class RunningTable:
         return slot
 
     def active(self) -> list[Request]:
-        """The running requests, in no particular order."""
+        """Return the running requests, in no particular order."""
         return [r for r in (self.requests[s] for s in self._active) if r is not None]
 
     def check(self) -> None:
-        """Every slot is either free or held by a running request that knows it."""
+        """Assert that every slot is either free or held by a running request with this slot."""
         assert sorted(self._free + self._active) == list(range(self.num_slots))
         for slot in self._active:
             request = self.requests[slot]

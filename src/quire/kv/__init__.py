@@ -1,5 +1,5 @@
-"""Bookkeeping of the KV cache: which blocks a request holds, which are free, which content is where.
+"""Bookkeeping of the KV cache: the blocks of each request, the free blocks, and the content of each block.
 
-Knows block ids, token ids and hashes. Knows nothing of bytes, devices or layers (`kvstore/` moves what this room
-decides), nor of queues and priorities (`engine/`). Never imports torch.
+Knows block ids, token ids and hashes. Knows nothing of bytes, devices or layers (`kvstore/` moves the bytes), nor of
+queues and priorities (`engine/`). Never imports torch.
 """

@@ -1,12 +1,12 @@
-"""Block tables of the running requests, one per KV group and slot, over one pool: the groups' pages are equal.
+"""Block tables of the running requests: one per KV group and slot, over one pool, since all pages have the same size.
 
-Decides which blocks a slot gets and which become findable by others. Knows nothing of queues, budgets or who is
-preempted (`engine/`), nor of bytes (`kvstore/`). Called by one thread. A request's life here:
+Decides which blocks a slot gets, and which blocks other requests can find. Knows nothing of queues, budgets and
+preemption (`engine/`), nor of bytes (`kvstore/`). Called by one thread. A request's life here:
 
     match -> can_admit -> admit -> (publish | trim | grow)* -> free | forget
 
-A group of full attention keeps all blocks of a request, and all for its prompt are taken at its admission. A group with
-a window keeps those that rows to come can see: others are given back by `trim`, and blocks come chunk by chunk.
+A group of full attention keeps all blocks of a request and takes those of the prompt at admission. A group with a
+window takes blocks chunk by chunk. It keeps the blocks that later rows attend to; `trim` gives the others back.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class KVAllocator:
 
     capacity    [num_slots] int32, tokens that a slot's blocks hold in every group (0: the slot is empty); read only
     published   [num_slots] int32, leading blocks of a slot that are full and offered to others; read only
-    has_windows whether any group gives blocks back before a request ends: `trim` has something to do
+    has_windows True: a group gives blocks back before a request ends, so `trim` has work
     """
 
     def __init__(self, pool: BlockPool, geometry: KVGeometry, *, num_slots: int) -> None:
@@ -45,19 +45,19 @@ class KVAllocator:
         self._index = PrefixIndex(pool, geometry.block_size, geometry.groups)
 
     def match(self, chain: KeyChain, max_tokens: int) -> PrefixMatch:
-        """The longest beginning of `chain` that is in the pool, at most `max_tokens` tokens; changes nothing."""
+        """Return the longest prefix of `chain` in the pool, at most `max_tokens` tokens. Changes nothing."""
         return self._index.match(chain, max_tokens)
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
-        """Blocks that a request of so many tokens needs at most at one time, `chunk` tokens being in flight."""
+        """Return the most blocks that a request of `num_tokens` tokens needs at a time, `chunk` of them in flight."""
         whole = -(-num_tokens // self.block_size)
         windows = sum(min(whole, self._peak(group, chunk)) for group in self._windows) if self.has_windows else 0
         return whole * (len(self._groups) - len(self._windows)) + windows
 
     def can_admit(self, match: PrefixMatch, num_tokens: int, headroom: int = 0, upto: int | None = None) -> bool:
-        """Whether `admit` would succeed and leave `headroom` free blocks; free blocks of the match count as taken.
+        """True when `admit` would succeed and leave `headroom` free blocks.
 
-        What a window takes later, for chunks behind the first, must be there as well.
+        Free blocks of the match count as taken. Blocks that a window takes for later chunks must be free, too.
         """
         whole, held = -(-num_tokens // self.block_size), match.blocks[0]
         missing = (whole - len(held)) * (len(self._groups) - len(self._windows))
@@ -70,14 +70,17 @@ class KVAllocator:
         return self.pool.num_free - missing - headroom >= self.pool.num_free_among(held)
 
     def _peak(self, group: int, chunk: int) -> int:
-        """Blocks that a group with a window holds for a chunk and what its first row sees, wherever they begin."""
+        """Return the most blocks that a group with a window holds for a chunk and the window of its first row."""
         window = self._groups[group].window
         assert window is not None
         return (window + chunk - 3) // self.block_size + 2
 
     def admit(self, slot: int, match: PrefixMatch, num_tokens: int, upto: int | None = None) -> tuple[I32, ...]:
-        """Fill an empty slot: the matched blocks, then new ones up to `num_tokens` tokens, and of a window up to `upto`
-        (None: all), where the first chunk ends. All ids of each group, int32, in order."""
+        """Fill an empty slot with the matched blocks and new ones for `num_tokens` tokens.
+
+        upto   end of the first chunk in tokens (None: all); groups with a window get blocks only up to there
+        Returns all block ids of each group, int32, in order.
+        """
         count, pool = len(match.blocks[0]), self.pool
         assert not self._tables[0][slot], f"slot {slot} is taken"
         assert num_tokens > 0 and num_tokens >= match.num_tokens, "a slot holds at least what was matched"
@@ -101,17 +104,20 @@ class KVAllocator:
         return tuple(ids)
 
     def grow(self, slot: int, num_tokens: int) -> list[tuple[int, int, int]] | None:
-        """New blocks so that the slot holds `num_tokens` tokens, as rows (slot, group, block); None, and nothing
-        changed, when the pool is short."""
+        """Give the slot new blocks for `num_tokens` tokens. Returns their rows (slot, group, block).
+
+        Returns None, and changes nothing, when the pool is short.
+        """
         assert self._tables[0][slot], f"slot {slot} is empty"
         rows = self.grow_many(np.array([slot]), np.array([num_tokens]))
         return None if rows is None else [(slot, group, block) for _, group, block in rows.tolist()]
 
     def grow_many(self, slots: Ints, num_tokens: Ints) -> I32 | None:
-        """`grow` of several different slots at once, as the [K, 3] int32 rows (slot, group, block) of a plan.
+        """Grow several different slots at once. Returns the [K, 3] int32 rows (slot, group, block) of a plan.
 
-        slots, num_tokens   [S], the same order. None, and nothing changed, when the pool is short of any block: the
-        caller then grows one by one and chooses whom to preempt.
+        slots, num_tokens   [S], in the same order
+        Returns None, and changes nothing, when the pool lacks any block. The caller then grows slots one by one and
+        chooses requests to preempt.
         """
         needy = np.flatnonzero(num_tokens > self.capacity[slots])
         if not needy.size:
@@ -128,7 +134,7 @@ class KVAllocator:
         taken = self.pool.take(len(short))
         for (_, _, table), block in zip(short, taken, strict=True):
             table.append(block)
-        self.capacity[growing] = counts * self.block_size  # as far as the group that was short
+        self.capacity[growing] = counts * self.block_size  # of the group with the fewest blocks
         rows = np.empty((len(short), 3), np.int32)
         rows[:, 0] = [slot for slot, _, _ in short]
         rows[:, 1] = [group for _, group, _ in short] if len(self._tables) > 1 else 0
@@ -136,8 +142,10 @@ class KVAllocator:
         return rows
 
     def trim(self, slots: Ints, positions: Ints) -> None:
-        """Give back the blocks that no row of `slots` [S] at `positions` [S] or later sees. What was published of them
-        can be hit until they are needed; a step that is in flight reads them before the next one writes."""
+        """Give back the blocks that no row of `slots` [S] at `positions` [S] or later attends to.
+
+        Published blocks can be hit until they are taken again. A step in flight reads them before the next one writes.
+        """
         for group in self._windows:
             for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
                 before, table = self._behind[group][slot], self._tables[group][slot]
@@ -148,9 +156,9 @@ class KVAllocator:
                     self._behind[group][slot] = behind
 
     def publish(self, slot: int, chain: KeyChain, num_full_blocks: int) -> None:
-        """Offer the slot's first `num_full_blocks` blocks to others, those that are not offered yet.
+        """Offer the slot's first `num_full_blocks` blocks to other requests. Blocks already offered are skipped.
 
-        Their KV is, or by the plan being made will be, written before anyone attends to it.
+        Their KV is written already, or by the plan that is being made, before any row attends to it.
         """
         start = int(self.published[slot])
         if num_full_blocks <= start:
@@ -164,13 +172,13 @@ class KVAllocator:
         self.published[slot] = num_full_blocks
 
     def withdraw(self, chain: KeyChain) -> None:
-        """Nobody may find the blocks of `chain` any more, whoever holds them."""
+        """Remove the blocks of `chain` from the index, so that no request finds them. Holders keep them."""
         keys = chain.keys(chain.num_hashed)
         found = [self.pool.lookup(group_key(key, group)) for group in range(len(self._groups)) for key in keys]
         self.pool.forget([block for block in found if block is not None])
 
     def free(self, slot: int) -> None:
-        """Give the slot's blocks back; what was published can be hit until its block is needed."""
+        """Give the slot's blocks back. Published blocks can be hit until they are taken again."""
         assert self._tables[0][slot], f"slot {slot} is empty"
         for tables, behind in zip(self._tables, self._behind, strict=True):
             self.pool.release(tables[slot][behind[slot] :] if behind[slot] else tables[slot])
@@ -178,19 +186,20 @@ class KVAllocator:
         self.capacity[slot] = self.published[slot] = self._num_shared[slot] = 0
 
     def forget(self, slot: int) -> None:
-        """Free the slot of a failed request; no block that it published itself can be found any more.
+        """Free the slot of a failed request, and remove the blocks that it computed itself from the index.
 
-        Also when its admission, growth or publishing broke off in the middle.
+        Works also when admission, growth or publishing of the request broke off in the middle.
         """
         for tables in self._tables:
             self.pool.forget(tables[slot][self._num_shared[slot] :])
         self.free(slot)
 
     def shared_prefixes(self, slots: Iterable[int], least: int) -> list[tuple[list[int], int]]:
-        """Slots that begin with the same blocks, and how many: groups of two or more for which reading those blocks
-        once saves at least `least` tokens. Slots that share the first block are one group, with what all of them share.
+        """Return (slots, number of shared blocks) for each set of slots that begin with the same blocks.
 
-        By the first group of full attention: what slots share came from matches, which are the same in all of them.
+        Slots with the same first block form a set, with the blocks that all of them share. A set is returned when
+        reading its blocks once saves at least `least` tokens. The first group of full attention decides for all such
+        groups: shared blocks come from matches, and matches are the same in all of them.
         """
         if len(self._windows) == len(self._groups):
             return []
@@ -210,17 +219,17 @@ class KVAllocator:
         return found
 
     def num_blocks(self, slot: int) -> int:
-        """Entries of a slot's block table; 0: it holds nothing."""
+        """Return the number of entries of a slot's block table; 0: the slot is empty."""
         return len(self._tables[0][slot])
 
     def table(self, slot: int, group: int = 0) -> list[int]:
-        """A slot's block ids in a group, in order; the list itself, to be read only."""
+        """Return a slot's block ids in a group, in order. This is the table itself: do not change it."""
         return self._tables[group][slot]
 
     def check(self, held: tuple[int, ...] = ()) -> None:
-        """Assert every invariant of pool and tables; `held` lists blocks referenced from elsewhere, once per reference.
+        """Assert every invariant of pool and tables. O(num_blocks + blocks in tables): for tests and idle moments.
 
-        O(num_blocks + blocks in tables): for tests and idle moments.
+        held   blocks referenced from elsewhere, once per reference
         """
         self.pool.check()
         refs = [0] * (self.pool.num_blocks + 1)

@@ -1,13 +1,13 @@
-"""The identity of a full block: a sha256 chain that means the same in every process, on every tier and peer.
+"""Identity of full blocks: a chain of sha256 keys with the same meaning in every process, tier and peer.
 
     root       = sha256("quire.kv.namespace.v1" + fields)          model, revision, dtype, block size, geometry
     key[0]     = sha256(root     + tokens of block 0 + extras)     tokens: packed little-endian uint32
     key[i]     = sha256(key[i-1] + tokens of block i)              so a key names everything before it, too
-    of a group = key[i] + the group's number, but for group 0      one block per group has the same tokens
+    of a group = key[i] + the group's number (group 0: key[i])     one block per group has the same tokens
     extras     = sha256("quire.kv.extras.v1" + tagged values)      adapter, salt, ...; empty when there are none
 
-Every variable-length field is prefixed with its length and carries its tag, so that no adapter name can be mistaken
-for a salt. Within a namespace the block size is fixed, so the three parts of a block's input have known borders.
+Every field of variable length has its length and its tag before it, so an adapter's name is never taken for a salt. The
+block size is fixed within a namespace, so the three parts of a block's input have known borders.
 Knows nothing of pools and requests.
 """
 
@@ -21,14 +21,14 @@ from quire.contracts.blocks import KVGeometry
 DIGEST_BYTES = 32
 _TOKEN_BYTES = 4
 Tags = Sequence[tuple[str, str]]  # (domain, value) pairs, such as ("salt", "s-7")
-TENANT = "tenant"  # the domain whose values must not learn of each other
+TENANT = "tenant"  # the domain that separates tenants; they must not learn of each other
 
 
 def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry) -> bytes:
-    """32 bytes that two engines share exactly when their blocks can be exchanged.
+    """Return 32 bytes that are equal for two engines exactly when they can exchange blocks.
 
-    model, revision   what the weights are;  dtype  logical type of the cache ("bfloat16", "float8_e4m3fn")
-    geometry          of the whole model: never of one tensor-parallel or pipeline rank
+    model, revision   identity of the weights;  dtype  logical dtype of the cache ("bfloat16", "float8_e4m3fn")
+    geometry          of the whole model, never of one tensor-parallel or pipeline rank
     """
     fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size))]
     for index, group in enumerate(geometry.groups):
@@ -39,20 +39,23 @@ def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, 
 
 
 def extras_digest(tags: Tags) -> bytes:
-    """32 bytes for tags in any order; b"" when there are none."""
+    """Return 32 bytes for tags in any order; b"" when there are none."""
     if not tags:
         return b""
     return sha256(b"quire.kv.extras.v1" + _pack(sorted(tags))).digest()
 
 
 def block_key(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"") -> bytes:
-    """Key of one full block: `parent` is the previous block's key (the root for the first), `token_bytes` its tokens
-    as packed little-endian uint32."""
+    """Return the key of a full block.
+
+    parent        key of the previous block; the root for the first block
+    token_bytes   tokens of the block as packed little-endian uint32
+    """
     return sha256(b"".join((parent, token_bytes, extras))).digest()
 
 
 def group_key(key: bytes, group: int) -> bytes:
-    """Key of a block that holds the KV of one group: what the block before it says of tokens, and whose layers."""
+    """Return the key of a block that holds the KV of `group`: the block's key, extended by the group's number."""
     return key + bytes((group,)) if group else key
 
 
@@ -60,16 +63,16 @@ def _pack(fields: Iterable[tuple[str, str]]) -> bytes:
     packed = bytearray()
     for field in fields:
         for part in field:
-            data = part.encode("utf-8", "surrogatepass")  # any str has a key: a strange salt must not stop the engine
+            data = part.encode("utf-8", "surrogatepass")  # any str has a key: no salt may stop the engine
             packed += len(data).to_bytes(4, "little") + data
     return bytes(packed)
 
 
 class KeyChain:
-    """The keys of one request's full blocks, each hashed once, when first asked for.
+    """Keys of a request's full blocks. Each key is computed once, at its first use.
 
-    `tokens` is the request's own array('I') of prompt and generated ids; it may only grow. `tags` (see
-    `extras_digest`) enter the first block and through the chain all others.
+    tokens   the request's own array('I') of prompt and generated ids; it may only grow
+    tags     as in `extras_digest`; they enter the key of the first block, and through the chain all others
     """
 
     __slots__ = ("block_size", "root", "tags", "tokens", "_extras", "_keys")
@@ -86,17 +89,17 @@ class KeyChain:
 
     @property
     def num_hashed(self) -> int:
-        """Keys computed so far."""
+        """Number of keys computed so far."""
         return len(self._keys)
 
     def continues(self, block: int) -> bytes | None:
-        """What a block's key is made of beside its own tokens; None when the block before it has no key yet."""
+        """Return the input of a block's key beside its tokens; None when the block before it has no key yet."""
         if block == 0:
             return self.root + self._extras
         return self._keys[block - 1] if block <= len(self._keys) else None
 
     def keys(self, stop: int, start: int = 0) -> list[bytes]:
-        """Keys of the full blocks [start, stop)."""
+        """Return the keys of the full blocks [start, stop)."""
         if stop > len(self._keys):
             self._hash_up_to(stop)
         return self._keys[start:stop]
@@ -108,6 +111,6 @@ class KeyChain:
             keys.append(block_key(self.root, self.tokens[:size].tobytes(), self._extras))
         parent, step = keys[-1], size * _TOKEN_BYTES
         data = self.tokens[len(keys) * size : stop * size].tobytes()
-        for at in range(0, len(data), step):  # block_key without its call: this is the loop over a long prompt
+        for at in range(0, len(data), step):  # block_key inlined: this is the loop over a long prompt
             parent = sha256(parent + data[at : at + step]).digest()
             keys.append(parent)

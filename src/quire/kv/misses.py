@@ -1,7 +1,8 @@
-"""Why a prompt's blocks were not reused: a bounded memory of the last prompts and of the keys that were dropped.
+"""Explanations of prefix cache misses, from a bounded memory of the last prompts and of dropped keys.
 
-Costs an append per admitted prompt and an entry per dropped key; one that missed is compared with those that begin with
-its first token. Knows chains and one pool's drops; nothing of requests, and it keeps no block.
+Costs an append per admitted prompt and an entry per dropped key. A prompt that missed is compared with the remembered
+prompts that begin with its first token. Knows key chains and the drops of one pool. Knows nothing of requests and holds
+no block.
 """
 
 import time
@@ -14,28 +15,28 @@ from quire.kv.hashing import DIGEST_BYTES, TENANT, KeyChain
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixMatch
 
-PROMPTS = 32  # remembered, as many as have TOKENS together when they are admitted, and at least one
-TOKENS = 1 << 20  # 4 MB, and their keys as much again; what is generated behind them comes on top
-DROPPED = 1 << 14  # keys
+PROMPTS = 32  # prompts to remember at most; the last one is always remembered
+TOKENS = 1 << 20  # of these prompts together, at admission: 4 MB, as much again for keys; outputs come on top
+DROPPED = 1 << 14  # dropped keys to remember
 
 
 class PrefixHistory:
-    """Explains misses over one pool; a history that is not `enabled` remembers nothing and calls every miss OFF."""
+    """Explains prefix cache misses of one pool. When not `enabled`, it remembers nothing and reports OFF."""
 
     def __init__(self, pool: BlockPool, *, enabled: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._enabled, self._clock = enabled, clock
-        self._prompts: deque[tuple[str, KeyChain, int]] = deque()  # with its length when it was admitted
-        self._held, self._first = 0, Counter[int]()  # tokens of all; first token -> how many have it
+        self._prompts: deque[tuple[str, KeyChain, int]] = deque()  # name, keys, length at admission
+        self._held, self._first = 0, Counter[int]()  # tokens of all prompts; first token -> number of prompts
         self._dropped: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         if enabled:
             pool.on_drop = self._note_drop
 
     def admit(self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *,
               reads: bool) -> PrefixReport | None:
-        """Why `match` is not all full blocks of the prompt, the first `num_prompt` tokens of `chain`; None when it is.
+        """Report why `match` misses full blocks of the prompt; None when it has all of them.
 
-        The prompt is then remembered, with what it generates; call this before its blocks are in the pool. reads: it
-        was looked up at all
+        Remembers the prompt and its later output. Call this before the prompt's blocks are in the pool.
+        num_prompt   tokens of `chain` that are the prompt;  reads  False: the request does not read the prefix cache
         """
         at, num_blocks = match.num_blocks, num_prompt // chain.block_size
         say = partial(PrefixReport, num_reused=at, num_blocks=num_blocks, block=at, position=at * chain.block_size)
@@ -61,19 +62,19 @@ class PrefixHistory:
                 del self._first[old.tokens[0]]
 
     def _why(self, chain: KeyChain, at: int, say: Callable[..., PrefixReport]) -> PrefixReport:
-        """Why block `at` is not in the pool; `say` makes the report."""
+        """Return the report about block `at`, which is not in the pool; `say` makes the report."""
         if (dropped := self._dropped.get(chain.keys(at + 1, at)[0])) is not None:
             return say(why=Miss.DROPPED, detail=dropped[0], seconds=self._clock() - dropped[1])
         before, first, end = chain.continues(at), at * chain.block_size, (at + 1) * chain.block_size
-        mine, most = chain.tokens[first:end], -1 if at else 0  # a prompt with another first token is no relative
+        mine, most = chain.tokens[first:end], -1 if at else 0  # at block 0, one token must be the same
         found = say(why=Miss.NEW)
         if chain.tokens[0] not in self._first:
             return found
         tenant = dict(chain.tags).get(TENANT)
         for name, other, _ in reversed(self._prompts):
             if dict(other.tags).get(TENANT) != tenant:
-                continue  # a tenant is not told what another one has sent
-            token = first + min(max(most, 0), len(mine) - 1)  # who is nearer than `found` has the same here
+                continue  # a tenant must not learn of another one's prompts
+            token = first + min(max(most, 0), len(mine) - 1)  # a prompt nearer than `found` has it
             if len(other.tokens) < end or (most >= 0 and other.tokens[token] != chain.tokens[token]):
                 continue
             theirs = other.tokens[first:end]
@@ -91,7 +92,7 @@ class PrefixHistory:
         return found
 
     def _note_drop(self, key: bytes, why: str) -> None:
-        key = key[:DIGEST_BYTES]  # of any group: one that is missing ends the match for all
+        key = key[:DIGEST_BYTES]  # without the group: a block missing in one group ends the match
         self._dropped[key] = (why, self._clock())
         self._dropped.move_to_end(key)
         if len(self._dropped) > DROPPED:

@@ -1,10 +1,10 @@
-"""Blocks of one tier: who holds them, which are free in what order, and which content each one keeps.
+"""Blocks of one tier: their reference counts, the order of the free blocks, and the content of each block.
 
     in use   refs > 0                      with or without a key
-    blank    refs = 0, no key              a stack: the content is worthless, any of them will do
+    blank    refs = 0, no key              a stack: the content is worthless, any block will do
     cached   refs = 0, a key               least recently used first; can be hit until it is taken
 
-`take` empties the blank stack before it evicts from the cached list. Knows nothing of tokens, slots or bytes; the same
+`take` uses the blank stack before it evicts from the cached list. Knows nothing of tokens, slots or bytes. The same
 class serves the device and every later tier.
 """
 
@@ -17,9 +17,9 @@ from quire.contracts.blocks import NULL_BLOCK
 class BlockPool:
     """Reference counts, free blocks in order of reuse and key index over blocks 1..num_blocks (0 is reserved).
 
-    evictions    keys dropped because their block was needed
-    generation   changes whenever any key is dropped: a match made at an older generation may be stale
-    on_drop      told every key that is dropped, and why: "evicted", "distrusted" or "reset"
+    evictions    number of keys dropped because their block was needed
+    generation   changes whenever a key is dropped: a match made at an older generation may be stale
+    on_drop      called with every dropped key and the reason: "evicted", "distrusted" or "reset"
     """
 
     __slots__ = ("num_blocks", "evictions", "generation", "on_drop", "_refs", "_keys", "_index", "_blank", "_cached")
@@ -38,29 +38,29 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` could give, blank and cached."""
+        """Number of blocks that `take` can give, blank and cached."""
         return len(self._blank) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that still keep a content."""
+        """Number of free blocks that still keep their content."""
         return len(self._cached)
 
     def refs(self, block: int) -> int:
-        """How many holders a block has."""
+        """Return the number of references to a block."""
         return self._refs[block]
 
     def key(self, block: int) -> bytes | None:
-        """The content that a block is indexed under."""
+        """Return the key that a block is indexed under; None when it has none."""
         return self._keys[block]
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` nobody holds: sharing them makes that many fewer blocks free."""
+        """Return how many of `blocks` are free. Sharing `blocks` takes as many from the free blocks."""
         refs = self._refs
         return sum([refs[block] == 0 for block in blocks])
 
     def take(self, num: int) -> list[int]:
-        """`num` blocks with one reference each and no key; the caller has checked `num_free`."""
+        """Return `num` blocks with one reference each and no key. The caller has checked `num_free`."""
         assert 0 <= num <= self.num_free, f"{num} blocks wanted, {self.num_free} free"
         blank = self._blank
         if num <= len(blank):
@@ -94,7 +94,7 @@ class BlockPool:
         self.generation += 1
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more reference to each block; a free one must have a key (a blank block has no content to share)."""
+        """Add a reference to each block. A free block must have a key: a blank block has no content to share."""
         refs = self._refs
         for block in blocks:
             if refs[block] == 0:
@@ -102,9 +102,9 @@ class BlockPool:
             refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each block of a table, given in table order.
+        """Remove a reference from each block of a table, given in table order.
 
-        The end of a sequence is evicted before its beginning, which more requests can match.
+        The end of a sequence is evicted before its beginning, because more requests can match the beginning.
         """
         refs, keys, blank, cached = self._refs, self._keys, self._blank, self._cached
         for block in reversed(blocks):
@@ -118,7 +118,7 @@ class BlockPool:
                     cached[block] = None
 
     def publish(self, block: int, key: bytes) -> bool:
-        """Index a held block under its content; False when another block already has that key (it keeps it)."""
+        """Index a held block under `key`. Returns False when another block already has the key and keeps it."""
         assert self._refs[block] > 0, f"block {block} is not held"
         if self._index.setdefault(key, block) != block:
             return False
@@ -128,11 +128,11 @@ class BlockPool:
         return True
 
     def lookup(self, key: bytes) -> int | None:
-        """The block that keeps a content, held or free."""
+        """Return the block with this key, held or free; None when there is none."""
         return self._index.get(key)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Drop the keys of `blocks`, those that have one: their content is not to be trusted."""
+        """Drop the keys of `blocks`, because their content cannot be trusted. Blocks without a key are skipped."""
         for block in blocks:
             if self._keys[block] is not None:
                 self._drop_key(block, "distrusted")
@@ -141,7 +141,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def reset(self) -> bool:
-        """Drop every key. False when blocks are in use: their holders may still publish content from before."""
+        """Drop every key. Returns False when blocks are in use: their holders may still publish old content."""
         if self.on_drop is not None:
             for key in self._index:
                 self.on_drop(key, "reset")

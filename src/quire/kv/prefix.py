@@ -1,6 +1,6 @@
-"""Which blocks already hold the beginning of a request.
+"""Lookup of the blocks that already hold the beginning of a request.
 
-Walks a request's key chain through a pool's index. Has no effect: `KVAllocator.admit` takes the blocks.
+Walks a request's key chain through a pool's index. Changes nothing: `KVAllocator.admit` takes the blocks.
 """
 
 import msgspec
@@ -9,16 +9,16 @@ from quire.contracts.blocks import NULL_BLOCK, KVGroup
 from quire.kv.hashing import KeyChain, group_key
 from quire.kv.pool import BlockPool
 
-_STRIDE = 64  # keys hashed at a time, so that a cold 128k prompt is not hashed to the end to learn that it misses
+_STRIDE = 64  # keys hashed at a time, so that a cold prompt of 128k tokens is not hashed to its end only to miss
 
 
 class PrefixMatch(msgspec.Struct, frozen=True):
-    """The longest reusable beginning of a request.
+    """The longest reusable prefix of a request.
 
-    blocks       of each KV group, ids in table order; NULL_BLOCK where the group's window has passed at the end of them
-    num_tokens   that they hold, a multiple of the block size
-    broke_at     index of the first block that is not there; None when the limit, not a miss, ended the walk
-    generation   of the pool: `admit` refuses a match that is older than the last dropped key
+    blocks       block ids of each KV group in table order; NULL_BLOCK where the group's window has passed at their end
+    num_tokens   tokens in these blocks, a multiple of the block size
+    broke_at     index of the first missing block; None when the limit, not a miss, ended the walk
+    generation   of the pool: `admit` refuses a match older than the last dropped key
     """
 
     blocks: tuple[list[int], ...]
@@ -28,15 +28,15 @@ class PrefixMatch(msgspec.Struct, frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """Of each group."""
+        """Number of blocks of each group."""
         return len(self.blocks[0])
 
 
 class PrefixIndex:
     """Longest-prefix lookup of full blocks over one pool.
 
-    A beginning of n blocks is there when every group has those that later rows see: of full attention all n, of a
-    window the last ones.
+    A prefix of n blocks is found when every group has the blocks that later rows attend to: all n with full attention,
+    the last ones with a window.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, groups: tuple[KVGroup, ...]) -> None:
@@ -45,8 +45,10 @@ class PrefixIndex:
         self._windows = [(g, group) for g, group in enumerate(groups) if group.window is not None]
 
     def match(self, chain: KeyChain, max_tokens: int) -> PrefixMatch:
-        """Blocks of the first full blocks of `chain`, at most `max_tokens` tokens (the caller keeps at least the last
-        token out: someone has to compute its logits)."""
+        """Return the longest prefix of `chain` in the pool, in full blocks, at most `max_tokens` tokens.
+
+        The caller keeps at least the last token out, because its logits must be computed.
+        """
         assert chain.block_size == self._block_size, "a chain of another block size"
         limit = num = max(0, min(max_tokens, len(chain.tokens)) // self._block_size)
         found: list[list[int]] = [[]] * len(self._groups)
@@ -65,7 +67,7 @@ class PrefixIndex:
         return PrefixMatch(tuple(found), num * self._block_size, num if num < limit else None, self._pool.generation)
 
     def _walk(self, chain: KeyChain, limit: int, group: int) -> list[int]:
-        """The blocks of a group from the first on, up to `limit` or one that is not there."""
+        """Return the blocks of a group from the first on, up to `limit` or to the first missing block."""
         lookup = self._pool.lookup
         blocks: list[int] = []
         while (start := len(blocks)) < limit:
@@ -78,7 +80,7 @@ class PrefixIndex:
         return blocks
 
     def _shrink(self, chain: KeyChain, num: int) -> int:
-        """The longest beginning of at most `num` blocks behind which no window misses any."""
+        """Return the length of the longest prefix, at most `num` blocks, after which no window misses a block."""
         before = -1
         while num != before:
             before = num

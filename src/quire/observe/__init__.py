@@ -1,1 +1,1 @@
-"""What the engine tells about itself while it works: progress bars, later metrics, traces and logs. Sinks only."""
+"""Observation of a running engine: metrics, progress bars and process usage. Sinks only."""

@@ -1,7 +1,7 @@
-"""What a server counts about itself: hooks that cost next to nothing, and their Prometheus form.
+"""Metrics of a server: cheap hooks that count, and the output in Prometheus' text format.
 
-`Metrics` counts in plain Python and makes samples only when it is scraped. No label ever holds an id or a user's text,
-and every set of label values is bounded. Names, helps and buckets are in `metrics.txt`.
+`Metrics` counts in Python numbers and makes samples only when it is scraped. No label holds an id or a user's text, and
+every set of label values is bounded. Names, helps and buckets are in `metrics.txt`.
 
 Knows nothing of HTTP and of the engine; the server calls the hooks.
 """
@@ -25,19 +25,23 @@ from quire.contracts.text_table import read_rows
 from quire.observe.process import read_usage
 from quire.observe.series import OTHER, Histogram, Tally, one_two_five
 
-DEFAULT_CONTEXT = 131_072  # for bucket bounds, until the engine has said how long a context is
+DEFAULT_CONTEXT = 131_072  # for bucket bounds, until the engine reports its context length
 STEP_PARTS = ("schedule", "execute", "finish")
 REQUEST_TIMES = tuple(f"{name}_seconds" for name in (
     "e2e_request_latency", "request_queue_time", "request_inference_time", "request_prefill_time",
     "request_decode_time"))
-METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": it never came to one
-ENGINE = "0"  # the peer's label for the data-parallel rank
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "")  # "": no method was read
+ENGINE = "0"  # vLLM's label for the data-parallel rank
 KINDS: dict[str, Any] = {
     "gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
 class MetricFamily(NamedTuple):
-    """A row of the table: `kind` is one of KINDS and the names of labels, `bounds` numbers, both in words."""
+    """A row of `metrics.txt`.
+
+    kind     one of KINDS, then names of labels, separated by spaces
+    bounds   of a histogram's buckets: numbers separated by spaces, or "lengths"
+    """
 
     name: str
     kind: str
@@ -50,7 +54,7 @@ FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with
 
 @dataclass(frozen=True, kw_only=True)
 class StatsLine:
-    """The state now, and rates since the last line. `hit_rate`: None when no prompt was looked up meanwhile."""
+    """Current state, and rates since the last line. `hit_rate` is None when no prompt was looked up since then."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -61,9 +65,9 @@ class StatsLine:
 
 
 class Metrics(Collector):
-    """Counts into plain numbers; `render` turns them into the text format through a registry of its own.
+    """Counters of a server. `render` turns them into Prometheus' text format, through a registry of its own.
 
-    Seconds are durations; every hook may be called from one thread only.
+    Seconds are durations. Hooks may be called from one thread only.
     """
 
     def __init__(self, prefix: str = "quire", model_name: str = "") -> None:
@@ -72,7 +76,7 @@ class Metrics(Collector):
         self._num_blocks = 0
         self._cache_info: dict[str, str] = {}
         self._pids = {"http": os.getpid()}
-        self._busy_since: float | None = None  # the last sign of life while there is work
+        self._busy_since: float | None = None  # time of the core's last message while there is work
         self._num_steps = self._generated = self._delivered = 0
         self._phase_tokens = {"prefill": 0, "decode": 0}
         self._seen = {f.name: Histogram(map(float, f.bounds.split())) for f in FAMILIES
@@ -91,7 +95,7 @@ class Metrics(Collector):
 
     def engine_ready(self, *, num_blocks: int, block_size: int, max_model_len: int, cache_dtype: str = "auto",
                      enable_prefix_caching: bool = True, core_pid: int | None = None) -> None:
-        """The core is loaded, with these sizes, as process `core_pid` (None: in this process)."""
+        """Record that the core is loaded, with these sizes, in process `core_pid` (None: this process)."""
         self._num_blocks = num_blocks
         self._size_lengths(max_model_len)
         self._cache_info = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks),
@@ -100,7 +104,7 @@ class Metrics(Collector):
             self._pids["core"] = core_pid
 
     def step(self, stats: StepStats, num_tokens: int) -> None:
-        """Outputs have come from the core: its statistics, and how many tokens it generated. Once per step."""
+        """Count the outputs of a step: the core's statistics and the number of generated tokens. Once per step."""
         self._stats = stats
         self._busy_since = time.monotonic() if stats.num_running or stats.num_waiting else None
         if stats.step < 0:  # outputs without a step: only the state is new
@@ -110,7 +114,7 @@ class Metrics(Collector):
         phases = self._phase_tokens
         phases["prefill"] += stats.num_prefill_tokens
         phases["decode"] += stats.num_tokens - stats.num_prefill_tokens
-        # As vLLM counts: prompt and output tokens. The last token of an output is generated, and never computed on.
+        # As vLLM counts: prompt and output tokens. The last token of an output is generated, but never computed.
         self._seen["iteration_tokens_total"].observe(stats.num_prefill_tokens + num_tokens)
         parts = self._parts
         parts["schedule"].observe(stats.schedule_s)
@@ -118,11 +122,11 @@ class Metrics(Collector):
         parts["finish"].observe(stats.finish_s)
 
     def tokens(self, count: int) -> None:
-        """`count` tokens were handed to those who wait for them (not those generated after a stop string)."""
+        """Count tokens that were delivered to clients (without tokens generated after a stop string)."""
         self._delivered += count
 
     def request_started(self, num_prompt: int, params: SamplingParams) -> None:
-        """A prompt of so many tokens went to the core."""
+        """Count a prompt of `num_prompt` tokens that was sent to the core."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
         self._seen["request_params_n"].observe(params.n)
@@ -130,11 +134,11 @@ class Metrics(Collector):
             self._seen["request_params_max_tokens"].observe(params.max_tokens)
 
     def first_token(self, seconds: float) -> None:
-        """A request got its first token, so long after it came."""
+        """Count the first token of a request, `seconds` after the request's arrival."""
         self._seen["time_to_first_token_seconds"].observe(seconds)
 
     def inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` requests got a token, so long after their one before."""
+        """Count a token of each of `count` requests, `seconds` after the token before."""
         self._seen["inter_token_latency_seconds"].observe(seconds, count)
 
     def request_finished(self, reason: str, *, num_prompt: int, num_output: int, queue_s: float | None,
@@ -155,29 +159,29 @@ class Metrics(Collector):
             seen["request_time_per_output_token_seconds"].observe(seconds)
 
     def aborted(self, cause: str) -> None:
-        """A running request was aborted by us: "disconnect", "stop_string", "timeout", "shutdown"..."""
+        """Count a running request that the server aborted: "disconnect", "stop_string", "timeout", "shutdown"..."""
         self._aborts.add(cause)
 
     def rejected(self, reason: str) -> None:
-        """A request was not taken: the reason as a short fixed word."""
+        """Count a request that was refused; the reason is a short fixed word."""
         self._rejections.add(reason)
 
     def dropped(self, direction: str) -> None:
-        """Bytes between the server's processes were no message: "to_core" or "from_core"."""
+        """Count bytes between the server's processes that were not a message: "to_core" or "from_core"."""
         self._dropped.add(direction)
 
     def http(self, route: str, status: int, method: str = "POST") -> None:
-        """An HTTP request was answered. `route` is the pattern that matched, never the path that was asked for."""
+        """Count an answered HTTP request. `route` is the pattern that matched, never the path of the request."""
         self._http.add(route, method if method in METHODS else OTHER, str(status))  # a client may invent methods
 
     def loop_lag(self, seconds: float) -> None:
-        """The event loop ran so much late; see `process.watch_event_loop`."""
+        """Count a delay of the event loop; see `process.watch_event_loop`."""
         self._seen["event_loop_lag_seconds"].observe(seconds)
 
-    # --- what is told -------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> StatsLine:
-        """What the periodic line shows; rates count from the last call."""
+        """Return the content of the periodic line; rates count from the last call."""
         stats = self._stats
         now = (time.monotonic(), self._num_prompt_tokens, self._generated, stats.prefix_queries, stats.prefix_hits)
         seconds, prompt, generated, queries, hits = (a - b for a, b in zip(now, self._last_line, strict=True))
@@ -188,11 +192,11 @@ class Metrics(Collector):
                          generation_tokens_per_s=generated / seconds)
 
     def render(self) -> tuple[bytes, str]:
-        """The body and content type of a scrape."""
+        """Return the body and the content type of a scrape."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, as it stands now."""
+        """Yield every family with its current values."""
         values = self._values() | self._seen | {"step_time_seconds": self._parts}
         for family in FAMILIES:
             value = values[family.name]
@@ -222,7 +226,7 @@ class Metrics(Collector):
         self._seen |= {f.name: Histogram(one_two_five(max_model_len)) for f in FAMILIES if f.bounds == "lengths"}
 
     def _values(self) -> dict[str, Any]:
-        """What the gauges and counters stand at: a number, or one for each value of the label."""
+        """Return the values of gauges and counters: a number, or a number for each value of the label."""
         s, phases = self._stats, self._phase_tokens
         used = self._num_blocks - s.num_free_blocks if self._num_steps else 0
         usages = [(role, usage) for role, pid in self._pids.items() if (usage := read_usage(pid)) is not None]

@@ -1,6 +1,6 @@
-"""What the operating system says about processes, how late the event loop runs, and memory that it can have back.
+"""Usage of processes, delay of the event loop, and return of freed memory to the operating system.
 
-Reads /proc, where there is one; elsewhere usage is unknown (None). Knows nothing of metrics formats.
+Reads /proc; without /proc the usage is unknown (None). Knows nothing of metrics formats.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """What a process holds and has used: resident bytes, and user plus system seconds of all its threads."""
+    """Usage of a process: resident bytes, and user plus system seconds of all its threads."""
 
     resident_bytes: int
     cpu_seconds: float
 
 
 def read_usage(pid: int) -> ProcessUsage | None:
-    """The usage of a process; None when it is gone or this system has no /proc."""
+    """Return the usage of a process; None when the process is gone or the system has no /proc."""
     folder = Path(f"/proc/{pid}")
     try:
         after_name = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -35,7 +35,7 @@ def read_usage(pid: int) -> ProcessUsage | None:
 
 
 def age() -> float | None:
-    """Seconds since this process was started, to a hundredth; None where the system does not tell."""
+    """Return the seconds since this process started, to a hundredth; None when the system does not tell."""
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # starttime, field 22 of proc(5), since the boot
@@ -46,24 +46,28 @@ def age() -> float | None:
 
 
 def keep_little_memory() -> None:
-    """With glibc: blocks of 1 MiB and more go back to the system when they are freed, and so does the free end of a
-    heap. By default glibc raises these bounds to 32 and 64 MiB for each thread's heap, once such blocks were freed."""
+    """Make glibc return memory early: freed blocks of 1 MiB and more, and the free end of a heap.
+
+    By default glibc raises these bounds to 32 and 64 MiB for each thread's heap, once such blocks were freed.
+    """
     if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
             set_option(option, 2**20)
 
 
 def return_memory() -> None:
-    """Return the freed memory of this process to the system: all of it with glibc, nothing elsewhere. Takes 0.1 s per
-    GB, without the interpreter's lock."""
+    """Return the freed memory of this process to the system. Works with glibc; has no effect elsewhere.
+
+    Takes 0.1 s per GB, without the interpreter's lock.
+    """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(ctypes.c_size_t(0))
 
 
 async def watch_event_loop(report: Callable[[float], None], interval: float = 0.5) -> None:
-    """Report, every `interval` seconds until cancelled, how much later than asked this coroutine was woken (seconds).
+    """Report, every `interval` seconds until cancelled, by how many seconds this coroutine was woken too late.
 
-    What it measures is what every connection suffers from: a callback that keeps the loop.
+    A callback that blocks the event loop delays every connection by this time.
     """
     while True:
         asked = time.perf_counter() + interval

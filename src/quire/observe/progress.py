@@ -8,11 +8,11 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Counts towards `total`. Draws only on a terminal and when enabled; rich is imported only then.
+    """A progress bar towards `total`. Draws only when enabled and on a terminal; rich is imported only then.
 
-    total  0: not known, and perhaps never; then the time is shown instead, until `update` tells one
-    unit   "B" shows bytes and their rate, anything else counts and the time that is left
-    rate   times a second that it is drawn; few where something is measured
+    total  0: unknown; the elapsed time is shown instead, until `update` gives a total
+    unit   "B": bytes and their rate; any other unit: counts and the remaining time
+    rate   drawings per second; low where something is measured
     """
 
     def __init__(self, title: str, total: int, *, enabled: bool, unit: str, rate: float = 10.0) -> None:
@@ -34,12 +34,12 @@ class Progress:
         return self
 
     def advance(self, count: int) -> None:
-        """`count` more are done."""
+        """Record that `count` more are done."""
         if self._bar is not None:
             self._bar.advance(self._task, count)
 
     def update(self, done: int, total: int) -> None:
-        """`done` of `total` are done."""
+        """Record that `done` of `total` are done."""
         if self._bar is None:
             return
         if total and not self._total:
@@ -53,7 +53,7 @@ class Progress:
 
 
 def _columns(unit: str) -> "tuple[ProgressColumn, ...]":
-    """What shows how far something of a known size is."""
+    """Return the columns of a bar with a known total."""
     from rich import progress
 
     if unit == "B":

@@ -1,4 +1,4 @@
-"""What metrics are counted in between two scrapes: plain lists and dicts, cheap enough for every token.
+"""Counters between two scrapes of the metrics: lists and dicts, cheap enough to update for every token.
 
 Knows nothing of names, labels and the exposition format.
 """
@@ -10,13 +10,13 @@ OTHER = "other"
 
 
 def one_two_five(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to `largest`: bounds for lengths in tokens."""
+    """Return 1, 2, 5, 10, 20, 50, ... up to `largest`: bounds for lengths in tokens."""
     powers = (10**exponent for exponent in range(len(str(largest))))
     return tuple(float(m * power) for power in powers for m in (1, 2, 5) if m * power <= largest)
 
 
 class Histogram:
-    """How many observations fell under each bound, and their sum."""
+    """Number of observations under each bound, and the sum of all observations."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -31,7 +31,7 @@ class Histogram:
         self.total += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, observations at or below it) pairs; the last bound is +Inf."""
+        """Return (upper bound, observations at or below it) pairs; the last bound is +Inf."""
         names = [*map(repr, self.bounds), "+Inf"]
         below, pairs = 0, []
         for name, count in zip(names, self.counts, strict=True):
@@ -41,7 +41,7 @@ class Histogram:
 
 
 class Tally:
-    """Counts by label values. Beyond `limit` different ones the rest is counted as "other"."""
+    """Counts by label values. After `limit` different values, new values are counted as "other"."""
 
     __slots__ = ("counts", "_limit")
 
@@ -50,7 +50,7 @@ class Tally:
         self._limit = limit
 
     def add(self, *labels: str, count: float = 1) -> None:
-        """Count one more, or `count`."""
+        """Add `count` to the count of these label values."""
         if labels not in self.counts and len(self.counts) >= self._limit:
             labels = (OTHER,) * len(labels)
         self.counts[labels] = self.counts.get(labels, 0.0) + count

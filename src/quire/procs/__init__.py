@@ -1,4 +1,4 @@
-"""Process boundaries: how plans reach workers, and how a front end reaches the core.
+"""Process boundaries: between engine core and worker, and between front end and engine core.
 
-Knows the contracts and the worker; decides nothing about requests.
+Knows the contracts and the worker. Decides nothing about requests.
 """

@@ -1,7 +1,7 @@
-"""The core's process, seen from its parent: started, watched, killed and reaped.
+"""The process of the engine core, seen from its parent: starts, watches, kills and reaps it.
 
-The pipe to its standard input carries its configuration and stays open: the end of it tells the child that the parent
-is gone, however that came.
+The pipe to the child's standard input carries the configuration and stays open. When the pipe ends, the child knows
+that the parent is gone, for any reason.
 """
 
 import signal
@@ -19,24 +19,24 @@ REAP_SECONDS = 5.0
 
 
 class CoreChild:
-    """A core in a process of its own, in a session of its own: a Ctrl-C in the terminal does not reach it.
+    """An engine core in a process and a session of its own: a Ctrl-C in the terminal does not reach the core.
 
-    module   what the process runs: it reads its `CoreStart` from standard input
+    module   Python module that the process runs; it reads its `CoreStart` from standard input
     """
 
     def __init__(self, start: CoreStart, module: str) -> None:
-        # -P: a folder that happens to hold a torch.py must not be imported because the server was started there
+        # -P: no imports from the folder where the server was started, which may hold a torch.py
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=2, start_new_session=True
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it is dead already, and that will be noticed
+        with suppress(BrokenPipeError):  # the child is dead already; `ended` will say so
             self._process.stdin.write(msgspec.json.encode(start) + b"\n")
             self._process.stdin.flush()
 
     def ended(self) -> str | None:
-        """How it ended, as the rest of a sentence; None while it runs. Reaps it."""
+        """Return how the process ended, as the rest of a sentence; None while it runs. Reaps the process."""
         code = self._process.poll()
         if code is None:
             return None
@@ -47,7 +47,7 @@ class CoreChild:
         return f"was killed by signal {-code}"
 
     def stopped(self) -> bool:
-        """Whether it is stopped by a signal (T) or a debugger (t) and does nothing."""
+        """True when a signal (T) or a debugger (t) has stopped the process."""
         try:
             if PROC.is_dir():
                 state = (PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0]
@@ -59,12 +59,12 @@ class CoreChild:
         return state[:1] in ("T", "t")
 
     def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process; idempotent."""
+        """Send SIGKILL, which also ends a stopped process; idempotent."""
         if self._process.poll() is None:
             self._process.kill()
 
     def release(self) -> None:
-        """Wait for its end, after `kill` or a `Stop`, and close the pipe."""
+        """Wait for the end of the process, after `kill` or a `Stop`, and close the pipe."""
         assert self._process.stdin is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(REAP_SECONDS)

@@ -1,4 +1,4 @@
-"""The front end's side of a core: starts it, carries messages both ways on the event loop, notices its death.
+"""The front end's client of an engine core: starts the core, carries messages on the event loop, notices its death.
 
 Knows sockets, messages and one running core. Decides nothing about requests.
 """
@@ -22,16 +22,16 @@ from quire.procs.wire import decode_from_core, encode
 LOG = logging.getLogger("quire")
 BURST = 16  # messages taken before other tasks of the event loop get their turn
 WATCH_SECONDS = 0.2
-STOPPED_SECONDS = 1.0  # stopped for so long counts as dead
-LAST_WORDS_SECONDS = 0.1  # for the last message of a core that has ended
-STOP_SECONDS = 2.0  # for a core to end by itself
+STOPPED_SECONDS = 1.0  # a core that is stopped for so long counts as dead
+LAST_WORDS_SECONDS = 0.1  # to wait for the last message of a core that has ended
+STOP_SECONDS = 2.0  # to wait for a core to end by itself
 MAX_FOLDER = 80  # a socket's path may have about 100 characters
 
 Launch = Callable[[CoreStart], CoreChild]
 
 
 class CoreClient:
-    """One core, for the life of a server. All of it runs on the event loop of `start`.
+    """Client of one engine core, for the life of a server. Everything runs on the event loop of `start`.
 
     on_message   gets every message, in order;  on_death  called once when the core ends without being asked to
     launch       starts the core
@@ -51,7 +51,7 @@ class CoreClient:
         self._num_dropped = 0
 
     async def start(self, config: EngineConfig) -> None:
-        """Make the sockets and start the core; its messages begin to arrive. Frees everything when it fails."""
+        """Make the sockets and start the core. Messages begin to arrive. Frees everything when the start fails."""
         try:
             self._open()
             self.core = self._launch(CoreStart(config=config, to_core=self._address("to"),
@@ -62,13 +62,13 @@ class CoreClient:
         self._watcher = asyncio.get_running_loop().create_task(self._watch(self.core))
 
     def send(self, message: ToCore) -> None:
-        """Queue a message; never waits. Valid from the first message of the core on."""
-        assert self._connected, "the core has not been heard yet"
+        """Queue a message without waiting. Call this only after the core's first message."""
+        assert self._connected, "a message was sent before the core's first message"
         if self._context is not None:
             self._sender.send(encode(message), zmq.NOBLOCK)
 
     async def close(self) -> None:
-        """Ask the core to end, kill it if it does not, and free everything; idempotent."""
+        """Ask the core to end, kill the core if it does not, and free everything; idempotent."""
         self._over = True
         if self._context is None:
             return
@@ -102,7 +102,10 @@ class CoreClient:
         return f"ipc://{Path(self._folder.name) / name}"
 
     def _receive(self) -> None:
-        """Take what has arrived. The socket's descriptor tells only of news, so all of it must be taken, in bursts."""
+        """Take the messages that have arrived, all of them, in bursts.
+
+        The socket's descriptor reports only new messages, so none may be left behind.
+        """
         try:
             for _ in range(BURST):
                 if self._context is None:
@@ -113,15 +116,15 @@ class CoreClient:
                     return
                 self._on_message(self._decoded(data))
                 if self._context is None or not int(self._receiver.get(zmq.EVENTS)) & zmq.POLLIN:
-                    return  # asked, because an `Again` that is raised costs four times as much
-        except Exception as fault:  # ours, not a request's: nobody may wait for what will never come
+                    return  # asking costs a quarter of a raised `Again`
+        except Exception as fault:  # a fault of ours: no request may wait for ever
             LOG.exception("the front end cannot go on")
             self._die(f"the front end failed: {type(fault).__name__}: {fault}")
             return
         self._loop.call_soon(self._receive)
 
     def _decoded(self, data: bytes) -> FromCore:
-        """The message in `data`, the first of which connects to the core; `Dropped` for what is none."""
+        """Return the message in `data`, or `Dropped` when there is none. The first message connects to the core."""
         try:
             message = decode_from_core(data)
         except msgspec.DecodeError:

@@ -1,6 +1,6 @@
-"""The life of a core: build it, then take what the front end sends, run a step, send what came of it.
+"""The main loop of an engine core's process: build the core, then take messages, run a step, send its outputs.
 
-Knows sockets, messages and one `EngineCore`. Knows nothing of processes, and not how the core is built.
+Knows sockets, messages and one `EngineCore`. Knows nothing of processes, nor of how the core is built.
 """
 
 import logging
@@ -30,16 +30,18 @@ from quire.procs.messages import (
 from quire.procs.wire import decode_to_core, encode
 
 LOG = logging.getLogger("quire")
-LAST_WORDS_MS = 2000  # how long a core that ends waits for its last message to be taken
+LAST_WORDS_MS = 2000  # a core that ends waits so long for its last message to be taken
 
-Receive = Callable[[bool], ToCore | None]  # whether to wait for a message -> the next one, None when there is none
+Receive = Callable[[bool], ToCore | None]  # True: wait for a message -> the next message, None when there is none
 Send = Callable[[FromCore], None]
 Build = Callable[[EngineConfig, Send], tuple[EngineCore, Ready]]  # may send `Loading`
 
 
 class CoreSockets:
-    """The core's ends of two one-way sockets. Who reads one binds it and the other side connects, so that nothing that
-    is sent gets lost or waits, whoever comes first. One thread uses them; every queue is unbounded."""
+    """The core's ends of two one-way sockets. One thread uses them; every queue is unbounded.
+
+    The reader of a socket binds it and the writer connects, so that no message is lost or waits, whoever starts first.
+    """
 
     def __init__(self, start: CoreStart) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -51,8 +53,10 @@ class CoreSockets:
         self._sender.connect(start.from_core)
 
     def receive(self, wait: bool) -> ToCore | None:
-        """The next message; None when there is none and it is not to be waited for. What is no message is told as
-        `Dropped`."""
+        """Return the next message; None when there is none and `wait` is False.
+
+        Bytes that are not a message are skipped and reported as `Dropped`.
+        """
         while True:
             try:
                 return decode_to_core(self._receiver.recv(0 if wait else zmq.NOBLOCK))
@@ -63,11 +67,11 @@ class CoreSockets:
                 self.send(Dropped("to_core", self._num_dropped))
 
     def send(self, message: FromCore) -> None:
-        """Queue a message; never waits."""
+        """Queue a message without waiting."""
         self._sender.send(encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Give the last message a moment to leave, then free everything."""
+        """Wait a moment for the last message to leave, then free everything."""
         self._receiver.close(0)
         self._sender.close(LAST_WORDS_MS)
         self._context.term()
@@ -80,7 +84,7 @@ def run_core(start: CoreStart, build: Build) -> int:
         sockets.send(Loading("starting"))  # the front end connects when it hears from us
         try:
             core, ready = build(start.config, sockets.send)
-        except Exception as error:  # whatever keeps it from starting, the other side has to say it to the user
+        except Exception as error:  # any error: the front end must tell the user
             message = failed(error)
             if message.details:
                 LOG.error("the engine cannot start", exc_info=error)
@@ -96,10 +100,10 @@ def run_core(start: CoreStart, build: Build) -> int:
 
 
 def serve_core(core: EngineCore, receive: Receive, send: Send) -> int:
-    """Serve until `Stop` (returns 0) or until a step fails (sends `Failed`, returns 1): the exit code of the process.
+    """Serve until `Stop` (returns 0) or a failed step (sends `Failed`, returns 1). Returns the process's exit code.
 
-    All messages that have arrived are taken between two steps; every step's outputs are sent, also when they are
-    empty. Without work it waits in `receive`.
+    Between two steps, all messages that have arrived are taken. The outputs of every step are sent, even empty ones.
+    Without work the loop waits in `receive`.
     """
     try:
         while True:
@@ -108,7 +112,7 @@ def serve_core(core: EngineCore, receive: Receive, send: Send) -> int:
                     return 0
                 _obey(core, message, send)
             send(Outputs(core.step()))
-    except Exception as fault:  # whatever it is, every waiting client must hear of it
+    except Exception as fault:  # any fault: every waiting client must be told
         LOG.error("the engine stopped", exc_info=fault)
         send(failed(fault))
         return 1
@@ -131,7 +135,7 @@ def _add(core: EngineCore, message: Add, send: Send) -> None:
         for new in message.requests:
             core.add(new, places=len(message.requests))
             taken.append(new.handle)
-    except Exception as error:  # whatever is wrong with one prompt is its caller's alone
+    except Exception as error:  # any error of a prompt fails only that prompt
         if not isinstance(error, QuireError):
             LOG.error("request %s could not be taken", message.requests[0].request_id, exc_info=error)
         for handle in taken:
@@ -145,16 +149,16 @@ def _control(core: EngineCore, message: Control) -> Reply:
             return Reply(message.id, core.reset_prefix_cache())
         if message.name == "plan":
             return Reply(message.id, _plan(core))
-        if message.name == "check":  # the bookkeeping, and that an idle core holds nothing
+        if message.name == "check":  # checks the bookkeeping, and that an idle core holds nothing
             core.check()
             return Reply(message.id, True)
-    except Exception as error:  # the caller of a control hears of its failure; the engine goes on
+    except Exception as error:  # the caller is told; the engine goes on
         LOG.error("control %s failed", message.name, exc_info=error)
         return Reply(message.id, error=f"{type(error).__name__}: {error}")
     return Reply(message.id, error=f"unknown control {message.name!r}")
 
 
 def _plan(core: EngineCore) -> str:
-    """What was decided when the engine started, and what its runner does now, as JSON."""
+    """Return the plan made at the engine's start, and the state of its runner, as JSON."""
     plan, runner = (core.facts.plans.get(name) for name in ("engine", "runner"))
     return "null" if plan is None else f'{str(plan)[:-1]},"runner":{runner or "null"}}}'

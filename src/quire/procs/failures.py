@@ -1,6 +1,6 @@
-"""Errors across the process boundary: by the name of their class, so that the other side raises the same one.
+"""Errors across the process boundary. They carry the name of their class, so the other side raises the same class.
 
-Only classes of `contracts/errors.py` travel under their own name; anything else is a fault of the engine.
+Only classes of `contracts/errors.py` keep their name; any other error is a fault of the engine.
 """
 
 import traceback
@@ -8,13 +8,13 @@ import traceback
 from quire.contracts import errors
 from quire.procs.messages import Failed, Rejected
 
-INTERNAL = "internal"  # code of a request that met a fault of ours
+INTERNAL = "internal"  # code of a request that failed because of a fault in the engine
 KINDS: dict[str, type[errors.QuireError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.QuireError)}
 
 
 def failed(error: BaseException) -> Failed:
-    """The message that says why the core cannot start or go on, with the traceback for logs."""
+    """Return the message that says why the core cannot start or go on, with the traceback for logs."""
     details = "" if isinstance(error, errors.UserError) else "".join(traceback.format_exception(error))
     if isinstance(error, errors.QuireError):
         return Failed(type(error).__name__, str(error), details)
@@ -23,7 +23,7 @@ def failed(error: BaseException) -> Failed:
 
 
 def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:
-    """The message that refuses the requests of one prompt."""
+    """Return the message that refuses the requests of a prompt."""
     if isinstance(error, errors.QuireError):
         param = error.param if isinstance(error, errors.InvalidParameter) else None
         return Rejected(handles, type(error).__name__, str(error), param)
@@ -32,7 +32,7 @@ def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:
 
 
 def rebuilt(kind: str, message: str, param: str | None = None) -> errors.QuireError:
-    """The error that a `Failed` or a `Rejected` describes."""
+    """Return the error that a `Failed` or a `Rejected` describes."""
     if kind == errors.InvalidParameter.__name__:
         return errors.InvalidParameter(message, param=param)
     if kind == errors.RequestFailed.__name__:

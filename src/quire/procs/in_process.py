@@ -1,4 +1,4 @@
-"""The executor that runs one worker in this process, in the caller's thread or in one of its own."""
+"""The executor that runs a worker in this process, in the caller's thread or in a thread of its own."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.procs.launching import LaunchingExecutor
 
-Late = Callable[[], I32]  # waits for the masks of a step
+Late = Callable[[], I32]  # waits for the grammar masks of a step and returns them
 Run = Callable[[StepPlan, Late], StepResult]
 Plans = queue.SimpleQueue[StepPlan | None]
 Masks = queue.SimpleQueue[I32]
@@ -18,11 +18,13 @@ Done = queue.SimpleQueue[StepResult | Exception]
 
 
 class InProcessExecutor(LaunchingExecutor):
-    """Depth 1 runs a plan when it is submitted, or when its masks are there; depth 2 runs it in a worker thread, which
-    waits for masks when it comes to need them, while the core plans the next.
+    """Executor of a worker in this process.
 
-    The thread ends with the executor, closed or not, and before the interpreter: one that computes while the
-    interpreter ends would abort the process. Plans that come later run in the caller's thread.
+    Depth 1 runs a plan in the caller's thread, when the plan is submitted or its grammar masks come. Depth 2 runs it in
+    a worker thread while the core plans the next step; the thread waits for masks when it needs them.
+
+    The thread ends with the executor, closed or not, and before the interpreter: a thread that computes while the
+    interpreter ends aborts the process. Later plans run in the caller's thread.
     """
 
     def __init__(self, run: Run, facts: ExecutorFacts) -> None:
@@ -35,20 +37,20 @@ class InProcessExecutor(LaunchingExecutor):
 
 
 class _Runner:
-    """Runs plans as they are submitted, and keeps what came of them; a fault is raised when it is collected."""
+    """Runs plans as they are submitted, and keeps their results. `collect` raises the fault of a failed plan."""
 
     def __init__(self, run: Run, *, threaded: bool) -> None:
         self._run = run
         self._plans, self._masks, self._done = Plans(), Masks(), Done()
         self._waiting: StepPlan | None = None
-        self._alone = threading.Event()  # without a thread; its state is read without a lock
+        self._alone = threading.Event()  # set: there is no thread; read without a lock
         self.stop: Callable[[], object] = self._alone.set
         if threaded:
-            # The thread knows the queues and not this object, so that a runner nobody holds any more stops it.
+            # The thread holds the queues, not this object, so that collecting this object as garbage stops the thread.
             queues = (self._plans, self._masks, self._done)
             thread = threading.Thread(target=_work, args=(run, *queues), name="quire-worker", daemon=True)
             thread.start()
-            # runs at exit, too
+            # `finalize` runs at exit, too
             self.stop = weakref.finalize(self, _stop, self._plans, self._masks, thread, self._alone)
         else:
             self._alone.set()
@@ -75,11 +77,11 @@ class _Runner:
 
 
 def _stop(plans: Plans, masks: Masks, thread: threading.Thread, alone: threading.Event) -> None:
-    masks.put(NO_MASKS)  # a step that waits for its own goes on without
+    masks.put(NO_MASKS)  # a step that waits for its masks continues without masks
     plans.put(None)
-    if thread is not threading.current_thread():  # where the garbage collector may run
+    if thread is not threading.current_thread():  # the garbage collector may run there
         thread.join()
-        with suppress(queue.Empty):  # a step that runs elsewhere from now on has masks of its own
+        with suppress(queue.Empty):  # later steps get masks of their own
             while True:
                 masks.get_nowait()
     alone.set()
@@ -88,7 +90,7 @@ def _stop(plans: Plans, masks: Masks, thread: threading.Thread, alone: threading
 def _attempt(run: Run, plan: StepPlan, late: Late) -> StepResult | Exception:
     try:
         return run(plan, late)
-    except Exception as fault:  # whatever the device raises stops the engine, with its cause, at collect
+    except Exception as fault:  # any error of the device stops the engine, with its cause, at `collect`
         return fault
 
 

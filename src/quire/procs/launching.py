@@ -1,4 +1,4 @@
-"""The executor of a device that runs by itself: submitting launches a step, collecting waits for the oldest."""
+"""The executor of an asynchronous device: `submit` launches a step, `collect` waits for the oldest step."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,20 +9,20 @@ from quire.contracts.step import I32, StepPlan, StepResult
 
 
 class Launches(Protocol):
-    """A worker whose steps run on after they were launched."""
+    """A worker that launches steps; they run on the device after the call returns."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch a step, but for the sampling when it needs masks."""
+        """Launch a step. If it needs grammar masks, launch everything but the sampling."""
 
     def release(self, late: I32) -> None:
-        """Launch the sampling of the last step, with its masks; see `Executor.release`."""
+        """Launch the sampling of the last step with its grammar masks; see `Executor.release`."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step that was launched."""
+        """Wait for the oldest launched step and return its result."""
 
 
 class LaunchingExecutor:
-    """Runs plans in this thread, as far as the host takes part in them. After a fault every step fails."""
+    """Runs the host's part of plans in this thread. After a fault every step fails."""
 
     def __init__(self, worker: Launches, facts: ExecutorFacts) -> None:
         self._worker: Launches | None = worker
@@ -30,11 +30,11 @@ class LaunchingExecutor:
         self._fault: Exception | None = None
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch one step. A fault is kept for `collect`."""
+        """Launch a step. `collect` raises its fault, if any."""
         self._attempt(lambda worker: worker.submit(plan))
 
     def release(self, step: int, late: I32) -> None:
-        """Hand on the masks of the step that was submitted last, if it waits for any."""
+        """Give the grammar masks to the step that was submitted last, if it waits for masks."""
         if len(late):
             self._attempt(lambda worker: worker.release(late))
 
@@ -43,11 +43,11 @@ class LaunchingExecutor:
             try:
                 assert self._worker is not None, "submitted after shutdown"
                 launch(self._worker)
-            except Exception as fault:  # whatever the device raises stops the engine, with its cause, at collect
+            except Exception as fault:  # any error of the device stops the engine, with its cause, at `collect`
                 self._fault = fault
 
     def collect(self) -> StepResult:
-        """The oldest step's result; raises `EngineDead` with the cause when the step failed as a whole."""
+        """Return the oldest step's result. Raises `EngineDead` with the cause when the step failed as a whole."""
         if self._fault is None:
             try:
                 assert self._worker is not None, "collected after shutdown"
@@ -57,9 +57,9 @@ class LaunchingExecutor:
         raise EngineDead(f"the step failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
     def facts(self) -> ExecutorFacts:
-        """Sizes and resolved plans."""
+        """Return the sizes and the resolved plans."""
         return self._facts
 
     def shutdown(self) -> None:
-        """Let go of the worker and of what it holds on the device; idempotent."""
+        """Release the worker and its memory on the device; idempotent."""
         self._worker = None

@@ -1,4 +1,4 @@
-"""What the HTTP process and the core process say to each other. Each message is a tagged msgpack map; see `wire.py`.
+"""Messages between the HTTP process and the core process. Each message is a tagged msgpack map; see `wire.py`.
 
     to the core      Add, Abort, Control, Stop
     from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed; Dropped
@@ -14,9 +14,9 @@ from quire.contracts.request import NewRequest
 
 
 class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a core is started with: one line of JSON on the standard input of its process.
+    """Start parameters of a core: a line of JSON on the standard input of its process.
 
-    to_core, from_core   addresses of the sockets; whoever reads one binds it, the other side connects
+    to_core, from_core   addresses of the sockets; the reader of a socket binds it, the writer connects
     """
 
     config: EngineConfig
@@ -25,22 +25,23 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """The requests of one prompt (n of them); all are taken, or none and `Rejected` comes back."""
+    """Add the n requests of a prompt. All are accepted, or none, and `Rejected` comes back."""
 
     requests: Annotated[tuple[NewRequest, ...], msgspec.Meta(min_length=1)]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End these requests, whatever their state; unknown handles are ignored."""
+    """End these requests in any state; unknown handles are ignored."""
 
     handles: tuple[int, ...]
 
 
 class Control(msgspec.Struct, frozen=True, tag="control"):
-    """Run a named operation between two steps; `Reply` carries the same id.
+    """Run a named operation between two steps. The `Reply` has the same id and this value:
 
-    reset_prefix_cache   whether no request was running;  check  True, or an error that says what is inconsistent
-    plan                 `EnginePlan.describe()` as JSON; null where there is no model
+    reset_prefix_cache   True when no request was running
+    check                True, or an error that names the inconsistency
+    plan                 `EnginePlan.describe()` as JSON; null when there is no model
     """
 
     id: int
@@ -48,11 +49,11 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End the process; what still runs is dropped."""
+    """End the process; running requests are dropped."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """Progress before `Ready`: `done` of `total` in `unit` ("B" for bytes; total 0: unknown)."""
+    """Progress before `Ready`: `done` of `total` (0: unknown) in `unit` ("B": bytes)."""
 
     phase: str
     done: int = 0
@@ -79,13 +80,13 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """One step's outputs, also when they are empty: a sign of life."""
+    """Outputs of a step. Empty outputs are sent, too: they show that the core is alive."""
 
     step: StepOutputs
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """The requests of one `Add` were refused; `kind` is the name of a class in contracts/errors.py."""
+    """The requests of an `Add` were refused; `kind` is the name of a class in contracts/errors.py."""
 
     handles: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     kind: str
@@ -94,7 +95,7 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
-    """The answer to `Control`; `error` when it failed."""
+    """Answer to a `Control`; `error` is set when the operation failed."""
 
     id: int
     value: bool | int | str | None = None
@@ -110,7 +111,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """Bytes on the socket of this direction ("to_core", "from_core") were no message, for the `num`th time."""
+    """Bytes on the socket of `direction` ("to_core", "from_core") were not a message, for the `num`th time."""
 
     direction: str
     num: int

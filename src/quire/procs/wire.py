@@ -1,7 +1,7 @@
-"""What crosses a process boundary as bytes: plans, outputs and requests in msgpack, arrays as they lie in memory.
+"""Encoding of messages between processes: plans, outputs and requests in msgpack, arrays as they are in memory.
 
-No pickle: what comes from a socket can only become the records of `contracts`. An array is a msgpack extension of type
-ARRAY whose data is, little-endian throughout:
+No pickle: bytes from a socket can only become the records of `contracts`. An array is a msgpack extension of type ARRAY
+with this data, all little-endian:
 
     byte 0         index of the element type in ELEMENT_TYPES
     byte 1         number of dimensions n
@@ -45,22 +45,22 @@ def _from_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
     size = len(data)
     start = 2 + 4 * data[1] if size >= 2 else 2
     if code != ARRAY or size < start or data[0] >= len(ELEMENT_TYPES):
-        raise msgspec.DecodeError(f"extension {code} of {size} bytes is no array")
+        raise msgspec.DecodeError(f"extension {code} of {size} bytes is not an array")
     dtype, shape = ELEMENT_TYPES[data[0]], struct.unpack_from(f"<{data[1]}I", data, 2)
     if size - start != math.prod(shape) * dtype.itemsize:
         raise msgspec.DecodeError(f"an array of shape {shape} does not have {size - start} bytes")
-    array = np.frombuffer(bytearray(data[start:]), dtype)  # its own memory: writable, and the message can go
+    array = np.frombuffer(bytearray(data[start:]), dtype)  # a copy: writable, and the message can be freed
     return array if len(shape) == 1 else array.reshape(shape)
 
 
-@functools.cache  # by the few array types that records have
+@functools.cache  # one entry for each of the few array types of the records
 def _element_type(kind: Any) -> np.dtype[Any]:
     dtype: np.dtype[Any] = np.dtype(get_args(get_args(kind)[1])[0])
     return dtype
 
 
 def _check_array(kind: Any, value: object) -> object:
-    """msgspec asks for every field of a type that it does not know: only arrays of the right element type pass."""
+    """Accept only arrays of the right element type. msgspec calls this for every field of a type unknown to it."""
     wanted = _element_type(kind)
     if not isinstance(value, np.ndarray) or value.dtype != wanted:
         raise msgspec.ValidationError(f"expected an array of {wanted}")
@@ -80,13 +80,13 @@ _FROM_CORE: msgspec.msgpack.Decoder[FromCore] = _decoder(FromCore)
 
 
 def encode(message: Record | ToCore | FromCore) -> bytes:
-    """The message as bytes."""
+    """Return the message as bytes."""
     assert sys.byteorder == "little", "arrays travel little-endian"
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes | memoryview, kind: type[M]) -> M:
-    """The message of type `kind` in `data`. Its arrays own their memory.
+    """Return the message of type `kind` in `data`. Its arrays own their memory.
 
     Raises `msgspec.DecodeError` (of which `msgspec.ValidationError` is one) when the bytes hold anything else.
     """
@@ -95,12 +95,12 @@ def decode(data: bytes | memoryview, kind: type[M]) -> M:
 
 
 def decode_to_core(data: bytes | memoryview) -> ToCore:
-    """The message to the core in `data`; raises `msgspec.DecodeError` when the bytes hold anything else."""
+    """Return the message to the core in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
     return _decoded(_TO_CORE, data)
 
 
 def decode_from_core(data: bytes | memoryview) -> FromCore:
-    """The message from the core in `data`; raises `msgspec.DecodeError` when the bytes hold anything else."""
+    """Return the message from the core in `data`. Raises `msgspec.DecodeError` when the bytes hold anything else."""
     return _decoded(_FROM_CORE, data)
 
 
@@ -109,5 +109,5 @@ def _decoded(decoder: msgspec.msgpack.Decoder[D], data: bytes | memoryview) -> D
         return decoder.decode(data)
     except msgspec.DecodeError:
         raise
-    except (ValueError, OverflowError, RecursionError, MemoryError) as error:  # text, shapes, depth, lengths
+    except (ValueError, OverflowError, RecursionError, MemoryError) as error:  # wrong text, shape, depth, length
         raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from error

@@ -114,9 +114,9 @@ def test_after_two_dashes_nothing_is_changed() -> None:
     (["--zzzzzz=4"], "unknown flag --zzzzzz."),
     (["a", "b"], "unexpected argument 'b'"),
     (["--dtype", "int3"], "invalid choice: 'int3'"),
-    (["--max-num-seqs", "many"], "'many' is no whole number"),
-    (["--max-num-seqs", "1.5"], "'1.5' is no whole number"),
-    (["--watermark", "x"], "'x' is no number"),
+    (["--max-num-seqs", "many"], "'many' is not a whole number"),
+    (["--max-num-seqs", "1.5"], "'1.5' is not a whole number"),
+    (["--watermark", "x"], "'x' is not a number"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(args: list[str], message: str,
                                                capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +170,7 @@ def test_what_is_no_size(text: str) -> None:
 def test_help_names_every_flag_and_its_default() -> None:
     text = make_parser().format_help()
     assert all(flag in text for flag in FLAGS)
-    assert "token budget of one step (default: 2048 on a CPU, 8192 on a GPU; in LLM" in " ".join(text.split())
+    assert "token budget of a step (default: 2048 on a CPU, 8192 on a GPU; in LLM" in " ".join(text.split())
 
 
 def test_the_environment_gives_what_flags_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_the_environment_gives_what_flags_do_not(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [
-    ("QUIRE_MAX_NUM_SEQS", "lots", "environment variable QUIRE_MAX_NUM_SEQS: 'lots' is no whole number"),
+    ("QUIRE_MAX_NUM_SEQS", "lots", "environment variable QUIRE_MAX_NUM_SEQS: 'lots' is not a whole number"),
     ("QUIRE_OFFLINE", "perhaps", "environment variable QUIRE_OFFLINE: 'perhaps' is neither 1/true"),
 ])
 def test_a_bad_value_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str,

@@ -163,7 +163,7 @@ def test_a_keyword_that_changes_nothing_is_noted_once(caplog: pytest.LogCaptureF
     ({"enable_lora": True, "quantization": "awq"}, "enable_lora: adapters .*; quantization awq: quantized weights"),
     ({"enable_lora": "yes"}, "enable-lora: must be true or false"),
     ({"tensor_paralel_size": 2}, "Quire has no option 'tensor_paralel_size'"),
-    ({"port": 1}, "Quire has no option 'port' here: it is one of `quire serve`"),
+    ({"port": 1}, "Quire has no option 'port' here: it belongs to the server. Use `quire serve`"),
     ({"zzz": 1}, "`quire serve --help` lists what there is"),
 ])
 def test_keyword_arguments_that_cannot_be_met(given: dict[str, Any], words: str) -> None:

@@ -146,7 +146,7 @@ def test_absent_fields_that_ask_for_nothing_are_taken(name: str, value: Any, oth
         assert make(**{name: value, "top_k": 4}) == SamplingParams(top_k=4)
         with pytest.raises(InvalidParameter, match=f"{name} is not implemented"):
             make(**{name: other})
-    with pytest.raises(InvalidParameter, match="structural_tag is not implemented: write the form as a grammar"):
+    with pytest.raises(InvalidParameter, match="structural_tag is not implemented: write the output's structure"):
         StructuredOutputsParams(structural_tag="{}")  # type: ignore[call-arg]
     assert StructuredOutputsParams(regex="a", structural_tag=None).given == ["regex"]  # type: ignore[call-arg]
 

@@ -56,7 +56,7 @@ def test_every_command_has_help(args: list[str], capsys: pytest.CaptureFixture[s
     (["complete", "-p", "x", "--temperature", "9"], "temperature=9.0 is out of range"),
     (["completion", "powershell"], "invalid choice: 'powershell'"),
     (["version"], "there is no command 'version': it is `quire --version`"),
-    (["serve", "--port", "99999"], "argument --port: '99999' is no port: give 1 to 65535"),
+    (["serve", "--port", "99999"], "argument --port: '99999' is not a port: give 1 to 65535"),
     (["complete", "--device", "gpu"], "'gpu': only NVIDIA GPUs are supported: give cuda or cpu"),
     (["complete", "--device", "cuda:1"], "give cuda; the environment variable CUDA_VISIBLE_DEVICES"),
 ])
