@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire.text.json_parts import SchemaDocument, Part
+from quire.text.json_parts import Part, SchemaDocument
 
 FUEL = 50_000  # schemas that are looked at, for one form
 DEPTH = 16

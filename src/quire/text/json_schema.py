@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.contracts.errors import InvalidParameter, shown
 from quire.text.json_apart import Alternatives
-from quire.text.json_parts import LISTS, MAPS, SchemaDocument, Part
+from quire.text.json_parts import LISTS, MAPS, Part, SchemaDocument
 from quire.text.text_formats import FORMATS
 
 # Keywords that llguidance does not implement, and values with which they ask for nothing.
