@@ -1,4 +1,5 @@
-"""Tokens grouped by expert, each hit expert read once: in bfloat16 by the AMX linears of linear/native.py."""
+"""Experts on a CPU: tokens are grouped by expert, and each hit expert is read once. bfloat16 uses the AMX linears of
+linear/native.py."""
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,10 @@ Packed = list[tuple[Tensor | native.Packed, Tensor | native.Packed]]
 
 
 def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> Packed:
-    """See `quire.kernels.experts`: in bfloat16 on AMX in the layout of linear/native.py, else the weights as they are;
-    each of the two weights of all experts in one piece of memory, because huge pages hold more than one expert."""
+    """See `quire.kernels.experts`. bfloat16 on AMX gets the layout of linear/native.py, other weights stay unchanged.
+
+    All gate_up weights share one piece of memory, all down weights another: a huge page can hold several experts.
+    """
     if gate_up.dtype == torch.bfloat16 and not missing_amx():
         return list(zip(native.empty(num_experts, gate_up, True), native.empty(num_experts, down, False), strict=True))
     first, second = (memory.empty((num_experts, *one.shape), one.dtype) for one in (gate_up, down))
