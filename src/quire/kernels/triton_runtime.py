@@ -65,7 +65,7 @@ def missing() -> str:
 
 
 def missing_hopper() -> str:
-    """Return the reason why the Gluon kernels for Hopper cannot run in this process, or "". Gluon has no interpreter."""
+    """Return the reason why Hopper's Gluon kernels cannot run in this process, or "". Gluon has no interpreter."""
     if why := missing():
         return why
     if gl is None:

@@ -42,7 +42,7 @@ static inline __m512 sum_lanes(const __m512 *v) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
 }
 
-/* Where 16 tokens from `first` on lie; those past `stop` repeat the last one. */
+/* Find the addresses of 16 tokens from `first` on in the cache; tokens past `stop` repeat the last one. */
 static inline void locate(const RowsAttention *job, const int32_t *table, const void *base, long first, long stop,
                           const void **tokens, int half) {
     long block = first / job->block_size, offset = first % job->block_size;

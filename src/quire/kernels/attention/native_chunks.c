@@ -94,7 +94,7 @@ static void pack_context_tasks(void *argument) {
     }
 }
 
-/* What a task keeps: sums [32][dim], and per row the maximum and the sum of the weights. */
+/* State of a task: sums [32][dim], and per row the maximum and the sum of the weights. */
 typedef struct __attribute__((aligned(64))) Block {
     bf16 q[ROWS * WIDEST], weights[ROWS * SPAN];
     float scores[ROWS * SPAN], sums[ROWS * WIDEST], maximum[ROWS], total[ROWS];

@@ -1,4 +1,4 @@
-/* From the projected heads to what attention reads: q and k normalized and rotated, k and v stored in the cache. One
+/* Norm and rotation of the projected q and k heads, and the write of k and v to the cache. One
    pass over the projection; values stay in float32 between the steps. */
 
 typedef struct HeadsJob {

@@ -65,7 +65,7 @@ INLINE void multiply(const LinearJob *job, const bf16 *x, const bf16 *w, long st
     }
 }
 
-/* Fetch, for writing, the lines of y that `finish` is going to write: they lie a row apart, mostly in main memory. */
+/* Prefetch, for writing, the cache lines of y that `finish` will write: they lie a row apart, mostly in main memory. */
 static inline void expect(const LinearJob *job, long row, long rows, long group) {
     const long width = job->out == OUT_GATED ? GROUP / 2 : GROUP, size = job->out == OUT_F32 ? 4 : 2;
     const char *to = (const char *)job->y + (row * job->cols + group * width) * size;

@@ -1,4 +1,4 @@
-/* What every native kernel shares: threads, vector types and the few functions on them.
+/* Shared by all native kernels: threads, vector types and the few functions on them.
 
    All kernels are compiled as one file (see build.py), so everything here is static.
 

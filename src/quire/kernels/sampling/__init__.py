@@ -14,7 +14,7 @@ Contract of every implementation: a row's token depends on that row's logits, pa
 of operations, for a row:
 
     1. edits and penalties      4. top-k, keeps equals of the k-th
-    2. temperature              5. top-p, keeps the shortest sorted prefix that reaches p (equals by ascending id)
+    2. temperature              5. top-p, keeps the shortest sorted prefix that reaches p (at least one id)
     3. min-p                    6. argmax of value + Gumbel noise, lowest id among equals
 """
 
