@@ -29,7 +29,7 @@ ROWS, WIDTH, DEEP = 128, 128, 64  # pairs of a tile, outputs of each of its two 
 STAGES = 4  # iterations that the ring holds: 48 KiB each
 BAND = 32  # tiles of pairs that run side by side through the same columns; 8 are up to 15% slower (H200, docs/log.md)
 MOST_SMALL = 24  # up to so many pairs per expert in the mean, the smaller tiles of triton.py are as fast
-WORDS = 4  # of a tile's record: expert, first of its pairs in `order`, the expert's pairs from there on, number of tiles
+WORDS = 4  # of a tile's record: expert, first entry in `order`, pairs of the expert from there on, number of tiles
 
 empty, put = triton.empty, triton.put
 
