@@ -267,7 +267,7 @@ def prefill_kernel(
     table                    [slots or sequences, blocks] int32; stride_table  elements from row to row
     tiles                    `Plan.tiles` of 128 rows, WORDS words each
     sinks                    [H], or None
-    scale, cap               see `triton_tiles.rescore`;  WINDOW  tokens that a row sees, 0: all
+    scale, cap, CAPPED       see `triton_tiles.rescore`;  WINDOW  tokens that a row sees, 0: all
     HEADS, GROUP             KV heads; query heads of a KV head
     SIZE, TILE, STAGES       tokens of a block; of a tile of keys; tiles of keys in the ring
     """

@@ -81,6 +81,7 @@ def _merge(
     row, num_rows                 first row of the sequence, and its rows
     first, parts                  its own parts: index of the first, number
     prefix_first, prefix_parts    parts of its shared prefix: index of the first, number
+    head                          KV head; other arguments as in `decode_kernel`
 
     All rows are added side by side, parts one after the other; AT_ONCE of them are read at the same time.
     """

@@ -246,6 +246,7 @@ def _plan_kernel(
     prefix_parts                         parts of a shared prefix
     TILE, PARTS                          keys of an iteration of a decode; most items of a sequence
     WINDOW, SIZE, HEADS                  tokens that a row sees (0: all); tokens of a block; KV heads
+    ITEM_WORDS, TILE_WORDS               words of an item; of a tile
     """
     program = tl.program_id(0)
     seqs = tl.arange(0, WIDTH)

@@ -118,6 +118,8 @@ def attend(
     q       [M, DP] queries
     k, v    pointers to the head in block 0;  table  pointer to the sequence's row of the block table
     MASKED  False: (end - start) % TILE == 0 and every row sees all tokens
+
+    Other arguments: see `load_tile`, `rescore` and the top of this file.
     """
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):

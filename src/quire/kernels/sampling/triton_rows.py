@@ -70,6 +70,7 @@ def gumbel(word):
 
 @jit
 def _log2(value, NATIVE: tl.constexpr):
+    """Return log2 of float32 values; NATIVE: by the PTX instruction lg2.approx, which the interpreter does not have."""
     if NATIVE:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1

@@ -284,7 +284,7 @@ def select_kernel(
 
     logits, edited                   [R, vocab]; stride  elements from row to row of logits
     broken                           [R] int32, see `Scratch`; 0 afterwards
-    slots, positions, table          see `Rows`
+    slots, positions, table          see `Rows`;  EDITED  rows may have rewritten copies
     partial, group_max, tile_mass    see `Scratch`, written by `stream_kernel`
     group_list, values, ids, before, pending, masses, peaks   see `Scratch`, outputs
     tokens, codes                    [R] int64 and uint8, outputs
