@@ -41,7 +41,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def facts() -> CudaFacts:
-    """What the GPU is."""
+    """Facts about the GPU; skips the test if there is none."""
     try:
         return read_cuda_facts()
     except ConfigError as error:

@@ -199,7 +199,7 @@ def test_other_types_and_widths(name: str, dtype: torch.dtype, dim: int) -> None
 def test_few_and_many_heads_share_keys(
     op: ModuleType, heads: tuple[int, int], dim: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where heads are a power of two and blocks whole tiles, Hopper's own kernel runs; else the other, and is right."""
+    """Hopper's kernel runs if heads are a power of two and blocks whole tiles, else Triton's. Both are right."""
     launched, kernel = [], hopper.prefill_kernel
 
     class Watched:

@@ -221,7 +221,7 @@ def test_expanded_waits_for_nothing() -> None:
 @pytest.mark.parametrize("name", ["decode-64", "mixed", "shared", "shared-mixed"])
 @torch.inference_mode()
 def test_a_layer_can_be_captured(name: str) -> None:
-    """What a graph leaves is what the layer leaves; forms agree; queries of all heads, from one projection."""
+    """A graph gives the layer's results; absorbed and expanded attention agree; one projection gives all queries."""
     config = {
         "model_type": "deepseek_v2", "q_lora_rank": None, "kv_lora_rank": L, "qk_nope_head_dim": P,
         "qk_rope_head_dim": R, "v_head_dim": V, "hidden_size": 2048, "num_attention_heads": 16,

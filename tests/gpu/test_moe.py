@@ -73,7 +73,7 @@ def chain(layers: Layers, given: Tensor, forks: bool) -> Tensor:
 
 
 def slow(layers: Layers, stream: str) -> None:
-    """One stream comes late everywhere: at the start of what is launched there, or before the fork."""
+    """Delay a stream in every layer: at the start of its work, or before the fork."""
 
     def late(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wait(*given: Any) -> Tensor:

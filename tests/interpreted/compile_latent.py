@@ -20,7 +20,7 @@ def check(made: Made) -> None:
 
 def launch(tokens: int, longest: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16, few: int = 1,
            seqs: int = 64) -> None:
-    """One layer of a step in the middle of an arena, on tensors without storage."""
+    """Launch a layer of a step, in the middle of an arena, on tensors without storage."""
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 

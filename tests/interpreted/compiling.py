@@ -29,7 +29,7 @@ class Made:
 
     @property
     def ptx(self) -> str:
-        """Its text in PTX."""
+        """The kernel's text in PTX."""
         return self.file("ptx").read_text()
 
     @property
@@ -49,12 +49,12 @@ class Made:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def file(self, kind: str) -> Path:
-        """Where Triton keeps what it made of the kernel."""
+        """Return the path of a compiled file ("ptx", "cubin", ...) of the kernel in Triton's cache."""
         return next(Path(path) for name, path in self.files.items() if name.endswith("." + kind))
 
 
 class AbsentGpu:
-    """What Triton asks of a driver. Prints the name of whatever it compiles and calls `check` with it.
+    """A Triton driver without a GPU. Prints the name of each compiled kernel and calls `check` with it.
 
     `capability` (90: Hopper) and `room`, bytes of shared memory of a program, can be changed at any time: whatever is
     launched then is seen anew. Programs must fit into the room; those in Gluon, which are for Hopper alone, into
@@ -96,7 +96,7 @@ class AbsentGpu:
 
         @staticmethod
         def get_device_properties(device):
-            """As much shared memory as any GPU has."""
+            """Return as much shared memory as any GPU has."""
             return {"max_shared_mem": AbsentGpu.HOPPER}
 
     class launcher_cls:

@@ -208,7 +208,7 @@ def test_shared_prefixes(query_lens: tuple[int, ...], block_size: int) -> None:
 
 
 def test_a_shared_prefix_is_read_once() -> None:
-    """What the items of members read begins behind the prefix."""
+    """The items of members read from the end of the prefix on."""
     case = Case((1, 1, 1), (300, 260, 270), heads=(4, 2), head_dim=64, block_size=64, deal="shared")
     q, kv, meta = inputs.make(case, torch.float32)
     slots, ones = np.arange(3, dtype=np.int32), np.ones(3, np.int32)
@@ -277,7 +277,7 @@ def test_compiles_for_hopper(full: bool) -> None:
 
 
 def launch_production(block_size: int, heads: tuple[int, int], dim: int, **options: Any) -> None:
-    """One layer of every kind of step, on tensors without storage."""
+    """Launch a layer of every kind of step, on tensors without storage."""
     meta_device, dtype = torch.device("meta"), options.pop("dtype", torch.bfloat16)
     arena = torch.empty(9, 28, 2, heads[1], block_size, dim, dtype=dtype, device=meta_device)
     kv = KVView(arena[:, 3, 0], arena[:, 3, 1])

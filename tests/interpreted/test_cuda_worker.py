@@ -64,7 +64,7 @@ class Recording(Graphs):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """What PyTorch does here is over long before a second thread has begun."""
+    """Use one PyTorch thread: the operations here are shorter than the start of a second thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -149,7 +149,7 @@ def run_ahead(runner: StepRunner, plans: tuple[StepPlan, ...]) -> list[StepResul
 def test_the_same_tokens_as_the_naive_runner_s(
     cuda_runner: Callable[..., StepRunner], monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], model: str
 ) -> None:
-    """With sizes decodes and samples are padded, and whole steps of up to 48 tokens, made for 2 and for 4 sequences."""
+    """With graph sizes, decodes, samples and mixed steps of up to 48 tokens are padded, to 2 or to 4 sequences."""
     monkeypatch.setattr("quire.worker.graphs.NARROW", 2)
     oracle = naive(model)
     runner = cuda_runner(replace(LIMITS, graph_sizes=sizes, graph_tokens=(48,) if sizes else ()), model)
@@ -177,7 +177,7 @@ def test_parts_go_together_as_they_are_chosen(forced: dict[str, str], cuda_runne
 
 
 def test_a_step_without_rows(cuda_runner: Callable[..., StepRunner]) -> None:
-    """What it brings is there for the next one."""
+    """The next step sees the requests that such a step admits."""
     runner, oracle = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,))), naive()
     admitted = (admission(2, 12, (3,)),)
     plans = (plan(1, (), (), ()), plan(2, (), (), (), admitted=admitted), plan(3, (2,), (12,), (SAMPLE,)),
@@ -226,8 +226,8 @@ def test_a_vector_that_is_not_a_number_fails_alone(cuda_runner: Callable[..., St
 
 
 def test_what_runs_is_what_was_captured(cuda_runner: Callable[..., StepRunner]) -> None:
-    """One launch for the layers and one for all that comes after the logits; none are drawn where nothing is sampled.
-    The smallest of each kind runs before anybody waits."""
+    """A step launches a graph for its layers and one for the work after the logits; without a sampled row there is no
+    draw. `warm_up` runs the smallest graph of each kind."""
     runner = cuda_runner(replace(LIMITS, graph_sizes=(2, 4), graph_tokens=(48,)))
     runner.warm_up()
     graphs = runner.recorder

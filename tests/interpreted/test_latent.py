@@ -209,7 +209,7 @@ def test_many_sequences_are_added_up_by_few_programs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_serves_every_layer_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one layer leaves in the scratch does not reach the next; a long context is cut for many programs."""
+    """Values that a layer leaves in the scratch do not reach the next layer. Many programs share a long context."""
     q_latent, q_rope, cache, meta = make(CASES[len(inputs.CASES)], R, torch.float32)
     device, up = on_device(meta), weights(16, P, V, q_latent.shape[2], torch.float32)
     monkeypatch.setattr(triton, "WORKSPACE", 1)

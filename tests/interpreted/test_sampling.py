@@ -53,7 +53,7 @@ def scalar_bounds() -> Iterator[None]:
 
 
 class Both:
-    """One batch on both samplers; row r is slot r + 1, slot 0 is for padding."""
+    """A batch on both samplers; row r is slot r + 1, slot 0 is for padding."""
 
     def __init__(self, specs, tokens, vocab, few=None, longest=None):
         count = len(specs)
@@ -298,7 +298,8 @@ def random_masks(slots, vocab, share, seed=0):
 
 @pytest.mark.parametrize("vocab", [300, 2080])
 def test_only_what_a_mask_allows_is_drawn(vocab):
-    """Of rows of every kind, beside rows without a mask; ranks of masks are not those of rows, nor of slots."""
+    """Masked rows of every kind stand beside rows without a mask; indices of masks differ from those of rows and slots.
+    """
     fields = [
         {"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.9, "min_p": 0.01}, {"allowed_ids": tuple(range(40, 60))},
         {"repetition_penalty": 1.7, "logit_bias": ((7, 9.0), (8, 9.0), (9, 9.0))}, {"bad_words": ((3, 8), (17,))},
@@ -320,7 +321,7 @@ def test_only_what_a_mask_allows_is_drawn(vocab):
 
 
 def test_masks_are_read_only_where_a_slot_may_have_one_and_fail_rows_alone():
-    """What an earlier step has left of masks touches nobody; a mask of nothing, and one that hides a NaN."""
+    """Masks of an earlier step have no effect. Also: a mask that allows nothing, one that forbids the id of a NaN."""
     specs = [SamplerSpec(seed=i, num_prompt=1, temperature=0.0, presence_penalty=0.1, grammar=i < 3) for i in range(4)]
     both = Both(specs, [PROMPT] * 4, 300)
     logits = model_like(4, 300)

@@ -1,4 +1,4 @@
-"""One folder per operation: signature and contract, `ref.py` (the specification), fast implementations, inputs.
+"""The operations of a model, one folder each: contract (`__init__.py`), reference (`ref.py`), fast implementations.
 
-Knows tensors and what a device can do. Knows nothing of models, layers, checkpoints or requests.
+Knows tensors and devices. Knows nothing of models, layers, checkpoints or requests.
 """

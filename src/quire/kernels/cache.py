@@ -1,13 +1,16 @@
-"""Compiled Triton kernels: kept on disk, and compiled in parallel before they are needed.
+"""Compiled Triton kernels: a cache on disk, and parallel compilation ahead of need.
 
-Triton keys what it keeps by source, signature, options, compiler and GPU, so a folder serves any number of versions and
+Triton's cache key holds source, signature, options, compiler and GPU, so one folder serves any number of versions and
 machines. Three things are slow the first time: the compiler (0.2 to 2 s a kernel, mostly without Python's lock), the
-small C program that passes a kernel's arguments (a C compiler, 0.3 s for each signature), and loading it onto the GPU.
-Here all three happen in threads.
+small C program that passes a kernel's arguments (a C compiler, 0.3 s for each signature), and loading the kernel onto
+the GPU. Threads do all three.
 
-    with compiling_ahead() as ahead:     every launch inside compiles its kernel and runs nothing, so that a step made
-        model(...)                       here leaves garbage in its outputs, and whatever that step would launch is
-    print(ahead.report())                compiled, with the very arguments that decide about the variants of a kernel
+    with compiling_ahead() as ahead:
+        model(...)
+    print(ahead.report())
+
+Inside the block every launch compiles its kernel and runs nothing. So the step compiles exactly the kernel variants
+that its arguments need, and its outputs are garbage.
 
 Knows Triton's runtime as of 3.6 (`JITFunction.run`, its asynchronous mode); knows no kernel.
 """
@@ -34,7 +37,12 @@ MAX_THREADS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """How many kernels were asked for, how many of them the disk did not have, and what could not be compiled."""
+    """Counts of a parallel compilation.
+
+    num_kernels    different kernels that were launched
+    num_compiled   of them, not found in the cache on disk
+    failed         (kernel, error) of those that could not be compiled
+    """
 
     num_kernels: int
     num_compiled: int
@@ -47,10 +55,10 @@ class CompileReport:
 
 
 def use_cache_folder(folder: Path | None = None) -> tuple[Path, str]:
-    """Keep compiled kernels in `folder` (None: Quire's, see `config/env.py`); once, before the first launch.
+    """Keep compiled kernels in `folder` (None: Quire's, see `config/env.py`). Call it once, before the first launch.
 
-    Returns the folder that is used and a line for the user, "" when it is the one that was wanted: one that cannot be
-    written gives way to a temporary one.
+    Returns the folder in use and a note for the user. If `folder` cannot be written, a temporary folder is used and the
+    note says so; else the note is "".
     """
     wanted = triton_cache_folder() if folder is None else folder
     note = ""
@@ -70,7 +78,7 @@ def use_cache_folder(folder: Path | None = None) -> tuple[Path, str]:
 
 @dataclass(kw_only=True)
 class Ahead:
-    """What is being compiled."""
+    """Kernels that are being compiled ahead."""
 
     began: float = field(default_factory=perf_counter)
     seconds: float = 0.0
@@ -79,11 +87,11 @@ class Ahead:
     on_disk: list[bool] = field(default_factory=list)
 
     def compiled(self, *, cache_hit: bool, **_: object) -> None:
-        """Triton is done with a kernel; whether the disk had it."""
+        """Called by Triton after each kernel; `cache_hit`: the kernel was in the cache on disk."""
         self.on_disk.append(cache_hit)
 
     def report(self) -> CompileReport:
-        """What came of it; after the `with`."""
+        """Return the counts and failures; call it after the `with` block."""
         failed = [(name, (str(error).strip().splitlines() or [type(error).__name__])[-1])
                   for name, future in self.kernels if (error := future.exception())]
         return CompileReport(num_kernels=len(self.kernels), num_compiled=self.on_disk.count(False),
@@ -92,9 +100,10 @@ class Ahead:
 
 @contextmanager
 def compiling_ahead() -> Iterator[Ahead]:
-    """Turn every launch of a Triton kernel inside, by the caller's thread, into its compilation in a thread.
+    """Compile kernels instead of launching them: inside, each launch by this thread starts a compilation in a pool.
 
-    Leaving waits for all. A kernel that cannot be compiled is in the report; launching it later raises its error.
+    The end of the block waits for all of them. The report lists kernels that cannot be compiled; a later launch of such
+    a kernel raises its error.
     """
     ahead = Ahead()
     if triton is None or INTERPRETED:
@@ -116,7 +125,7 @@ def compiling_ahead() -> Iterator[Ahead]:
 
 @contextmanager
 def _launching_nothing(ahead: Ahead) -> Iterator[None]:
-    """`kernel[grid](...)` by this thread only looks its kernel up; that of other threads is as ever."""
+    """Make `kernel[grid](...)` of this thread look its kernel up without a launch; other threads launch as usual."""
     owner, function = threading.get_ident(), triton.runtime.jit.JITFunction
     launch = function.run
 
@@ -135,11 +144,11 @@ def _launching_nothing(ahead: Ahead) -> Iterator[None]:
 
 
 def _mode(threads: ThreadPoolExecutor, ahead: Ahead) -> Any:
-    """Triton's own mode for compiling in threads, with loading added to each compilation."""
+    """Return Triton's mode for compiling in threads, extended: each compilation also loads the kernel."""
     base: Any = triton.AsyncCompileMode
 
     class Mode(base):  # type: ignore[misc]
-        """Also prepares the launch, and remembers what it submitted."""
+        """Triton's asynchronous mode, which also prepares the launch and lists the submitted kernels."""
 
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
             def prepare() -> Any:

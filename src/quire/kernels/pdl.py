@@ -1,10 +1,13 @@
 """Programmatic dependent launch (compute capability 9.0): a kernel starts while the one before it in the stream ends.
 
-A kernel that takes part is launched with `options(True)` and has the constexpr PDL. Before `gdc_wait` it touches only
-what no kernel of a step writes (weights); after it, everything launched before has ended and is visible: every program
-of every such kernel waits, so what holds for its predecessor holds for all before. `gdc_launch_dependents` comes first:
-it lets the next kernel start once all programs of this one run. Kernels that take no part, like the first after a join
-of two streams, are launched as ever, after the end of what was before them.
+A kernel that takes part is launched with `options(True)` and has the constexpr PDL. It calls two functions:
+
+- `gdc_launch_dependents`, first: lets the next kernel start once all programs of this kernel are running.
+- `gdc_wait`: waits until all kernels launched before have ended and their writes are visible. Before it, a kernel reads
+  only data that no kernel of a step writes (weights). Every program of every such kernel waits, so waiting for the
+  predecessor means waiting for all kernels before.
+
+Other kernels, like the first after a join of two streams, start after the end of the kernel before, as usual.
 """
 
 import functools
@@ -22,10 +25,10 @@ def _possible() -> bool:
 
 
 def in_use() -> bool:
-    """Whether kernels that can take part do."""
+    """Return True if programmatic dependent launch is possible here and enabled."""
     return ENABLED and _possible()
 
 
 def options(pdl: bool) -> dict[str, bool]:
-    """Launch options of a kernel; none where it takes no part, for interpreters know none."""
+    """Return the launch options of a kernel; empty without PDL, since the interpreter does not know the option."""
     return {"launch_pdl": True} if pdl else {}

@@ -1,8 +1,8 @@
-"""Which implementation of each operation runs: decided once, at start-up, as a value that can be printed.
+"""Choose the implementation of each operation once, at start-up; the choice is a value that can be printed.
 
-An implementation is a module with the functions its operation's `__init__` describes; `supports.py` says what it can
-do. A probe says what a machine lacks: `here` asks this process, others answer for a machine that is only described.
-Knows nothing of how implementations work, and imports PyTorch only with those that were chosen.
+An implementation is a module with the functions that its operation's `__init__` describes; `supports.py` lists its
+capabilities. A probe tells what a machine lacks: `here` asks this process; other probes answer for a described machine.
+Knows nothing of how implementations work. Imports PyTorch only with the chosen implementations.
 """
 
 import importlib
@@ -14,14 +14,15 @@ from typing import Any
 from quire.contracts.errors import ConfigError
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
 
-Probe = Callable[[str], str]  # a key of NEEDS -> why there is none, or ""
+Probe = Callable[[str], str]  # key of NEEDS -> the reason why the need is not met, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelNeeds:
-    """What a model asks of an operation. `features` are words of the operation's `__init__` (window, sinks, ...).
+    """Requirements of a model for an operation.
 
-    head_dim   of its attention heads; 0: does not matter
+    features   words of the operation's `__init__` (window, sinks, ...)
+    head_dim   size of the attention heads; 0: does not matter
     """
 
     device: str
@@ -32,8 +33,11 @@ class KernelNeeds:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that was picked for `op`, why, and why each other one before it (or at all, where one was
-    asked for) was not; `features`: what it can do here beside what all can, sorted."""
+    """The chosen implementation of an operation.
+
+    rejected   (implementation, reason) of better ones that were not chosen; of all others if one was forced
+    features   features of the implementation on this machine, sorted
+    """
 
     op: str
     name: str
@@ -48,7 +52,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The chosen implementation modules by operation, None for what the model has no use for; and the choices.
+    """The chosen implementation modules by operation, and the choices. None: the model does not use the operation.
 
     The plan of the expert layers names the implementation of `experts`: it depends on the dispatcher.
     """
@@ -63,19 +67,19 @@ class Kernels:
     routing: Any = None
 
     def features(self, op: str) -> tuple[str, ...]:
-        """What the implementation of `op` can do beside what all can; nothing where there is none."""
+        """Return the features of the chosen implementation of `op`; () if the model does not use `op`."""
         return next((choice.features for choice in self.choices if choice.op == op), ())
 
 
 def here(need: str) -> str:
-    """Why this process cannot run what needs `need`, or ""; imports what knows it."""
+    """Return the reason why this process cannot meet `need`, or ""; imports the module that knows it."""
     module, _, name = NEEDS[need].partition(":")
     why: str = getattr(importlib.import_module(module), name)()
     return why
 
 
 def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
-    """Why an implementation cannot serve `needs`; "" when it can. The machine is asked last."""
+    """Return the reason why an implementation cannot serve `needs`, or "". The machine is probed last."""
     if needs.device not in support.devices:
         return f"runs on {', '.join(sorted(support.devices))}, not on {needs.device}"
     if needs.dtype not in support.dtypes:
@@ -89,15 +93,15 @@ def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
 
 
 def features(support: Support, probe: Probe = here) -> tuple[str, ...]:
-    """What an implementation can do on this machine beside what all can, sorted."""
+    """Return the features of an implementation on this machine, sorted."""
     extra = [words for need, words in support.extra.items() if not probe(need)]
     return tuple(sorted(support.features.union(*extra)))
 
 
 def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe = here) -> Choice:
-    """The best implementation of `op` for `needs`, or `forced`.
+    """Choose the best implementation of `op` for `needs`, or `forced`.
 
-    Raises ConfigError when `forced` does not exist or cannot serve the needs, with the reasons for every candidate.
+    Raises ConfigError if `forced` does not exist or cannot serve the needs, with the reasons for every candidate.
     """
     supports = SUPPORTS[op]
     if forced is not None and forced not in supports:
@@ -120,8 +124,13 @@ def choose_kernels(
     device: str, dtype: str, *, ops: tuple[str, ...] = DENSE, head_dim: int = 0,
     attention_features: frozenset[str] = frozenset(), forced: dict[str, str] | None = None, probe: Probe = here,
 ) -> tuple[Choice, ...]:  # fmt: skip
-    """Pick the operations `ops` for a model computed in `dtype` on `device`, with attention heads of `head_dim`;
-    `forced` maps operations to names."""
+    """Choose implementations of the operations `ops` for a model.
+
+    device, dtype        where and in which type the model computes
+    head_dim             size of its attention heads
+    attention_features   words of `quire.kernels.attention` that it needs
+    forced               operation -> implementation to use
+    """
     forced = forced or {}
     unknown = sorted(set(forced) - set(ops))
     if unknown:
@@ -132,12 +141,12 @@ def choose_kernels(
 
 
 def select_kernels(device: str, dtype: str, **asked: Any) -> Kernels:
-    """`choose_kernels`, and import what was chosen."""
+    """Choose implementations as `choose_kernels` does, and import them."""
     return load_kernels(choose_kernels(device, dtype, **asked))
 
 
 def load_kernels(choices: tuple[Choice, ...]) -> Kernels:
-    """Import what was chosen."""
+    """Import the chosen implementations."""
     return Kernels(choices=choices, **{choice.op: load_kernel(choice.op, choice.name) for choice in choices})
 
 

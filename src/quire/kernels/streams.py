@@ -1,8 +1,9 @@
-"""A second stream of a CUDA device, for short work beside long work that does not depend on it.
+"""A side stream of a CUDA device, for short work beside long work that does not depend on it.
 
-What is allocated beside, PyTorch gives away again on that stream alone, after the next fork, which waits for all that
-used it: nothing that was allocated beside may be used later. What was allocated before a fork and is read beside, its
-caller keeps to the join.
+Memory rules, since PyTorch's allocator reuses memory per stream:
+
+- A tensor allocated on the side stream must not be used after the next fork: the next work there may overwrite it.
+- The caller keeps every tensor that was allocated before the fork, and is read on the side stream, until the join.
 """
 
 import functools
@@ -13,14 +14,20 @@ import torch
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all that runs on a device: cuBLAS keeps 32 MiB for every stream that it has seen. Its programs go first,
-    or they would wait behind the thousands of a long kernel; nothing is captured on a stream of that priority."""
+    """Return the side stream of a device; there is one, since cuBLAS keeps 32 MiB for every stream that it has seen.
+
+    It has high priority: otherwise its programs would wait behind the thousands of a long kernel. CUDA graphs are
+    captured on another stream, of default priority.
+    """
     return torch.cuda.Stream(device, priority=-1)
 
 
 class Fork(AbstractContextManager["Fork"]):
-    """What is launched in `with fork.beside:` waits for what was launched before the fork, and what is launched after
-    `fork.join()`, at the latest after `with Fork(side) as fork:`, waits for it. Without a side there is one stream."""
+    """A fork of the main stream into main and side stream; without a side stream everything runs on the main one.
+
+    `with fork.beside:` launches kernels on the side stream. They start after all kernels launched before the fork.
+    `fork.join()` makes the main stream wait for them; the end of `with Fork(side) as fork:` does so at the latest.
+    """
 
     def __init__(self, side: torch.cuda.Stream | None) -> None:
         self._side, self._main = side, None if side is None else torch.cuda.current_stream(side.device)
@@ -32,7 +39,10 @@ class Fork(AbstractContextManager["Fork"]):
         self.join()
 
     def join(self) -> bool:
-        """Wait for the side, the first time; whether it was now, so that what is launched next follows two streams."""
+        """Make the main stream wait for the side stream. Return True if this call did so, False if it was done before.
+
+        After True the next kernel follows two streams: it cannot use programmatic dependent launch.
+        """
         main, self._main = self._main, None
         if main is not None and self._side is not None:
             main.wait_stream(self._side)

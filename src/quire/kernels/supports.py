@@ -1,9 +1,9 @@
-"""What each implementation of an operation can do and what it needs of a machine: data, read without PyTorch."""
+"""Table of all implementations of all operations: devices, dtypes, features and needs. Readable without PyTorch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# What a machine may have -> the function that says why this process cannot use it, or "".
+# A need of an implementation -> the function that returns why this process cannot meet it, or "".
 NEEDS: Mapping[str, str] = {
     "triton": "quire.kernels.triton_runtime:missing",
     "hopper": "quire.kernels.triton_runtime:missing_hopper",
@@ -17,11 +17,13 @@ NEEDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """What an implementation can do.
+    """Capabilities of an implementation.
 
-    features       words of the operation's `__init__`;  extra  those it has only where a need is met, by need
+    features       features that it has everywhere; words of the operation's `__init__`
+    extra          need -> features that it has only if the need is met
     max_head_dim   the widest attention head; None: any
-    needs          keys of `NEEDS`: without one of them it cannot run;  typed  those that one dtype adds, by dtype
+    needs          keys of `NEEDS`: it cannot run if one of them is not met
+    typed          dtype -> needs that this dtype adds
     """
 
     devices: frozenset[str]
@@ -44,7 +46,7 @@ NATIVE = replace(PLAIN, needs=("native",))
 _STACKED = frozenset({"in place"})  # experts as they are stored
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
-# Operation -> its implementations, best first. Every one ends with the reference, which needs nothing.
+# Operation -> its implementations, best first. The last one is always the reference, which has no needs.
 SUPPORTS: dict[str, Mapping[str, Support]] = {
     "norm": _SMALL,
     "heads": _SMALL,
@@ -82,4 +84,4 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "ref": replace(REFERENCE, features=_STACKED),
     },
 }  # fmt: skip
-DENSE = ("norm", "heads", "activation", "linear", "attention")  # operations of a model with plain layers
+DENSE = ("norm", "heads", "activation", "linear", "attention")  # operations of a dense model

@@ -1,6 +1,6 @@
-"""Triton, where it is installed: the one place that imports it, so that every kernel module can be imported anywhere.
+"""The only import of Triton, which may be missing: every kernel module can be imported anywhere.
 
-Without Triton `jit` gives functions that cannot be called, and `missing` says why no Triton kernel can run.
+Without Triton `jit` returns functions that cannot be launched, and `missing` returns the reason.
 """
 
 import functools
@@ -26,11 +26,11 @@ else:
     INTERPRETED = False
 
     def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-        """What stands for a kernel where there is none."""
+        """Stand in for `triton.jit`: return the function, which cannot be launched."""
         return function or jit
 
 
-GLUON_VERSIONS = ("3.6.",)  # of Triton: its lower level is experimental, so each must have been tried
+GLUON_VERSIONS = ("3.6.",)  # Triton versions whose Gluon is tested: this lower level of Triton is experimental
 if triton is not None and triton.__version__.startswith(GLUON_VERSIONS) and not INTERPRETED:
     from triton.experimental.gluon import jit as gluon_jit
     from triton.experimental.gluon import language as gl
@@ -40,13 +40,13 @@ else:
     gl = hopper = descriptors = None
 
     def gluon_jit(function: Callable[..., Any]) -> Any:
-        """What stands for a kernel where there is none."""
+        """Stand in for `gluon.jit`: return the function, which cannot be launched."""
         return function
 
 
 @functools.cache
 def missing() -> str:
-    """Why Triton kernels cannot run in this process, or ""."""
+    """Return the reason why Triton kernels cannot run in this process, or ""."""
     if triton is None:
         return "Triton is not installed"
     if INTERPRETED:
@@ -56,7 +56,7 @@ def missing() -> str:
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         return f"needs compute capability 8.0, this GPU has {major}.{minor}"
-    names = (named,) if (named := c_compiler()) else ("gcc", "clang")  # what Triton builds a kernel's launcher with
+    names = (named,) if (named := c_compiler()) else ("gcc", "clang")  # Triton compiles a launcher for each kernel
     if not any(map(shutil.which, names)):
         return f"Triton needs a C compiler ({' or '.join(names)}): install one, or name it in CC"
     if not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
@@ -65,7 +65,7 @@ def missing() -> str:
 
 
 def missing_hopper() -> str:
-    """Why Hopper's kernels, in Gluon, which the interpreter does not know, cannot run in this process, or ""."""
+    """Return the reason why Hopper's Gluon kernels cannot run in this process, or "". Gluon has no interpreter."""
     if why := missing():
         return why
     if gl is None:

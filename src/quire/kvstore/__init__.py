@@ -1,5 +1,5 @@
-"""The bytes of the KV cache: where a page lies in memory.
+"""The memory of the KV cache: the place of each page and of each layer in it.
 
-Knows the geometry of a page and torch devices. Knows nothing of requests, keys or which block is whose (`kv/` decides
-that), nor of how attention reads a page (`kernels/attention`).
+Knows the geometry of a page and torch devices. Knows nothing of requests, keys or the owners of blocks (see `kv/`), nor
+of the attention kernels that read a page (`kernels/attention`).
 """

@@ -1,12 +1,12 @@
-"""One device's KV cache as an array of pages; a layer's cache is a strided view into it.
+"""The KV cache of a device: an array of pages. A layer's cache is a strided view into it.
 
     arena   | page 0 (padding) | page 1 | page 2 | ...                    num_blocks x page_bytes
     page    | layer a: K | layer a: V | layer b: K | layer b: V | ...     the layers of one group, in its order
     K       | head 0: token 0, token 1, ... | head 1: ... | pad |         [head][token][dim], padded to 256 bytes
 
-A page is contiguous, so moving a block, all layers of it, is one copy. Every component starts at a multiple of 256
-bytes, in memory too. Groups have pages of one size and share the arena: a block belongs to whichever group took it.
-Knows nothing of who uses which page.
+A page is contiguous, so moving a block with all its layers is one copy. Every component starts at a multiple of 256
+bytes, in memory too. All groups have pages of the same size and share the arena: any group can take any block.
+Knows nothing of which request uses which page.
 """
 
 import torch
@@ -28,12 +28,14 @@ _DTYPES = {
 
 
 class KVArena:
-    """`num_blocks` pages (block 0 included) on `device`; zeros, on the CPU touched only when written.
+    """The arena: `num_blocks` pages (block 0 included) on `device`.
+
+    A GPU's arena is filled with zeros; a CPU allocates a page when it is first written.
 
     data    [num_blocks * page_bytes] uint8, contiguous, starting at a multiple of 256 bytes
     pages   [num_blocks, page_bytes] uint8, a view of it
 
-    Raises `ConfigError` for a component type that is not known or groups whose pages differ in size.
+    Raises `ConfigError` if a component has an unknown type, or if pages of groups differ in size.
     """
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, device: torch.device) -> None:
@@ -47,7 +49,7 @@ class KVArena:
         raw = memory.empty((size + PAGE_ALIGN,), torch.uint8, device)
         self.data = raw.narrow(0, -raw.data_ptr() % PAGE_ALIGN, size)
         self.pages = self.data.view(num_blocks, self.page_bytes)
-        # A GPU's kernels read blocks whole: what is not written yet must be finite. On a CPU zeroing would touch it.
+        # A GPU's kernels read whole blocks: unwritten values must be finite. On a CPU zeroing would allocate all pages.
         (self.pages if device.type == "cuda" else self.pages[NULL_BLOCK]).zero_()
 
     @property
@@ -56,13 +58,13 @@ class KVArena:
         return self.num_blocks * self.page_bytes
 
     def offset(self, layer: int, component: int) -> int:
-        """Bytes from the start of a page to a component of a layer."""
+        """Return the bytes from the start of a page to a component of a layer."""
         return self._places[layer][component]
 
     def views(self, layer: int) -> tuple[Tensor, ...]:
-        """A layer's components, each [num_blocks, num_heads, block_size, head_dim] in its own type, sharing memory.
+        """Return views of a layer's components, each [num_blocks, num_heads, block_size, head_dim] in its own type.
 
-        The stride of the first dimension is a whole page and passes 2^31 elements: kernels index it with 64 bits.
+        The stride of the first dimension is a whole page. Offsets exceed 2^31 elements: kernels need 64-bit indices.
         """
         return tuple(self._view(c, at) for c, at in zip(self._layers[layer], self._places[layer], strict=True))
 
@@ -75,7 +77,7 @@ class KVArena:
 
 
 def _place_layers(geometry: KVGeometry) -> dict[int, list[int]]:
-    """Byte offsets in the page, per layer one for each component."""
+    """Return layer -> byte offset of each of its components in the page."""
     places: dict[int, list[int]] = {}
     sizes: list[int] = []
     for group in geometry.groups:

@@ -1,5 +1,4 @@
-"""What a device can do, as facts.
+"""Facts about the devices of this machine.
 
-Knows the hardware of this machine; knows nothing of models, kernels or configuration. No torch, but inside
-`cuda.read_cuda_facts`.
+Knows the hardware; knows nothing of models, kernels or configuration. Only `cuda.read_cuda_facts` imports torch.
 """

@@ -1,7 +1,6 @@
 """Facts about the CPU this process runs on: cores, memory, bfloat16 units.
 
-Reads `/proc` and the standard library only (no torch), so that any command may ask. Knows nothing of kernels: they
-decide what to do with these facts.
+Reads `/proc` with the standard library only (no torch), so that any command can use it. Knows nothing of kernels.
 """
 
 import os
@@ -9,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 flags, and the arm64 `Features` word
-ASSUMED_MEMORY = 4 << 30  # bytes, where the system does not say
+ASSUMED_MEMORY = 4 << 30  # bytes, if the system does not tell
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuFacts:
-    """One CPU as seen by this process.
+    """Facts about the CPU, as seen by this process.
 
-    cores         physical cores this process may use
-    free_memory   bytes that can be allocated without swapping, when asked
-    bf16_units    instruction sets that multiply bfloat16 natively, best first; empty: bfloat16 would be emulated
+    cores          physical cores that this process may use
+    free_memory    bytes that could be allocated without swapping, at the time of the call
+    total_memory   bytes
+    bf16_units     instruction sets that multiply bfloat16 natively, best first; empty: bfloat16 would be emulated
     """
 
     cores: int
@@ -29,12 +29,12 @@ class CpuFacts:
 
 
 def read_cpu_flags() -> frozenset[str]:
-    """Instruction sets by their words in /proc/cpuinfo; empty where there is none."""
+    """Return the names of instruction sets in /proc/cpuinfo; empty if there is no such file."""
     return _cpu_flags(_read(Path("/proc/cpuinfo")))
 
 
 def read_cpu_facts() -> CpuFacts:
-    """Look at this machine; a few milliseconds."""
+    """Read the facts of this machine; takes a few milliseconds."""
     cpuinfo = _read(Path("/proc/cpuinfo"))
     words = _cpu_flags(cpuinfo)
     free, total = _memory()
@@ -68,7 +68,7 @@ def _allowed_cpus() -> set[int]:
 
 
 def _physical_cores(cpuinfo: str) -> int:
-    """Allowed logical CPUs, counting the threads of one core once."""
+    """Count the allowed physical cores: threads of one core count once."""
     allowed = _allowed_cpus()
     cores: set[tuple[str, str]] = set()
     for entry in cpuinfo.split("\n\n"):
@@ -81,7 +81,7 @@ def _physical_cores(cpuinfo: str) -> int:
 
 
 def _memory() -> tuple[int, int]:
-    """Free and total bytes; a container's limit counts when it is smaller."""
+    """Return (free, total) bytes; a container's limit counts if it is smaller."""
     fields: dict[str, int] = {}
     for line in _read(Path("/proc/meminfo")).splitlines():
         key, _, value = line.partition(":")

@@ -1,8 +1,7 @@
-"""Facts about the GPU this process computes on.
+"""Facts about the GPU that this process computes on: the first visible one (CUDA_VISIBLE_DEVICES chooses).
 
-Imports torch inside `read_cuda_facts`, nothing else does here. The first visible device counts (CUDA_VISIBLE_DEVICES
-chooses). What other processes hold comes from the driver's management library (NVML), where it is there. Knows nothing
-of kernels: they decide what to do with these facts.
+Only `read_cuda_facts` imports torch. The memory of other processes comes from the driver's management library (NVML),
+if it is installed. Knows nothing of kernels.
 """
 
 import ctypes
@@ -20,11 +19,13 @@ _NOT_AVAILABLE = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 @dataclass(frozen=True, kw_only=True)
 class CudaFacts:
-    """One GPU as seen by this process.
+    """Facts about the GPU, as seen by this process.
 
-    capability      compute capability (9, 0);  num_sms  multiprocessors
-    free_memory     bytes free when asked, this process's context already taken off;  total_memory  bytes
-    others_memory   bytes that other processes hold; None: the driver does not tell
+    capability      compute capability, (major, minor)
+    num_sms         multiprocessors
+    total_memory    bytes
+    free_memory     bytes free at the time of the call, after this process's context was created
+    others_memory   bytes held by other processes; None: the driver does not tell
     """
 
     name: str
@@ -46,25 +47,25 @@ class CudaFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NvmlFacts:
-    """What NVML says of one GPU; None and "" for what it does not."""
+    """Facts about a GPU from NVML: "" and None stand for unknown values."""
 
     driver_version: str = ""
     others_memory: int | None = None
 
 
 def read_cuda_facts() -> CudaFacts:
-    """Look at the GPU; creates this process's context on it. Raises ConfigError when PyTorch cannot use it."""
+    """Read the facts of the GPU; creates this process's context on it. Raises ConfigError if PyTorch cannot use it."""
     import torch
 
     if not torch.cuda.is_available():
-        why = "PyTorch is a build without CUDA" if torch.version.cuda is None else "PyTorch sees no GPU it can use"
+        why = "PyTorch is a build without CUDA" if torch.version.cuda is None else "PyTorch finds no usable GPU"
         raise ConfigError(f"no CUDA device: {why}; use --device cpu.")
     found = torch.cuda.get_device_properties(0)
     capability = (found.major, found.minor)
     if not runs_on(capability, torch.cuda.get_arch_list()):
         raise ConfigError(f"no CUDA device: the installed PyTorch has no code for {found.name} (sm_{found.major}"
-                          f"{found.minor}): install a build that has, or use --device cpu.")
-    nvml = read_nvml(f"GPU-{found.uuid}")  # before there is a context of ours
+                          f"{found.minor}): install a build for this GPU, or use --device cpu.")
+    nvml = read_nvml(f"GPU-{found.uuid}")  # before this process has a context
     free, total = torch.cuda.mem_get_info(0)
     return CudaFacts(
         name=found.name,
@@ -80,8 +81,11 @@ def read_cuda_facts() -> CudaFacts:
 
 
 def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether code for these architectures ("sm_90", "compute_90") runs on a GPU: machine code runs on the same major
-    version from its minor on, PTX on every later one. An empty list says nothing and passes."""
+    """Return True if code for one of these architectures ("sm_90", "compute_90") runs on a GPU of `capability`.
+
+    Machine code ("sm") runs on GPUs of the same major version with the same or a higher minor. PTX ("compute") runs on
+    every later GPU. An empty list, or a name that cannot be read, returns True.
+    """
     for name in architectures:
         kind, _, digits = name.rstrip("af").partition("_")
         if not digits.isdigit():
@@ -94,14 +98,14 @@ def runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 class _Process(ctypes.Structure):
-    """nvmlProcessInfo_t of nvmlDeviceGetComputeRunningProcesses_v3."""
+    """NVML's nvmlProcessInfo_t, as nvmlDeviceGetComputeRunningProcesses_v3 fills it."""
 
     _fields_ = (("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("gpu_instance", ctypes.c_uint),
                 ("compute_instance", ctypes.c_uint))
 
 
 def read_nvml(uuid: str, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> NvmlFacts:
-    """The driver's version, and what processes other than this one hold on the GPU `uuid` ("GPU-...")."""
+    """Ask NVML for the driver's version, and for the memory that other processes hold on the GPU `uuid` ("GPU-...")."""
     try:
         nvml = load(NVML)
     except OSError:

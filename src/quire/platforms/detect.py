@@ -1,8 +1,8 @@
-"""Which device `auto` means: asks the NVIDIA driver itself, so that no torch is imported where there is no GPU.
+"""Choose the device for `--device`: asks the NVIDIA driver directly, so that a machine without a GPU imports no torch.
 
-Knows the driver's C interface (cuInit, cuDeviceGetCount, cuDeviceGetAttribute) and where an installed PyTorch says what
-it was built for. Asking creates no context and takes no memory of the device, but a process that asked cannot fork and
-use CUDA in the child: only the process that computes asks.
+Knows the driver's C interface (cuInit, cuDeviceGetCount, cuDeviceGetAttribute) and the file in which an installed
+PyTorch names its CUDA version. Asking creates no context and takes no device memory. But a process that has asked
+cannot fork and use CUDA in the child, so only the process that computes asks.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from pathlib import Path
 from quire.contracts.errors import ConfigError
 
 LIBRARY = "libcuda.so.1"
-MIN_CAPABILITY = (8, 0)  # what the Triton kernels need
+MIN_CAPABILITY = (8, 0)  # the Triton kernels need it
 MAJOR, MINOR = 75, 76  # CUdevice_attribute: the compute capability
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"](\d+\.\d+)['\"]", re.MULTILINE)
@@ -23,8 +23,11 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"](\d+\.\d+)['\"]", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class DriverProbe:
-    """What the driver says of the first GPU this process may use: compute capability, bytes of memory; or what is
-    missing."""
+    """The driver's answer about the first GPU that this process may use.
+
+    capability   compute capability, (major, minor);  memory  bytes
+    missing      the reason why there is no usable GPU, or ""
+    """
 
     capability: tuple[int, int] = (0, 0)
     memory: int = 0
@@ -33,7 +36,7 @@ class DriverProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """The device that is used, "cpu" or "cuda", and why."""
+    """The chosen device, "cpu" or "cuda", and the reason."""
 
     device: str
     reason: str
@@ -43,7 +46,7 @@ class DevicePlan:
 
 
 def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProbe:
-    """Ask the driver, which takes about 0.1 s where there is one and nothing where there is none."""
+    """Ask the driver about the first GPU; takes about 0.1 s, or no time without a driver."""
     try:
         driver = load(LIBRARY)
     except OSError:
@@ -62,7 +65,7 @@ def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProb
 
 
 def torch_cuda_version() -> str:
-    """The CUDA version that the installed PyTorch was built with, "" for a build without; read, not imported."""
+    """Return the CUDA version of the installed PyTorch, "" for a build without CUDA. Reads a file, imports nothing."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
@@ -75,9 +78,10 @@ def torch_cuda_version() -> str:
 
 def resolve_device(asked: str, probe: Callable[[], DriverProbe] = probe_driver,
                    built_for: Callable[[], str] = torch_cuda_version) -> DevicePlan:
-    """From --device to a device. "auto" is a GPU that Quire's kernels run on, else the CPU, and says why.
+    """Choose the device for --device `asked`: "auto", "cpu" or "cuda".
 
-    "cuda" without a usable GPU raises `ConfigError`; one too old for the Triton kernels is used, with others.
+    "auto" is the GPU if Quire's Triton kernels run on it, else the CPU. "cuda" raises `ConfigError` without a usable
+    GPU; a GPU too old for the Triton kernels is used with PyTorch's operations.
     """
     if asked == "cpu":
         return DevicePlan(device="cpu", reason="as asked")

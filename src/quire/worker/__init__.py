@@ -1,4 +1,4 @@
-"""The muscle: runs a plan on the device and says what came of it.
+"""The model runner: executes step plans on the device and returns step results.
 
-Knows slots, tensors, the model and the sampler; knows nothing of requests, queues, prefix keys or text.
+Knows slots, tensors, the model and the sampler. Knows nothing of requests, queues, prefix keys or text.
 """

@@ -1,4 +1,4 @@
-"""The runner of a device, put together from the parts that serve it."""
+"""Choose the parts of a model runner for a device, and build the runner from them."""
 
 import importlib
 from collections.abc import Mapping
@@ -19,25 +19,29 @@ from quire.worker.scoring import PromptScorer
 from quire.worker.tapes import LayerTapes, untaped
 from quire.worker.upload import InPlaceUpload, Upload
 
-NOT_PACKED = "the operations of a step are PyTorch's, which read no packed changes"
-NO_GRAPHS = "what PyTorch's operations launch depends on numbers of the step"
+NOT_PACKED = "the step operations are PyTorch's, which cannot read packed changes"
+NO_GRAPHS = "PyTorch's operations launch different work for each step's sizes"
 
 
 def choose_parts(
     model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1
 ) -> tuple[Choice, ...]:
-    """Operations of a step and of the sampler, upload and recorder for a model with `num_groups` KV groups whose
-    kernels are those of `target` ("cpu" or "cuda"); `forced` maps "step" and "sampling" to implementations."""
-    forced, dtype = forced or {}, "float32"  # what a head gives, whatever a model computes in
+    """Choose step operations, sampler operations, upload and recorder for a model.
+
+    target       "cpu" or "cuda": the device that the model's kernels are made for
+    forced       "step" or "sampling" -> the implementation to use
+    num_groups   KV groups of the model
+    """
+    forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
     packs, why = step.name == "triton", untaped(model.kernels, num_groups)
     upload = Choice("upload", "packed", "one copy a step; a kernel writes the tables") if packs else Choice(
-        "upload", "in place", "tables are written as a step is sent", (("packed", NOT_PACKED),))  # fmt: skip
+        "upload", "in place", "the host writes the tables when it sends a step", (("packed", NOT_PACKED),))  # fmt: skip
     if packs and sampling.name == "triton":
-        recorder = Choice("recorder", "graphs", "all that a step launches depends on its sizes alone")
+        recorder = Choice("recorder", "graphs", "the launches of a step depend on its sizes alone")
     elif not why:
-        recorder = Choice("recorder", "tapes", "all kernels of its layers are native", (("graphs", NO_GRAPHS),))
+        recorder = Choice("recorder", "tapes", "all kernels of the layers are native", (("graphs", NO_GRAPHS),))
     else:
         recorder = Choice("recorder", "none", why, (("graphs", NO_GRAPHS), ("tapes", why)))
     return step, sampling, upload, recorder
@@ -47,7 +51,7 @@ def make_runner(
     model: Model, kv: list[KVView], limits: Limits, device: torch.device, *, target: str,
     forced: Mapping[str, str] | None = None,
 ) -> StepRunner:  # fmt: skip
-    """A runner of `model` on `device` with a cache; `target`, `forced`: see `choose_parts`."""
+    """Build the runner of `model` on `device` with the KV cache `kv`; `target` and `forced`: see `choose_parts`."""
     parts = choose_parts(model, target, forced, num_groups=len(limits.windows))
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))

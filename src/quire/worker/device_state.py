@@ -1,4 +1,4 @@
-"""The tables of the running requests: one row per slot, on the device, for a request's whole life there."""
+"""Device tables of the running requests: one row per slot, which a request keeps until it leaves."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,14 @@ from quire.worker.upload import Change
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Sizes that buffers are made for.
+    """Sizes that the runner's buffers are made for.
 
-    graph_sizes    sequences of the decode steps that are captured, ascending
-    graph_tokens   tokens of the other steps whose layers are captured, ascending
-    depth          steps that may be launched and not collected
-    windows        of the KV groups: tokens that a row sees, None for all
+    num_slots       requests that can run at once;  block_size  tokens of a KV block
+    max_tokens      tokens of a step;  max_model_len  tokens of a sequence
+    graph_sizes     sequences of the decode steps that are captured, ascending
+    graph_tokens    tokens of the steps with prompts whose layers are captured, ascending
+    depth           steps that may be launched and not collected
+    windows         per KV group: tokens that a row sees, None for all
     """
 
     num_slots: int
@@ -34,17 +36,18 @@ class Limits:
 
     @property
     def max_rows(self) -> int:
-        """Rows of a step that are sampled, at most: one of each sequence."""
+        """Most rows that a step samples: one per sequence."""
         return self.num_slots
 
 
 class DeviceState:
-    """Rows never move; a batch is a gather. The last slot of each table is for padding.
+    """Tables by slot, and the buffers of a step. Rows never move; a batch gathers them. The last slot is for padding.
 
-    windows    of the KV groups
-    tables     block tables, lengths and histories, and `sampling` parameters
-    buffers    what steps of the largest size read
-    lengths    [num_slots + 1] int64 on the host: tokens computed once everything submitted is, an upper bound
+    windows    per KV group, see `Limits`
+    tables     block tables, lengths and token histories
+    sampling   sampling parameters
+    buffers    inputs of a step, made for the largest step
+    lengths    [num_slots + 1] int64 on the host: tokens computed after all submitted steps, an upper bound
     """
 
     def __init__(self, limits: Limits, vocab_size: int, device: torch.device) -> None:
@@ -68,7 +71,8 @@ class DeviceState:
         self.lengths, self._num_blocks = np.zeros(slots, np.int64), np.zeros((groups, slots), np.int64)
 
     def apply(self, plan: StepPlan) -> list[Change]:
-        """What a plan changes in the device's tables before its forward pass; lengths count the pass itself."""
+        """Return the changes of the device tables before the plan's forward pass. `lengths` then counts the pass, too.
+        """
         changes: list[Change] = []
         for slot in plan.released.tolist():
             self.sampling.release(slot)
@@ -90,25 +94,27 @@ class DeviceState:
         return changes
 
     def _append(self, group: int, slot: int, blocks: I32) -> Change:
-        """The change that puts blocks at the end of a slot's table."""
+        """Return the change that appends blocks to a slot's block table."""
         tables, at = self.tables.block_tables, int(self._num_blocks[group, slot])
         self._num_blocks[group, slot] += len(blocks)
         return Change(tables, (group * tables.shape[1] + slot) * self._max_blocks + at, blocks)
 
     def most_blocks(self, slots: I32) -> int:
-        """Blocks of the longest block table."""
+        """Return the number of blocks of the longest block table among `slots`."""
         return int(self._num_blocks[:, slots].max())
 
     def prompts(self, plan: StepPlan) -> tuple[Prompt, ...]:
-        """The sequences of an applied plan behind its decodes; of a prompt the host knows how much of it was computed
-        before."""
+        """Return the prompt chunks of an applied plan, one `Prompt` for each.
+
+        The host knows how many tokens of a prompt were computed before; of a decode it does not.
+        """
         ends = np.cumsum(plan.num_tokens)
         starts, past = ends - plan.num_tokens, self.lengths[plan.slots] - plan.num_tokens
         return tuple((int(starts[s]), int(ends[s]), s, int(past[s])) for s in range(plan.num_decodes, len(ends)))
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64, device: torch.device) -> Tensor:
-    """A tensor of zeros. A CPU gives memory to it as it fills: a history is long, and most requests are short."""
+    """Return a tensor of zeros. On a CPU memory is allocated when it is written: most of a history stays empty."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, str(dtype).removeprefix("torch.")))

@@ -1,4 +1,4 @@
-"""What a step may do beside sampling: each is an object that the runner calls at fixed places and knows nothing of."""
+"""The interface of step features: work of a step beside sampling (scoring of prompts, pooling)."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -7,16 +7,18 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 
-Found = dict[str, dict[int, Any]]  # fields of `StepResult`: slot -> what came of it
-Results = Callable[[], Found]  # of a step that ran; to be called once the device has come past it
+Found = dict[str, dict[int, Any]]  # field of `StepResult` -> slot -> value
+Results = Callable[[], Found]  # returns the results of a step; called after the device has finished the step
 
 
 class StepFeature(Protocol):
-    """A feature of steps. One that no slot of a step asks for launches nothing in it."""
+    """A feature of steps. The runner calls it at fixed places. It launches nothing in a step in which no slot asks."""
 
     def apply(self, plan: StepPlan) -> None:
-        """Requests leave their slots, and others take them; before `run`."""
+        """Update the slots: drop released requests, take admitted ones. Called before `run`."""
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """Launch the work of a step, from the hidden states [>= T, hidden] that its layers leave and the next step's
-        write over; None when nobody asked. Does not wait for the device."""
+        """Launch the feature's work for a step; None if no slot asks for it. Does not wait for the device.
+
+        hidden   [>= T, hidden] output of the layers; the next step overwrites it
+        """

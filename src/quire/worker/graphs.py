@@ -1,4 +1,4 @@
-"""Work recorded as CUDA graphs: one memory pool for all of them, one launch each."""
+"""The recorder of a GPU: CUDA graphs of padded sizes in one memory pool, one launch each."""
 
 import functools
 from collections.abc import Callable
@@ -9,17 +9,19 @@ import torch
 
 from quire.worker.recorder import Key, Recorder, StepShape
 
-NARROW = 256  # sequences: a captured step with prompts is made for them, and once more for as many as there can be
+NARROW = 256  # sequences: steps with prompts are captured for at most this many, and once more for the most possible
 
 
 class Graphs(Recorder):
-    """Work by key. What was captured under a key is replayed, the rest is run as it comes.
+    """CUDA graphs by key. Work without a graph runs eagerly.
 
-    Captured work reads and writes tensors at the addresses it had then, and never waits for the device. Graphs share
-    their memory: what one leaves there is gone when the next runs, so results go to buffers from outside.
+    Captured work reads and writes tensors at their addresses during capture, and never waits for the device. All graphs
+    share their memory: a graph overwrites the intermediate results of the one before. Results that must stay are
+    written to buffers from outside.
 
-    sizes       sequences of the decode steps that are captured, ascending;  most_seqs  of any step
-    tokens      tokens of the other steps whose layers are captured, ascending
+    sizes       sequences of the captured decode steps, ascending
+    tokens      tokens of the captured steps with prompts (layers only), ascending
+    most_seqs   most sequences of any step
     """
 
     static = True
@@ -31,7 +33,7 @@ class Graphs(Recorder):
         self._pool: Any = None
 
     def fit(self, shape: StepShape) -> StepShape:
-        """Padded to the next captured size where there is one."""
+        """Pad the shape to the next captured size, where there is one."""
         if shape.decode and (size := self._round_up(shape.seqs)):
             return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
@@ -42,7 +44,7 @@ class Graphs(Recorder):
         return StepShape(shape.tokens, max(shape.seqs, rows), rows, False, shape.shared)
 
     def shapes(self) -> list[StepShape]:
-        """See `Recorder`: what `fit` may give of recorded ones."""
+        """See `Recorder`: every recorded shape that `fit` may return."""
         narrow, most, found = min(NARROW, self.most_seqs), self.most_seqs, []
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
@@ -63,8 +65,11 @@ class Graphs(Recorder):
             graph.replay()
 
     def capture(self, key: Key, work: Callable[[], None]) -> None:
-        """Capture `work`, whose kernels a rehearsal has loaded; one that it did not foresee is compiled in the middle.
-        Larger work first: its memory serves the rest."""
+        """Capture `work` under `key`.
+
+        A rehearsal has compiled and loaded its kernels; any other kernel is compiled during the capture. Larger work is
+        captured first: smaller work reuses its memory.
+        """
         stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -81,19 +86,19 @@ class Graphs(Recorder):
         largest = self.tokens[-1] if self.tokens else 0
         return {
             f"decodes of more than {self.sizes[-1]} sequences": "no larger size is to be captured",
-            f"steps with prompts of more than {largest} tokens": "launching them takes less time than the work does",
-            "the head of steps with prompts": "a few launches; how many rows it has is not known ahead",
+            f"steps with prompts of more than {largest} tokens": "launching them takes less time than the work itself",
+            "the head of steps with prompts": "a few launches; its number of rows is not known ahead",
         }
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def _round_up(self, count: int) -> int:
-        """The captured size that `count` sequences run in; 0 for none, and beyond the largest."""
+        """Return the smallest captured size >= `count`; 0 if `count` is 0 or above the largest size."""
         return next((size for size in self.sizes if size >= count > 0), 0)
 
 
 @functools.cache
 def _side_stream() -> torch.cuda.Stream:
-    """One for all captures of a process: cuBLAS keeps 32 MiB for every stream that it has seen."""
+    """Return the capture stream of the process: one, since cuBLAS keeps 32 MiB for every stream that it has seen."""
     return torch.cuda.Stream()

@@ -1,7 +1,7 @@
-"""The upload of a CUDA device: a step and the changes of its tables as one packed int32 buffer, tokens back in a ring.
+"""The upload of a CUDA device: one packed int32 buffer per step holds the step and its table changes.
 
-The layout is described in `quire.kernels.step`. Buffers are pinned and used in turn, so that the next step can be
-written while the device still reads the last one.
+`quire.kernels.step` describes the layout. Buffers are pinned and used in turn (a ring): the host writes the next step
+while the device reads the last one. Tokens come back in a second ring.
 """
 
 from collections import deque
@@ -19,12 +19,12 @@ from quire.kernels.step import HEADER, NUM_RUNS, RUN_WORDS, RUNS_AT, StepWords, 
 from quire.kernels.step import triton as operations
 from quire.worker.upload import SHARED_GROUPS, Change, write_step
 
-WORDS = 4 << 20  # of a buffer: 16 MiB
+WORDS = 4 << 20  # int32 words of a buffer: 16 MiB
 
 
 @dataclass
 class _Pinned:
-    """A pinned buffer, its numpy view, and an event after its copy; None without a GPU."""
+    """A pinned buffer, its numpy view, and the event `copied` after its last copy (None without a GPU)."""
 
     buffer: Tensor
     words: I32
@@ -36,7 +36,7 @@ class _Pinned:
         return _Pinned(buffer, buffer.numpy(), torch.cuda.Event() if gpu else None)
 
     def wait(self) -> I32:
-        """The words, once the copy is over."""
+        """Wait for the last copy; return the words."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.words
@@ -46,7 +46,8 @@ class PackedUpload:
     """Writes steps of at most `max_seqs` sequences into the device buffer `step.words` [words] int32; see `Upload`.
 
     depth      steps that may be launched and not collected
-    max_rows   rows of a step that are sampled, at most
+    max_rows   most rows that a step samples
+    words      size of a buffer, in int32 words
     """
 
     timed = False
@@ -64,7 +65,7 @@ class PackedUpload:
         self._results = deque(_Pinned.make(2, max_rows, gpu=gpu) for _ in range(depth + 1))
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """One copy, and more of them only where the changes do not fit."""
+        """See `Upload`. Takes one copy; more only if the changes do not fit into one buffer."""
         shared = self._pack_shared(plan)
         self.shared = shared is not None
         while left := self._copy(plan, changes, shared):
@@ -85,7 +86,7 @@ class PackedUpload:
         return pinned.wait
 
     def _pack_shared(self, plan: StepPlan) -> I32 | None:
-        """What the kernels need of the prefixes that decodes share; None where no two of a group decode."""
+        """Return the words that describe shared prefixes to the kernels; None if no group has two decodes."""
         if not plan.shared:
             return None
         members = np.zeros(self._dummy + 1, bool)
@@ -96,13 +97,13 @@ class PackedUpload:
                            most_seqs=self.step.max_seqs)  # fmt: skip
 
     def _copy(self, plan: StepPlan | None, changes: list[Change], shared: I32 | None = None) -> list[Change]:
-        """Send a step, or changes alone (None), in one copy; returns the changes that did not fit.
+        """Send a step with its changes (plan None: changes alone) in one copy; return the changes that did not fit.
 
-        What is left must be sent before the step is: nothing of a step is sent before all of its changes fit.
+        If not all changes fit, the step is not sent: the caller first sends the changes alone.
         """
         staging = self._ring.popleft()
         self._ring.append(staging)
-        words = staging.wait()  # only when the device is a whole ring behind
+        words = staging.wait()  # blocks only when the device is a whole ring behind
         runs, left = self._runs(changes)
         if left and plan is not None:
             return changes
@@ -128,7 +129,7 @@ class PackedUpload:
         return left
 
     def _runs(self, changes: list[Change]) -> tuple[list[Change], list[Change]]:
-        """As many changes as fit, in runs; and the others."""
+        """Split changes into (runs that fit into the buffer, changes that do not); a run has <= RUN_WORDS words."""
         room = len(self.step.words) - self._fixed
         runs: list[Change] = []
         for i, change in enumerate(changes):

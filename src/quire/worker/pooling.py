@@ -1,5 +1,8 @@
-"""Hidden states become one vector for each request that asks for one: rows of a step are summed by slot, and what the
-chunks of a prompt add up to stays on the device until its end. Rows after the final norm, sums in float32."""
+"""Pooling: one vector per embedding request, from the hidden states of its prompt.
+
+Each step sums hidden states by slot, after the final norm, in float32. The sum of a prompt's earlier chunks stays on
+the device until the prompt ends.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +18,12 @@ from quire.worker.scoring import back, sent
 
 @dataclass
 class _Prompt:
-    """A slot's prompt: how it is pooled, how much of it was computed, and what that adds up to, [hidden] float32."""
+    """The prompt of a slot that is pooled.
+
+    method     "mean", "cls" (first token) or "last" (last token)
+    length     tokens of the prompt;  computed  of them, so far
+    total      [hidden] float32 sum over the chunks so far; None before the first
+    """
 
     method: str
     length: int
@@ -23,7 +31,10 @@ class _Prompt:
     total: Tensor | None = None
 
     def rows(self, first: int, count: int) -> range:
-        """Which of its `count` rows from `first` on belong to the vector; they count as computed from then on."""
+        """Return the rows that count for the vector, among the chunk's rows first .. first + count - 1.
+
+        Adds `count` to `computed`.
+        """
         begins, self.computed = self.computed == 0, self.computed + count
         if self.method == "mean":
             return range(first, first + count)
@@ -32,12 +43,12 @@ class _Prompt:
 
     @property
     def ended(self) -> bool:
-        """Whether all of it was computed."""
+        """True once all of the prompt was computed."""
         return self.computed == self.length
 
 
 class Pooler:
-    """Pools what the steps of a worker compute; `norm` is the model's last, [R, hidden] -> [R, hidden]."""
+    """Pools hidden states; a `StepFeature`. `norm` is the model's final norm, [R, hidden] -> [R, hidden]."""
 
     def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
         self._norm = norm
@@ -53,7 +64,7 @@ class Pooler:
                 self._prompts[a.slot] = _Prompt(a.pool, a.sampler.num_prompt, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """See `StepFeature`: vectors of the prompts that ended in this step, and None when none did."""
+        """See `StepFeature`. Returns vectors of the prompts that end in this step; None if no prompt ends."""
         asked = np.flatnonzero(plan.outputs & POOL).tolist() if self._prompts else ()
         if not asked:
             return None
@@ -74,12 +85,12 @@ class Pooler:
         return lambda: _found({slot: host[row].numpy() / np.float32(count) for slot, (row, count) in ended.items()})
 
     def _sums(self, spans: list[range], hidden: Tensor) -> Tensor:
-        """The sums [S, hidden] float32 of S spans of rows, empty ones included."""
+        """Return the sums [S, hidden] float32 over S spans of rows; an empty span sums to 0."""
         device, rows = hidden.device, [row for span in spans for row in span]
         if not rows:
             return torch.zeros((len(spans), hidden.shape[1]), device=device)
         ends, states = sent(np.cumsum([0, *map(len, spans)]).tolist(), device), self._norm(hidden[sent(rows, device)])
-        # Without `unsafe` it would wait for the device, to look at the ends.
+        # Without `unsafe` PyTorch waits for the device to check the ends.
         return torch.segment_reduce(states.float(), "sum", offsets=ends, axis=0, unsafe=True)
 
 

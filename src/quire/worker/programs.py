@@ -1,6 +1,6 @@
-"""What a step launches: inputs and layers, the head, sampling and what is remembered of it; each by its sizes alone.
+"""The launches of a step: inputs and layers, the head, sampling, and the write-back of the sampled tokens.
 
-Nothing here reads a number that the device computed. What is recorded is given sizes and no plan.
+No code here reads a value that the device computed. Recorded parts get the sizes of a step and no plan.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,18 +24,19 @@ from quire.worker.upload import SHARED_GROUPS, Upload
 
 
 class LogitsTap(Protocol):
-    """Sees the logits [N, V] of the sampled rows, with their slots and positions (tests, verification)."""
+    """A callback that sees the logits [N, V] of the sampled rows, with their slots and positions (tests)."""
 
     def __call__(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
-        """One call per step."""
+        """Called once per step that samples."""
 
 
 class Programs:
-    """Launches the parts of a step, through a recorder; `operations`: of `kernels/step`.
+    """Launches the parts of a step through a recorder; `operations` is an implementation of `kernels/step`.
 
-    out         [2, max_rows] int32: (token, code) of the rows that were sampled last
-    on_hidden, on_logits   see what a step computes; steps that somebody looks into are not recorded
-    some        layers that run; None: all
+    out         [2, max_rows] int32: (token, code) of the rows sampled last
+    on_hidden   callback for the hidden states of each layer; steps are not recorded while it is set
+    on_logits   callback for the logits of the sampled rows
+    some        indices of the layers to run; None: all
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class Programs:
         self.out = zeros(2, rows, dtype=torch.int32, device=device)
         vocab = model.args.vocab_size
         self._static = zeros(rows, vocab, dtype=torch.float32, device=device) if recorder.static else None
-        self._logits: Tensor | None = None  # of the last step, where they are not static
-        self._hidden: dict[Key, Tensor] = {}  # what the layers of a recorded step with prompts leave
-        self._cuts: dict[int, StepBuffers] = {}  # of decodes, by their number
+        self._logits: Tensor | None = None  # of the last step, unless they are static
+        self._hidden: dict[Key, Tensor] = {}  # hidden states of recorded steps with prompts
+        self._cuts: dict[int, StepBuffers] = {}  # of decode steps, by the number of decodes
 
     def shape(self, plan: StepPlan) -> StepShape:
-        """The sizes that a step runs with, after it was sent."""
+        """Return the sizes that a step runs with; called after the step was sent."""
         step = self._upload.step
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_samples
         decode = plan.num_decodes == len(plan.slots)
@@ -66,7 +67,8 @@ class Programs:
         return exact if self.on_hidden is not None else self.recorder.fit(exact)
 
     def compute(self, shape: StepShape, plan: StepPlan) -> Tensor | None:
-        """Launch everything up to the logits; the hidden states of a step that is more than decodes."""
+        """Launch everything up to the logits. Return the hidden states [>= tokens, hidden] of a step with prompts;
+        None for a decode step."""
         if not shape.recorded:
             hidden = self.layers(shape, plan)
         elif shape.decode:
@@ -80,8 +82,7 @@ class Programs:
         return None if shape.decode else hidden
 
     def end(self, shape: StepShape, slots: I32) -> None:
-        """Launch the sampling of a step and what is remembered of it, for the logits of `compute`; slots [N] of its
-        rows."""
+        """Launch sampling from the logits of `compute`, and the write-back of tokens. slots [N]: those of the rows."""
         if self.on_logits is not None and len(slots):
             count, buffers = len(slots), self._state.buffers
             self.on_logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.logits(count))
@@ -89,7 +90,7 @@ class Programs:
         self.recorder.run(("sample", shape.rows, mode), partial(self.sample, shape.rows, mode))
 
     def logits(self, rows: int) -> Tensor:
-        """Of the first rows, [rows, V], until the next step's `compute`."""
+        """Return the logits [rows, V] of the first rows; valid until the next step's `compute`."""
         logits = self._logits if self._static is None else self._static
         assert logits is not None, "no row was sampled yet"
         return logits if len(logits) == rows else logits[:rows]
@@ -103,12 +104,12 @@ class Programs:
         self._hidden[shape.key] = self.layers(shape, None)
 
     def head(self, sampled: Tensor) -> None:
-        """Launch the logits of hidden states [R, hidden]."""
+        """Launch the final norm and the head: hidden states [R, hidden] -> logits [R, V]."""
         out = None if self._static is None else self._static[: len(sampled)]
         self._logits = self.model.head(self.model.norm(sampled), out=out)
 
     def sample(self, rows: int, mode: Mode) -> None:
-        """Launch the step's end: sampling, if there is a row, then what is remembered of it."""
+        """Launch the end of a step: sampling, if there is a row, then `finish_step`."""
         if rows:
             self.sampler.sample(self.logits(rows), mode)
         state = self._state
@@ -116,8 +117,10 @@ class Programs:
                                      self.sampler.codes, self.out)  # fmt: skip
 
     def layers(self, shape: StepShape, plan: StepPlan | None) -> Tensor:
-        """Launch everything before the head: hidden [tokens, hidden]. Sizes are upper bounds of the step's own;
-        without a plan they are all that is known."""
+        """Launch everything before the head; return hidden [tokens, hidden].
+
+        The sizes in `shape` are upper bounds of the step's own. A recorded step has no plan.
+        """
         step, state, model = self._upload.step, self._state, self.model
         self._upload.apply()
         buffers, longest, most = self._cut(shape), shape.tokens, state.tables.block_tables.shape[2]
@@ -146,7 +149,10 @@ class Programs:
         return self.recorder.run_layers(model, hidden, ctx, self.some)
 
     def _cut(self, shape: StepShape) -> StepBuffers:
-        """The buffers of a step: of as many rows as sequences where rows are padded, and not known when recorded."""
+        """Return the step's buffers, cut to its sizes.
+
+        A step with prompts on static buffers gets as many rows as sequences: its recording does not know its rows.
+        """
         if not shape.decode:
             rows = shape.rows if self._static is None else shape.seqs
             return self._state.buffers.cut(shape.tokens, shape.seqs, rows)
@@ -156,8 +162,11 @@ class Programs:
         return known
 
     def recordings(self, shapes: list[StepShape]) -> Iterator[tuple[Key, Callable[[], None]]]:
-        """What steps of these shapes do, and its key: the layers of steps with prompts, decode steps, sampling; each
-        largest first. `shapes`: as a recorder lists them, those of decodes in pairs."""
+        """Yield the key and the work of each recording for `shapes`, the result of `Recorder.shapes`, in that order.
+
+        A step with prompts gives its layers, a decode step its layers and logits. Each pair of decode shapes (without
+        and with a shared prefix) is followed by the sampling of that many rows, once per mode.
+        """
         for shape in shapes:
             yield shape.key, partial(self.decode if shape.decode else self.mixed, shape)
             if shape.decode and shape.shared:

@@ -1,7 +1,7 @@
-"""How the launches of a step are recorded and replayed: here not at all, and steps have the sizes that they have.
+"""The recorder interface: record the launches of a step once and replay them. The base class runs every step eagerly.
 
-`Graphs` records whole steps of padded sizes ahead of time on a GPU, `LayerTapes` the layers of small steps on a CPU at
-their first use. What they cannot record runs as it comes; `unrecorded` names it, with the reason.
+`Graphs` captures whole steps of padded sizes as CUDA graphs, ahead of time. `LayerTapes` records the layers of small
+steps on a CPU, at their first use. Other steps run eagerly; `unrecorded` lists them with reasons.
 """
 
 from collections import Counter
@@ -13,17 +13,19 @@ from torch import Tensor
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 
-Key = tuple[str, int, int]  # what it is, of what size, and the variant
+Key = tuple[str, int, int]  # kind ("decode", "mixed", "sample"), size, variant
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes that the launches of a step depend on, and its features.
+    """Sizes and features of a step: its launches depend on nothing else.
 
-    tokens, seqs, rows   of the step, or upper bounds of them; `rows` are sampled
-    decode     every sequence has one token, which is sampled, and nothing else is asked for
+    tokens     tokens of the step, or an upper bound
+    seqs       sequences of the step, or an upper bound
+    rows       sampled rows of the step, or an upper bound
+    decode     every sequence is a decode of one token, which is sampled
     shared     decodes read a common prefix once
-    recorded   the sizes are those of a recording, under `key`
+    recorded   the sizes are padded to those of a recording under `key`
     """
 
     tokens: int
@@ -35,16 +37,18 @@ class StepShape:
 
     @property
     def key(self) -> Key:
-        """Names the launches of its layers, and of a decode's logits."""
+        """The key of the recording of this shape: of the layers, and for decodes of the logits, too."""
         if self.decode:
             return "decode", self.tokens, int(self.shared)
         return "mixed", self.tokens, 2 * self.seqs + self.shared
 
 
 class Recorder:
-    """Records nothing, for a reason (`why`). `counts`: how often what was replayed, recorded, run as it came.
+    """A recorder that records nothing, and the base of those that do.
 
-    static   results of a step lie where its recording leaves them, so that buffers for the largest are there
+    why      the reason why nothing is recorded
+    counts   recordings "replayed", made ("recorded"), and work that was "run" eagerly
+    static   logits go to one static buffer of the largest size
     """
 
     static = False
@@ -54,29 +58,31 @@ class Recorder:
         self.counts: Counter[str] = Counter()
 
     def fit(self, shape: StepShape) -> StepShape:
-        """The sizes that a step runs with."""
+        """Return the shape that a step runs with: padded to a recording's sizes where there is one."""
         return shape
 
     def shapes(self) -> list[StepShape]:
-        """Of what is to be captured ahead: steps with prompts, then decodes in pairs (without and with a shared
-        prefix), each largest first. Of steps with prompts `rows` do not count."""
+        """Return the shapes to capture ahead of time, largest first: steps with prompts, then decodes.
+
+        Decodes come in pairs, without and with a shared prefix. Steps with prompts have `rows` 0.
+        """
         return []
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
-        """Replay what was recorded under `key`, or do `work`."""
+        """Replay the recording under `key`, or run `work` eagerly."""
         work()
 
     def capture(self, key: Key, work: Callable[[], None]) -> None:
-        """Record `work`, which a rehearsal has done before; larger work first."""
+        """Record `work` under `key`. A rehearsal has run `work` before; larger work is recorded first."""
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden], to be read before the next step; see `quire.layers.stack`."""
+        """Run the layers: hidden [T, hidden] -> [T, hidden], valid until the next step. See `quire.layers.stack`."""
         return run_layers(model, hidden, ctx, layers)
 
     def unrecorded(self) -> dict[str, str]:
-        """Which steps are not recorded, in words, and why."""
+        """Return kinds of steps that are not recorded -> the reason, for display."""
         return {"every step": self.why}
 
     def __len__(self) -> int:
-        """Recordings that there are."""
+        """Number of recordings."""
         return 0

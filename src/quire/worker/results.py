@@ -1,4 +1,4 @@
-"""What came of a step: from what the device leaves to the record that goes up."""
+"""The result of a step: from the device's tokens and codes to a `StepResult`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,14 @@ from quire.worker.sampler import CODES
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A step that was launched.
+    """A launched step.
 
-    slots     [N] whose rows were sampled;  num_tokens  that it computes
-    fetch     waits for (token, code) [2, >= N] of those rows
-    features  what else came of it
-    began, forwarded   by the host's clock, when it began and when its logits were there; None: it does not say
+    slots       [N] int32 slots of the sampled rows
+    num_tokens  tokens that the step computes
+    fetch       waits for (token, code) [2, >= N] of those rows
+    features    results of step features
+    began       host time when the step began; None: the host's clock does not measure steps
+    forwarded   host time when the logits were launched
     """
 
     plan: StepPlan
@@ -30,7 +32,7 @@ class RunningStep:
     forwarded: float = 0.0
 
     def collect(self) -> StepResult:
-        """Wait for the step."""
+        """Wait for the step and return its result."""
         count, words = len(self.slots), self.fetch()
         tokens, codes = words[0, :count].copy(), words[1, :count]
         failed = {int(self.slots[row]): CODES[int(codes[row])] for row in np.flatnonzero(codes)} if codes.any() else {}

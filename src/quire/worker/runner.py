@@ -1,9 +1,9 @@
-"""One step runner for every device. The order of a step: apply, inputs, layers, head, (release) sample, accept,
-remember, results.
+"""The model runner, one for every device.
 
-Everything that is launched depends on numbers the host has anyway (which slots, how many tokens), never on what the
-device computed, so that nothing waits but `collect`. What differs by device stands behind four interfaces: operations
-around the forward pass, operations of the sampler, upload, recorder.
+The order of a step: apply the plan, build inputs, run layers, run the head, (release) sample, accept, write the tokens
+to the history, return results. The launches of a step depend only on numbers that the host knows (slots, counts of
+tokens), never on values that the device computed, so only `collect` waits for the device. Devices differ in four parts:
+step operations, sampler operations, upload and recorder.
 """
 
 from collections import deque
@@ -26,12 +26,12 @@ from quire.worker.results import RunningStep
 from quire.worker.sampler import Sampler
 from quire.worker.upload import Upload
 
-EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # kernels are cut by the number of tokens: one of each is rehearsed
+EAGER_TOKENS = (64, 128, 256, 512, 1024, 2048)  # rehearsed sizes: kernels choose their tiles by the number of tokens
 NO_ROWS = np.empty((2, 0), np.int32)
 
 
 class _Launched(NamedTuple):
-    """A step whose logits are launched. began: None where the host's clock does not measure steps."""
+    """A step whose logits are launched and whose sampling is not; `began` is None if the upload is not `timed`."""
 
     plan: StepPlan
     shape: StepShape
@@ -41,10 +41,10 @@ class _Launched(NamedTuple):
 
 
 class StepRunner:
-    """Runs plans in order; at most `depth` may be submitted and not collected.
+    """Runs step plans in order; at most `limits.depth` steps may be submitted and not collected.
 
-    parts      what was chosen for the device, with reasons
-    features   what steps may do beside sampling, in the order in which it is launched
+    parts      the implementations chosen for the device, with reasons
+    features   scoring of prompts, pooling: launched in this order
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class StepRunner:
         self.model = programs.model
         self._upload, self._features = upload, features
         self._running: deque[RunningStep] = deque()
-        self._launched: _Launched | None = None  # submitted last, until its masks come
+        self._launched: _Launched | None = None  # the last submitted step, until its grammar masks come
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Launch one step; its sampling, when it needs masks, only with `release`."""
+        """Launch one step. A step with grammar masks samples only after `release`."""
         began = perf_counter() if self._upload.timed else None
         changes = self.state.apply(plan)
         for feature in self._features:
@@ -79,8 +79,10 @@ class StepRunner:
 
     @torch.inference_mode()
     def release(self, late: I32) -> None:
-        """Launch the sampling of the step that was submitted last, with its masks; see `Executor.release`. None come to
-        a step that is shut down."""
+        """Launch the sampling of the last submitted step with its grammar masks `late`; see `Executor.release`.
+
+        `late` is empty when the executor shuts down: the step then samples without masks.
+        """
         assert self._launched is not None, "released twice"
         plan = self._launched.plan
         if len(late):
@@ -88,7 +90,7 @@ class StepRunner:
         self._end()
 
     def _end(self) -> None:
-        """Launch what comes after the logits."""
+        """Launch the work after the logits: sampling, log-probabilities and the copy of the tokens to the host."""
         assert self._launched is not None, "submitted nothing"
         (plan, shape, features, began, forwarded), self._launched = self._launched, None
         slots = plan.slots if shape.decode else plan.slots[(plan.outputs & SAMPLE) != 0]
@@ -101,11 +103,12 @@ class StepRunner:
         self._running.append(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step that was submitted."""
+        """Wait for the oldest submitted step and return its result."""
         return self._running.popleft().collect()
 
     def run(self, plan: StepPlan, late: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
-        """Run one plan to its end. `late` waits for its masks, see `Executor.release`; asked when it has any."""
+        """Run one plan to its end. `late` is called only for a plan with grammars: it waits for their masks, laid out
+        as in `Executor.release`."""
         self.submit(plan)
         if len(plan.grammar):
             self.release(late())
@@ -113,25 +116,28 @@ class StepRunner:
 
     @property
     def sampler(self) -> Sampler:
-        """Its sampler."""
+        """The runner's sampler."""
         return self.programs.sampler
 
     @property
     def recorder(self) -> Recorder:
-        """Its recorder."""
+        """The runner's recorder."""
         return self.programs.recorder
 
     def describe(self) -> dict[str, object]:
-        """For people: what was chosen, what the recorder did so far, and what it does not record."""
+        """Return, for display: the chosen parts, counts of the recorder, and the steps that are not recorded."""
         return {"parts": [str(choice) for choice in self.parts], "steps": dict(self.recorder.counts),
                 "recordings": len(self.recorder), "not recorded": self.recorder.unrecorded()}  # fmt: skip
 
     @torch.inference_mode()
     def rehearse(self, plans: list[StepPlan]) -> None:
-        """Do once what these steps and `warm_up` do, with one of all layers that are alike, and kernels that may be
-        compiled and not run: no result counts."""
+        """Launch once every kernel that these plans and `warm_up` launch, with one layer of each kind.
+
+        Inside `compiling_ahead` kernels are compiled and not run. All results are discarded.
+        """
         slots, tokens = self.limits.num_slots, self.limits.max_tokens
-        sizes = self.limits.graph_sizes or tuple(sorted({1, min(16, slots), slots}))  # else compiled while all wait
+        # Without graph sizes: a kernel that is not rehearsed here would be compiled while requests wait.
+        sizes = self.limits.graph_sizes or tuple(sorted({1, min(16, slots), slots}))
         prompts = self.limits.graph_tokens or tuple(sorted({min(count, tokens) for count in EAGER_TOKENS}))
         self.programs.some = first_of_each_kind(zip(self.model.layers, self.programs.kv, strict=True))
         try:
@@ -146,8 +152,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture what can be, after a rehearsal, and run the smallest of each kind: a kernel that fails does so now.
-        The tables say that all sequences are empty."""
+        """Capture all recordings after a rehearsal, then run the smallest of each kind, so that a failing kernel fails
+        at start-up. The tables describe empty sequences."""
         smallest: dict[tuple[str, int], tuple[Key, Callable[[], None]]] = {}
         for key, work in self.programs.recordings(self.recorder.shapes()):
             self.recorder.capture(key, work)

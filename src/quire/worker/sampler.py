@@ -1,7 +1,7 @@
-"""One token per row of logits, each row by its slot's own parameters; and the log-probabilities of what was drawn.
+"""The sampler: one token per row of logits, by the parameters of the row's slot, and log-probabilities of the tokens.
 
-A batch may mix every kind of request, and a row's outcome depends on nothing but itself. Which operations a batch needs
-is known on the host; they are `kernels/sampling`. Knows slots and rows; knows nothing of plans or the model.
+A batch may mix every kind of request; the token of a row depends on that row alone. The host knows which operations a
+batch needs; `kernels/sampling` implements them. Knows slots and rows; knows nothing of plans or the model.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,9 @@ CODES: Mapping[int, str] = {1: "nan_logits", 2: "no_token"}  # see `SamplerOpera
 class Sampler:
     """Samples rows by the parameters in a table.
 
-    row_slots, row_positions   [max_rows] int64: static tensors that say whose row it is and where its token will be
-    history                    [num_slots, L] int32 on the same device
+    row_slots       [max_rows] int64, static: the slot of each row
+    row_positions   [max_rows] int64, static: the position of the token that is drawn
+    history         [num_slots, L] int32 token ids by position, on the same device
     """
 
     def __init__(self, operations: SamplerOperations, table: SamplingTable, row_slots: Tensor, row_positions: Tensor,
@@ -33,25 +34,30 @@ class Sampler:
 
     @property
     def tokens(self) -> Tensor:
-        """[>= R] int64, of the rows that were sampled last; 0 where a row failed."""
+        """Tokens [>= R] int64 of the rows sampled last; 0 where a row failed."""
         return self.operations.tokens
 
     @property
     def codes(self) -> Tensor:
-        """[>= R] uint8, 0 or a key of `CODES`."""
+        """Codes [>= R] uint8 of the rows sampled last: 0, or a key of `CODES`."""
         return self.operations.codes
 
     def sample(self, logits: Tensor, mode: Mode) -> None:
-        """Draw one token for each row of logits [R, V], which are not modified."""
+        """Draw one token for each row of logits [R, V]. The logits are not modified."""
         self.operations.sample(logits, self._rows, mode)
 
     def take_masks(self, slots: I32, masked: I32, masks: I32) -> None:
-        """What `sample` is to leave of the rows of slots [r]: masks [m, ceil(V / 32)] of those of `masked` [m], in
-        their order."""
+        """Set the grammar masks of the next `sample`.
+
+        slots    [r] int32 slots of the rows
+        masked   [m] int32 slots with a mask, in plan order
+        masks    [m, ceil(V / 32)] int32, see `Executor.release`
+        """
         places = np.full(len(slots), -1, np.int32)
         places[np.isin(slots, masked)] = np.arange(len(masked), dtype=np.int32)
         self.operations.take_masks(places, masks)
 
     def logprobs(self, logits: Tensor, slots: I32) -> Results | None:
-        """As `score_samples`, of the tokens that `sample` drew for the rows of slots [r] from raw logits."""
+        """Score the tokens that `sample` drew for the rows of slots [r], under raw logits [R, V]; see `score_samples`.
+        """
         return score_samples(logits, slots.tolist(), self.table.scored, self.tokens) if self.table.scored else None

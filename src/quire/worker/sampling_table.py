@@ -1,6 +1,6 @@
-"""What is known of each slot for sampling: parameters and edits on the device, needs and specs on the host.
+"""The sampling state of each slot: parameters and logit edits on the device, needs and specs on the host.
 
-Rows of the table are slots, for as long as a request holds one. Knows nothing of plans, KV blocks or the model.
+A row of the table is a slot. Knows nothing of plans, KV blocks or the model.
 """
 
 import numpy as np
@@ -17,12 +17,12 @@ class SamplingTable:
     """Per-slot sampling state.
 
     rows    [num_slots, ROW_WORDS] int32 on the device, see kernels/sampling/rows.py
-    edits   slot -> words on the device, of the slots that have any
-    scored  slot -> spec, of the slots that want log-probabilities of what they sample
+    edits   slot -> words on the device, for slots with edits
+    scored  slot -> spec, for slots that ask for log-probabilities of sampled tokens
 
-    Edits lie in tensors of their own, whose addresses are in the rows: no pool can be too small, and memory goes back
-    to PyTorch's allocator. It may be given to the next slot while a launched step still reads it, which is sound as
-    long as that slot's words are written by the same stream.
+    Each slot's edits lie in a tensor of their own; the slot's row holds its address. So no pool can be too small, and
+    freed memory returns to PyTorch's allocator. The allocator may reuse it while a launched step still reads it. This
+    is safe because the same stream writes the new words, after that step.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class SamplingTable:
         self._vocab_size = vocab_size
 
     def admit(self, slot: int, spec: SamplerSpec) -> list[Change]:
-        """A request takes `slot`; what has to be written on the device before its first row is sampled."""
+        """Give `slot` to a request. Return the changes to write on the device before its first row is sampled."""
         self.release(slot)
         needs = needs_of(spec)
         self._needs[slot] = needs
@@ -49,11 +49,11 @@ class SamplingTable:
         return [*changes, Change(self.rows, ROW_WORDS * slot, encode_row(spec, address))]
 
     def release(self, slot: int) -> None:
-        """The request leaves; its row on the device is stale until the next one comes."""
+        """Take the slot from its request. Its row on the device stays stale until the next `admit`."""
         self._needs[slot] = 0
         self.edits.pop(slot, None)
         self.scored.pop(slot, None)
 
     def mode(self, slots: I32) -> Mode:
-        """The least that serves rows of these slots."""
+        """Return the cheapest mode that serves the rows of these slots."""
         return mode_of(int(np.bitwise_or.reduce(self._needs[slots], initial=0)))

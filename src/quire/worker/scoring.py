@@ -1,4 +1,4 @@
-"""Log-probabilities of a step's tokens: of prompts, from the hidden states that it computed, and of what it sampled."""
+"""Log-probabilities of prompt tokens (from the hidden states of a step) and of sampled tokens (from its logits)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from quire.kernels.sampling.logprobs import WHOLE_VOCABULARY, score_rows
 from quire.worker.features import Found, Results
 
 SCORE_ROWS = 64  # prompt rows whose logits exist at once: 64 x 152k x 4 bytes = 39 MB
-PINNED = 1 << 20  # numbers; a copy of more is not worth memory that is pinned for good, and waits
+PINNED = 1 << 20  # values of a copy to pinned memory, at most: pinned memory stays allocated. Larger copies wait
 
 
 @dataclass
 class _Scored:
-    """A slot's prompt whose rows are scored, and how much of it was computed."""
+    """The prompt of a slot whose rows are scored; `computed`: its tokens computed so far."""
 
     spec: SamplerSpec
     computed: int
 
 
 class PromptScorer:
-    """Scores rows of prompts: each row the token after it; a prompt's last row has none.
+    """Scores prompts: each row scores the next token of its prompt; the last row has none. A `StepFeature`.
 
-    logits_of  hidden states [R, hidden] that no norm has seen yet -> [R, V] float32
+    logits_of  hidden states [R, hidden] before the final norm -> logits [R, V] float32
     history    [slots, L] int32 token ids by position
     """
 
@@ -57,7 +57,8 @@ class PromptScorer:
         return lambda: self._results(parts)
 
     def _rows(self, slot: int, hidden: Tensor) -> list[list[Tensor]]:
-        """Launch the scores of the next rows of a slot's prompt, and their way to the host, in parts."""
+        """Launch the scores of the next rows of a slot's prompt and their copies to the host, in parts of SCORE_ROWS.
+        """
         prompt = self._prompts[slot]
         first, k = prompt.computed, prompt.spec.num_prompt_logprobs
         prompt.computed += len(hidden)
@@ -79,10 +80,14 @@ class PromptScorer:
 
 
 def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerSpec], tokens: Tensor) -> Results | None:
-    """Log-probabilities of sampled tokens [R], slot -> its rows in order, for the slots whose `specs` ask for any.
+    """Score sampled tokens for the slots whose `specs` ask for log-probabilities; None if no slot asks.
 
-    The first rows of the raw logits [., V] are those of `slots`. Launches the work and the copies. Rows that ask for a
-    number of alternatives are scored together, so their widths differ only in what is cut off.
+    logits   [>= R, V] raw logits; the first R rows are those of `slots`
+    specs    slot -> its request's parameters
+    tokens   [>= R] int64 sampled tokens
+
+    Launches the work and the copies; the returned function gives slot -> its rows, in order. All rows that ask for the
+    top k are scored together with the largest k; each row keeps its first 1 + k columns.
     """
     vocab, device = logits.shape[1], logits.device
     groups: dict[tuple[int, ...] | int, dict[int, tuple[int, int]]] = {}  # kind -> row -> slot, columns
@@ -102,13 +107,13 @@ def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerS
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers on the device as int64, without waiting for it."""
+    """Copy numbers to the device as int64, without waiting for the device."""
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
 def back(values: Tensor) -> Tensor:
-    """Values as they will be on the host once the device has come past this."""
+    """Launch the copy of values to the host; return the host tensor, valid once the device has made the copy."""
     out = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda and values.numel() <= PINNED)
     return out.copy_(values, non_blocking=True)
 
@@ -124,5 +129,5 @@ def _collected(parts: list[tuple[Iterable[tuple[int, int]], list[Tensor]]]) -> d
 
 
 def joined(parts: list[RowLogprobs]) -> RowLogprobs:
-    """The rows of all parts, in order."""
+    """Concatenate the rows of all parts, in order."""
     return RowLogprobs(*map(np.concatenate, zip(*((p.ids, p.logprobs, p.ranks) for p in parts), strict=True)))

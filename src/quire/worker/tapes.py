@@ -1,4 +1,4 @@
-"""Steps of few rows on a CPU: the layers are recorded at the first step of so many rows, and then replayed."""
+"""Recorded CPU steps (tapes): the layers of small steps are recorded once per number of rows, then replayed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from quire.layers.rope import Rotation
 from quire.layers.stack import Model, run_layers
 from quire.worker.recorder import Recorder
 
-MOST_ROWS = 16  # with more, what Python takes between two kernels is little beside them
-KERNELS = 16  # of a layer, at most
-Kind = tuple[int, bool]  # rows of a step, and its features: whether decodes read a common prefix once
+MOST_ROWS = 16  # with more rows Python's time between two kernels is small beside the kernels'
+KERNELS = 16  # kernels of a layer, at most
+Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix once
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A tape, the tensors that it reads, and what it leaves."""
+    """A tape, its input tensors, and its output `out` [T, hidden]."""
 
     tape: Tape
     hidden: Tensor
@@ -31,9 +31,9 @@ class Recorded:
 
 
 class LayerTapes(Recorder):
-    """Runs layers from a tape where there can be one.
+    """Records and replays the layers of steps of at most `MOST_ROWS` rows.
 
-    obstacles   of steps that were tried and cannot be recorded, why not
+    obstacles   kinds of steps that could not be recorded -> the reason
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LayerTapes(Recorder):
         return found.out
 
     def _record(self, model: Model, kind: Kind, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
-        """Run the layers on copies of the step's inputs, which stay."""
+        """Run the layers and record them. They read copies of the step's inputs, which the tape keeps."""
         hidden, rotation, meta = hidden.clone(), (rotation[0].clone(), rotation[1].clone()), ctx.attention[0]
         own = replace(meta, kv_slots=meta.kv_slots.clone())
         tape = Tape(KERNELS * len(model.layers), self._buffers)
@@ -72,7 +72,7 @@ class LayerTapes(Recorder):
             self.obstacles[kind] = tape.obstacle
             self.counts["run"] += 1
             self._tapes.pop(kind, None)
-            if not self._tapes:  # what was taken for this one
+            if not self._tapes:  # drop the memory that the failed recording took
                 self._buffers = Buffers()
         else:
             self.counts["recorded"] += 1
@@ -81,8 +81,8 @@ class LayerTapes(Recorder):
 
     def unrecorded(self) -> dict[str, str]:
         """See `Recorder`."""
-        always = {f"more than {MOST_ROWS} rows": "what Python takes between two kernels is little beside them",
-                  "long chunks of prompts": "their attention is cut anew in every step"}  # fmt: skip
+        always = {f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
+                  "long chunks of prompts": "their attention is divided anew in every step"}  # fmt: skip
         return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, _), why in sorted(self.obstacles.items())}
 
     def __len__(self) -> int:
@@ -90,10 +90,10 @@ class LayerTapes(Recorder):
 
 
 def untaped(kernels: Kernels, num_groups: int) -> str:
-    """Why no layers of a model with these kernels and so many KV groups can be recorded, or ""."""
+    """Return the reason why the layers of a model with these kernels cannot be recorded, or ""."""
     if num_groups > 1:
-        return f"its layers are in {num_groups} KV groups, and a tape has the block tables of one"
+        return f"the layers are in {num_groups} KV groups, and a tape has the block tables of one"
     strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name != "native"]
     if strange:
         return f"{strange[0]}, whose operations are PyTorch's"
-    return "" if "tape" in kernels.features("attention") else "its attention cannot be given other rows"
+    return "" if "tape" in kernels.features("attention") else "a recorded call of its attention cannot be retargeted"

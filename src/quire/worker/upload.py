@@ -1,7 +1,7 @@
-"""What crosses between the host and the device in a step: the plan and changes of tables down, tokens back up.
+"""The upload of a step: the plan and table changes to the device, sampled tokens back to the host.
 
-A change of a table is (table, offset, words) until an implementation writes it: in place, here, or packed into a buffer
-that a kernel distributes (`packed.py`).
+A table change is a value (table, offset, words). `InPlaceUpload` writes it directly; `packed.py` packs all changes into
+one buffer, and a kernel writes them to the tables.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from torch import Tensor
 from quire.contracts.step import I32, SAMPLE, StepPlan
 from quire.kernels.step import HEADER, NUM_SAMPLES, NUM_SEQS, NUM_TOKENS, StepWords, fixed_words
 
-SHARED_GROUPS = 8  # of decodes with a common prefix, in one step
+SHARED_GROUPS = 8  # groups of decodes with a common prefix in a step, at most
 
 
 class Change(NamedTuple):
-    """`words` belong at `offset`, counted in int32 words, of a contiguous table of any type."""
+    """A table change: write `words` at `offset`, counted in int32 words, of a contiguous table of any type."""
 
     table: Tensor
     offset: int
@@ -26,11 +26,11 @@ class Change(NamedTuple):
 
 
 class Upload(Protocol):
-    """The way of a step's words to the device, and of its tokens back.
+    """Moves a step to the device, and its tokens back.
 
-    step     of the plan that was sent last
-    shared   the step's decodes read a common prefix once: `step.shared` says which
-    timed    the host is never ahead of the device, so that the host's clock measures a step
+    step     the words of the plan sent last
+    shared   True: decodes of this step read a common prefix once; `step.shared` describes it
+    timed    True: the host waits for each step, so the host's clock measures steps
     """
 
     step: StepWords
@@ -38,17 +38,23 @@ class Upload(Protocol):
     timed: bool
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """Bring a step and the changes before it to the device."""
+        """Send a step, and the table changes that come before its forward pass, to the device."""
 
     def apply(self) -> None:
-        """Launch what of the changes is not in the tables yet; the first launch of a step."""
+        """Launch the kernel that writes pending changes to the tables. It is the first launch of a step."""
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """Launch the way back of `out`, which the next step writes; what is returned waits for it."""
+        """Launch the copy of `out` to the host, before the next step overwrites it.
+
+        The returned function waits for the copy and returns it.
+        """
 
 
 class InPlaceUpload:
-    """Writes step and changes where they belong, when they are sent: each step is over before the next is sent."""
+    """The upload of a CPU, or of a GPU without Triton: writes steps and changes directly into their tensors.
+
+    Each step ends before the next one is sent.
+    """
 
     shared, timed = False, True
 
@@ -74,16 +80,16 @@ class InPlaceUpload:
                 table.view(-1).view(torch.int32)[offset : offset + len(words)].copy_(torch.from_numpy(words))
 
     def apply(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `send` has written the changes."""
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """See `Upload`; waits at once."""
+        """See `Upload`. Waits at once."""
         found: I32 = out.cpu().numpy().copy()
         return lambda: found
 
 
 def write_step(words: I32, plan: StepPlan, step: StepWords, dummy: int) -> None:
-    """Write header, slots, starts and samples of a plan to `words`, and its sizes to `step`."""
+    """Write header, slots, starts and samples of a plan to `words`, and its sizes to `step`; see `kernels/step`."""
     count, size = len(plan.slots), step.max_seqs
     slots, starts = words[HEADER : HEADER + size], words[HEADER + size : HEADER + 2 * size + 1]
     slots[:count] = plan.slots

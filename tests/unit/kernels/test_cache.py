@@ -67,7 +67,7 @@ print(json.dumps([report.num_kernels, report.num_compiled, launched_inside, len(
 
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test tells Triton is forgotten after it."""
+    """Restore Triton's cache folder after each test."""
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     yield
     if cache.triton is not None:

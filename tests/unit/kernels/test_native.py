@@ -220,7 +220,7 @@ def test_a_compiler_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyte
 def test_an_interrupt_leaves_neither_a_file_nor_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, code: int, when: str
 ) -> None:
-    """Whether Ctrl-C raises or, as while a command starts, ends the process at once. In a process of its own."""
+    """Ctrl-C either raises or ends the process at once, as while a command starts. The test runs in its own process."""
     fake_compiler(tmp_path, monkeypatch, SLOW.format(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, tmp_path, handler, when])
     wait_until((tmp_path / "started").exists)

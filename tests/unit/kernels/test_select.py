@@ -142,7 +142,7 @@ def test_what_is_declared_exists() -> None:
 
 
 def test_the_library_as_it_is_found_and_as_it_is_loaded() -> None:
-    """What is known without PyTorch equals what a process that computes finds."""
+    """The answers without PyTorch equal those of a process that computes."""
     assert library.missing(library.compiled) == library.missing()
     assert library.missing_amx(library.compiled) == library.missing_amx()
 

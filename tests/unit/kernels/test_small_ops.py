@@ -44,7 +44,7 @@ def missing(implementation: ModuleType) -> str:
 
 
 def fast(*implementations: ModuleType) -> Any:
-    """One parameter per implementation, skipped with its reason where it cannot run."""
+    """Return a test parameter for each implementation; one that cannot run here is skipped, with the reason."""
     return pytest.mark.parametrize("impl", [
         pytest.param(m, id=m.__name__.rpartition(".")[2],
                      marks=pytest.mark.skipif(bool(why := missing(m)), reason=why or "runs"))

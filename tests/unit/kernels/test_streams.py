@@ -1,4 +1,4 @@
-"""Which stream waits for which, and when."""
+"""Tests of forks: the order in which streams wait for each other."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ BESIDE = ["side waits for main", "in side", "work", "out of side"]
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A side stream, and what is asked of it and of the current one."""
+    """A fake side stream, and a log of the calls to it and to the current stream."""
     return fake_streams(monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""silu(gate) * up in one pass; the C side is native.c."""
+"""silu(gate) * up in one pass; native.c has the C code."""
 
 import torch
 from torch import Tensor

@@ -32,6 +32,11 @@ def silu(gate):
 
 @jit
 def _silu_kernel(gate_up, y, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """silu(gate) * up for BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)).
+
+    gate_up   [rows, 2 WIDTH], gate first;  stride  elements from row to row
+    y         [rows, WIDTH] contiguous
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

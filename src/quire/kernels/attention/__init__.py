@@ -1,20 +1,24 @@
 """Causal attention over the paged KV cache.
 
 paged_attention(q [T, Hq, D], kv, meta, scale, window=None, soft_cap=None, sinks=None) -> [T, Hq, D]
-    Row i of sequence s is at position p = seq_len_s - query_len_s + i, or where `meta.row_positions` says, and attends
-    to positions <= p of its own sequence; with `window` w, only to positions > p - w. score = scale * q . k; with
-    `soft_cap` c it becomes c * tanh(score / c); `sinks` [Hq] adds one score per head that takes weight and gives
-    nothing. Query head h reads KV head h // (Hq / Hkv). Softmax in float32. The result has q's dtype.
+    Row i of sequence s is at position p = seq_len_s - query_len_s + i; `meta.row_positions`, if given, replaces p. The
+    row attends to positions <= p of its own sequence. Query head h reads KV head h // (Hq / Hkv). Softmax in float32;
+    the result has q's dtype. score = scale * q . k.
 
-Contract: all KV of the step is written (`quire.kernels.heads`) before any row attends, so a sequence may read blocks
-that another sequence of the same step fills. Slots of a block past the sequence's length may hold any key, NaN too. On
-a GPU every value in the cache is a finite number, because tiles are multiplied whole: who writes it puts the largest
-where there is none.
-Features an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), and
+    window     w: the row attends only to positions > p - w
+    soft_cap   c: the score becomes c * tanh(score / c)
+    sinks      [Hq]: one more score per head. It takes part in the softmax and adds nothing to the result
 
-tape  It can be recorded (kernels/native/tape.py) in a step where rows_only(meta, block_size) is true: no sequence has a
-    chunk of a prompt. retarget(tape address, meta, block_size, num_heads, head_dim) gives what is recorded the rows of
-    another such step, which must live until it has been played.
+Contract: all KV of the step is written (`quire.kernels.heads`) before any row attends. So a sequence may read blocks
+that another sequence of the same step fills. Keys past a sequence's length may be anything, NaN too. Kernels of a GPU
+multiply whole tiles, so there every value in the cache is finite: the kernel that writes it replaces any other value by
+the largest number.
+
+Features that an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), and
+
+tape    Its calls can be recorded (kernels/native/tape.py) in a step where rows_only(meta, block_size) is true: no
+        sequence has a long chunk of a prompt. retarget(tape address, meta, block_size, num_heads, head_dim) gives the
+        recorded calls the rows of another such step, whose meta must live until the tape has been played.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-Prompt = tuple[int, int, int, int]  # first row, end of its rows, sequence of the step, tokens of context before them
+Prompt = tuple[int, int, int, int]  # first row, end of the rows, sequence of the step, tokens of context before them
 
 
 @dataclass(frozen=True)
 class KVView:
-    """One layer's keys and values inside the arena.
+    """Keys and values of a layer inside the arena.
 
-    k, v   [num_blocks, Hkv, block_size, D] strided views: the block stride is the page's, the rest is contiguous
+    k, v   [num_blocks, Hkv, block_size, D] strided views: the stride of blocks is a page, the rest is contiguous
     """
 
     k: Tensor
@@ -44,12 +48,12 @@ class KVView:
 
 @dataclass(frozen=True)
 class SharedBlocks:
-    """Decodes whose contexts begin with the same blocks, in groups; int32 on the device, of static sizes.
+    """Groups of decodes whose contexts begin with the same blocks; int32 on the device, of static sizes.
 
-    starts    [N + 1]: members starts[g] .. starts[g + 1] belong to group g; unused groups are empty
+    starts    [N + 1]: members starts[g] .. starts[g + 1] - 1 belong to group g; unused groups are empty
     members   [M]: sequences of the step, each at most once
-    place     [S]: where a sequence is in `members`; -1: nowhere
-    blocks    [S]: how many leading blocks it shares with its group
+    place     [S]: index of each sequence in `members`; -1: it shares no prefix
+    blocks    [S]: number of leading blocks that each sequence shares with its group
     """
 
     starts: Tensor
@@ -59,34 +63,36 @@ class SharedBlocks:
 
     @staticmethod
     def words(num_groups: int, num_seqs: int) -> int:
-        """Length of the array that holds all four, each on 16 bytes: kernels are compiled for that."""
+        """Return the length in words of the array that holds all four parts, each aligned to 16 bytes for kernels."""
         return padded(num_groups + 1) + 3 * padded(num_seqs)
 
     @staticmethod
     def view(packed: Tensor, num_groups: int, most_seqs: int, num_seqs: int) -> SharedBlocks:
-        """The four parts, for `num_seqs` sequences, of what `triton_plan.pack_shared` gives for up to `most_seqs`."""
+        """Return views of the four parts for `num_seqs` sequences.
+
+        packed   the array of `triton_plan.pack_shared`, made for up to `most_seqs` sequences
+        """
         starts, members, place, blocks = packed.split([padded(num_groups + 1), *[padded(most_seqs)] * 3])
         return SharedBlocks(starts[: num_groups + 1], members[:num_seqs], place[:num_seqs], blocks[:num_seqs])
 
 
 @dataclass
 class AttentionMeta:
-    """Who attends to what in one step; the same for all layers of a KV group.
+    """Sequences of a step, their rows and their blocks; the same for all layers of a KV group.
 
-    query_start    [S + 1] int32: rows query_start[s] .. query_start[s + 1] belong to sequence s (tensor or list)
+    query_start    [S + 1] int32: rows query_start[s] .. query_start[s + 1] - 1 belong to sequence s (tensor or list)
     seq_lens       [S] int32: context length, this step's tokens included (tensor or list)
     block_tables   [S, max_blocks] int32; entries past a sequence's last block are never read
-    kv_slots       [T] int64: where each row's key and value are written
-    table_rows     [S] int32: the row of block_tables that belongs to each sequence; None: its own index
-    max_query_len  no sequence has more rows (known without waiting for the device); None: read from the tensors
-    decode_len     a sequence of at most this many rows is a decode: 1, or one more than the drafts to verify; 0: none
-                   is
-    shared         which decodes share the beginning of their context, for implementations that read it once
-    prompts        the sequences from the first of more than `decode_len` rows on, for who wants to know them on the
-                   host; none in a captured step; None: they are to be read from the lengths
-    row_positions  [T] int64: position of each row in its sequence, for steps that compute chosen rows; below seq_lens,
-                   ascending in a sequence, and decode_len is 0. None: the rows are the last of their sequences
-    plans          scratch of the implementation: what it derives from the above, once per step, by what it is for
+    kv_slots       [T] int64: slot of each row's key and value in the cache, block * block_size + offset
+    table_rows     [S] int32: row of `block_tables` of each sequence; None: row s belongs to sequence s
+    max_query_len  upper bound of the rows of a sequence, known to the host; None: read it from the tensors
+    decode_len     a sequence of at most this many rows is a decode: 1, or 1 + the number of drafts; 0: no decodes
+    shared         groups of decodes with a common prefix, for implementations that read it once; None: no groups
+    prompts        the sequences after the step's decodes, known to the host; () in a captured step; None: the host does
+                   not know them, they follow from the lengths
+    row_positions  [T] int64: position of each row in its sequence, for steps that compute chosen rows: below seq_lens,
+                   ascending in a sequence, with decode_len 0. None: the rows are the last of their sequences
+    plans          scratch of the implementation: values derived from the fields above, once per step
     """
 
     query_start: Tensor | list[int]
@@ -103,10 +109,10 @@ class AttentionMeta:
 
 
 def as_list(values: Tensor | list[int]) -> list[int]:
-    """Lengths as Python integers."""
+    """Return lengths as Python integers; waits for the device if they are a tensor there."""
     return values.tolist() if isinstance(values, Tensor) else list(values)
 
 
 def padded(words: int) -> int:
-    """Whole 16 bytes of int32: kernels are compiled for arrays that begin there."""
+    """Round a number of int32 words up to whole 16 bytes, the alignment that kernels are compiled for."""
     return -(-words // 4) * 4

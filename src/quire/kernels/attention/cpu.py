@@ -1,8 +1,8 @@
 """Paged attention on a CPU through PyTorch's flash kernel, which also returns each row's log-sum-exp.
 
-A decode treats blocks as a batch: block b of the arena is keys [Hkv, block_size, D], its query rows are the heads that
+Decodes treat blocks as a batch: block b of the arena is keys [Hkv, block_size, D], its query rows are the heads that
 share a KV head. Outputs of a sequence's blocks are merged by log-sum-exp (Dao, 2023, flash-decoding). A chunk of a
-prompt gathers its context once, then attends to the past without a mask and to itself with a causal one. Both layouts
+prompt gathers its context once. It attends to the past without a mask, and to itself with a causal mask. Both layouts
 were the fastest of those measured at 128 to 3072 tokens of context (at 1024 tokens of bfloat16 in blocks of 32, 8 KV
 heads of 128, 2 cores: strided 303 us, gathered 738, batched products 508).
 """
@@ -17,7 +17,7 @@ from quire.kernels.attention.plan import ChunkPlan, Copied, DecodePlan, Merge, R
 
 
 def missing() -> str:
-    """Why the flash kernel cannot be used in this build of PyTorch, or ""."""
+    """Return the reason why this build of PyTorch has no flash kernel for CPUs, or ""."""
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return "this PyTorch has no flash attention for CPUs"
     return ""
@@ -60,9 +60,9 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """q [B, H, M, D], k and v [B, H, L, D] -> output [B, H, M, D], log-sum-exp [B, H, M] float32.
 
-    Where the softmax is NaN, at least one value of the row is. The kernel itself may give finite output beside an
-    infinite score, with an infinite log-sum-exp, and gives 0 and 0 for a row of which no score is finite; the first
-    key, which every row sees, is then not finite either. Nothing is read on the host for this.
+    If the softmax of a row is NaN, at least one output value of the row is NaN, too. The kernel alone does not do so:
+    with an infinite score it may give finite output and an infinite log-sum-exp; without any finite score it gives 0
+    and 0 (then the first key, which every row sees, is not finite). The host reads nothing for this.
     """
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
@@ -100,7 +100,7 @@ def _attend(q: Tensor, kv: KVView, call: Run | Tail | Copied, scale: float) -> t
     if isinstance(call, Run):
         return _flash(owned, kv.k[call.start : call.stop], kv.v[call.start : call.stop], scale)
     k, v = kv.k.index_select(0, call.blocks), kv.v.index_select(0, call.blocks)
-    if call.mask is not None:  # whatever lies past the end may be NaN, and 0 * NaN is NaN: a mask alone is not enough
+    if call.mask is not None:  # values past the end may be NaN, and 0 * NaN is NaN: a mask alone is not enough
         keep = call.keep[k.dtype]
         for side in (k, v):
             side[-len(keep) :].view(keep.dtype).bitwise_and_(keep)
@@ -108,10 +108,10 @@ def _attend(q: Tensor, kv: KVView, call: Run | Tail | Copied, scale: float) -> t
 
 
 def _merge(output: Tensor, lse: Tensor, merge: Merge) -> Tensor:
-    """Weight the parts of every row by exp(log-sum-exp) -> [R, Hkv, G, D].
+    """Merge the parts of every row, weighted by exp(log-sum-exp) -> [R, Hkv, G, D].
 
-    A block that was attended to for nobody (a gap in a run) has some output and log-sum-exp, and a fully masked one
-    would have log-sum-exp 0: neither is ever among `parts`, and padding gets weight 0.
+    `parts` never holds a block without an owner (a gap in a run), whose output is meaningless, nor a fully masked
+    block, whose log-sum-exp would be 0. Padding gets weight 0.
     """
     if merge.parts is None:
         output, lse = output[None], lse[None]
@@ -129,7 +129,7 @@ def _merge(output: Tensor, lse: Tensor, merge: Merge) -> Tensor:
 
 
 def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tensor:
-    """Several rows of one sequence: q [M, Hq, D], consecutive positions of one sequence -> [M, Hq, D]."""
+    """Compute attention of a chunk: q [M, Hq, D] at consecutive positions of a sequence -> [M, Hq, D]."""
     rows, heads, dim = q.shape
     kv_heads = kv.k.shape[1]
     group = heads // kv_heads
@@ -153,7 +153,7 @@ def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tenso
 
 
 def _num_sound(v: Tensor) -> int:
-    """v [Hkv, M, D] -> how many tokens come before the first that has a value that is not finite."""
+    """v [Hkv, M, D] -> number of tokens before the first one with a value that is not finite."""
     if math.isfinite(v.sum().item()):
         return v.shape[1]
     return int(v.isfinite().all(-1).all(0).int().cumprod(0).sum())

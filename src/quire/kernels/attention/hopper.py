@@ -1,4 +1,4 @@
-"""Paged attention on Hopper (compute capability 9.0): `triton`, with a prefill whose warps have different jobs."""
+"""Paged attention on Hopper (compute capability 9.0): the Triton kernels, and a warp-specialized prefill in Gluon."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from quire.kernels.attention.hopper_prefill import prefill_kernel
 from quire.kernels.attention.triton_plan import TILE_WORDS, Plan, multiprocessors
 from quire.kernels.triton_runtime import descriptors, gl
 
-ROWS = 128  # of a tile of queries
-DIMS = (64, 128)
+ROWS = 128  # rows of a tile of queries
+DIMS = (64, 128)  # head sizes
 STAGES = 3  # 2 are up to 4% slower over long contexts (H200, docs/log.md)
 
 
@@ -28,8 +28,11 @@ def paged_attention(
 
 
 class _Call(triton.AttentionCall):
-    """Takes the new way where tiles are whole, keys lie in blocks of whole tiles, heads have a common size, and the
-    rows of a sequence follow each other."""
+    """A call that uses the Hopper prefill if it can, else the Triton one.
+
+    Conditions: tiles of ROWS rows, blocks of whole tiles of keys, a head size of DIMS, and consecutive rows of each
+    sequence.
+    """
 
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
         """See `triton.AttentionCall`."""
@@ -51,7 +54,10 @@ class _Call(triton.AttentionCall):
 
 
 def _rows(side: Tensor, tile: int) -> object:
-    """A cache's keys or values as rows [R, D] from the first of block 0 on: what lies between is never read."""
+    """Describe a cache's keys or values as rows [R, D] from the first row of block 0 on, for the copy engine (TMA).
+
+    Rows between the blocks of this layer (other layers' pages) are never read.
+    """
     blocks, heads, size, dim = side.shape
     last = (blocks - 1) * side.stride(0) + (heads - 1) * side.stride(1) + size * dim
     assert side.stride()[2:] == (dim, 1) and side.stride(0) % dim == 0 and side.stride(1) % dim == 0
@@ -59,7 +65,11 @@ def _rows(side: Tensor, tile: int) -> object:
 
 
 def describe(base: Tensor, box: list[int], rows: tuple[int, int] | None = None) -> object:
-    """Tiles of a tensor, or of its memory as `rows`, for the copy engine."""
+    """Return a descriptor of a tensor for the copy engine (TMA).
+
+    box    shape of a tile
+    rows   (R, D): describe the tensor's memory as contiguous rows; None: by its own shape and strides
+    """
     shape, strides = (base.shape, base.stride()) if rows is None else (rows, (rows[1], 1))
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # and float16: only the width matters
     return descriptors.TensorDescriptor(base, list(shape), list(strides), box, layout)

@@ -1,13 +1,12 @@
-"""Attention of many rows on Hopper, in Gluon: the warps of a program have different jobs.
+"""Attention of many rows on Hopper, in Gluon, with specialized warps.
 
-One warp has the copy engine read queries, keys and values into rings of buffers; two groups of four warps take 64
-of a tile's rows each. A group asks for the scores of the next tile of keys and for the weighted sums of the last one
-at once, and works on the softmax of one while the matrix units are busy with the other (the schedule of
-FlashAttention-3, Shah et al. 2024). Programs stay: each takes several tiles of the plan, whose order makes their
-shares even.
+One warp makes the copy engine (TMA) read queries, keys and values into rings of buffers. Two groups of four warps
+compute 64 of a tile's rows each. A group starts the scores of the next tile of keys and the weighted sums of the last
+tile at once, and computes one softmax while the matrix units work (the schedule of FlashAttention-3, Shah et al. 2024).
+Programs are persistent: each takes several tiles of the plan, whose order balances their work.
 
-A tile of keys is always read whole, so every value in the cache must be a finite number: `quire.kernels.heads` sees to
-that. Contexts are walked backwards, because their end is what needs a mask.
+A tile of keys is always read whole, so every value in the cache must be finite; `quire.kernels.heads` makes it so.
+Contexts are read backwards, because their end needs the mask.
 """
 
 from __future__ import annotations
@@ -21,15 +20,20 @@ if hopper is not None:
 
 @gluon_jit
 def nth_work(turn, programs):
-    """What a program does in its turn: every other one backwards, so that long and short tiles meet."""
+    """Return the work number of this program in its turn. Every other turn runs backwards, to mix long and short tiles.
+    """
     program = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
 
 
 @gluon_jit
 def _span(record, TILE: gl.constexpr, WINDOW: gl.constexpr):
-    """First row, rows and position of a tile of queries; then of its tiles of keys the first, the first and the end of
-    those that every row sees whole, and the last."""
+    """Read the record of a tile of queries.
+
+    Returns row, rows, position    first row; rows; position of the first row
+    first, last                    first and last tile of keys
+    whole, whole_end               tiles of keys that every row sees whole: the first, and the end
+    """
     row, rows, position = gl.load(record), gl.load(record + 1), gl.load(record + 2)
     last = gl.cdiv(position + rows, TILE) - 1
     whole_end = gl.minimum((position + 1) // TILE, last)
@@ -46,7 +50,10 @@ def _read(
     stride_table, HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that reads. Keys come first: a tile's queries wait until nobody needs the last tile's."""
+    """The reading warp. Keys come first: the queries of a tile wait until both groups are done with the last tile's.
+
+    Arguments as in `prefill_kernel`; queries, keys, values: buffers in shared memory; bars: see `make_bars`.
+    """
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
     count = 0
     for turn in range(gl.cdiv(num_work, programs)):
@@ -80,8 +87,10 @@ def softmax(
     scores, top, weight, positions, start, scale, cap,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """One tile of the running softmax in base 2: weights [64, TILE], maxima, sums of weights, decay of what was before.
-    Scale and cap as in `triton_tiles.rescore`."""
+    """Compute the weights of a tile in the running softmax in base 2. scale, cap: see `triton_tiles.rescore`.
+
+    Returns weights [64, TILE], new maxima [64], new sums of weights [64], and the factor [64] of earlier sums.
+    """
     if CAPPED:
         scores = cap * (1.0 - 2.0 / (gl.exp2(2.0 * 1.4426950408889634 * scale * scores) + 1.0))
         scale = 1.0
@@ -99,8 +108,11 @@ def softmax(
 
 @gluon_jit
 def as_operand(weights, DTYPE: gl.constexpr, SUMS: gl.constexpr):
-    """Weights [64, TILE] float32, rounded, as the operand of a product in registers. Two at a time: of single ones
-    ptxas makes pairs in the wrong order, and turns them around twice an iteration."""
+    """Round weights [64, TILE] float32 to DTYPE, as an operand in registers.
+
+    Pairs are rounded together: from single numbers ptxas makes pairs in the wrong order, and swaps them twice an
+    iteration.
+    """
     if DTYPE == gl.bfloat16:
         pairs = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16,
                                           is_pure=True, pack=2)  # fmt: skip
@@ -112,7 +124,7 @@ def as_operand(weights, DTYPE: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon_jit
 def begin_scores(queries, keys, stage, TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Of a tile: `queries` and `keys` are one part of each, or two whose products add up."""
+    """Start the scores [64, TILE] of a tile of keys. `queries` and `keys` have one part, or two with added products."""
     scores = warpgroup_mma(queries[0], keys[0].index(stage).permute((1, 0)), gl.zeros([64, TILE], gl.float32, SCORES),
                            use_acc=False, is_async=True)  # fmt: skip
     if len(queries) > 1:
@@ -126,7 +138,7 @@ def advance(
     MASKED: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Scores and weights of tile `count` of the ring, beside the sums of the tile before it."""
+    """Compute scores and weights of tile `count` of the ring, while the matrix units add the sums of the last tile."""
     k_ready, v_ready, k_free, v_free, _q_ready, _q_free = bars
     stage, before = count % STAGES, (count - 1) % STAGES
     mbarrier.wait(k_ready.index(stage), (count // STAGES) & 1)
@@ -146,7 +158,11 @@ def advance(
 
 @gluon_jit
 def make_bars(STAGES: gl.constexpr):
-    """For keys and values of every stage that they are there, and that both groups are done with them; for queries."""
+    """Make the barriers (k_ready, v_ready, k_free, v_free, q_ready, q_free).
+
+    ready   the copy engine has written the buffer;  free  both groups are done with it
+    k, v    one barrier per stage of the ring;  q  one barrier
+    """
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -170,11 +186,15 @@ def _attend(
     HALF: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps, with the first or second 64 rows of every tile. SCORES, SUMS: layouts of scores and of sums."""
+    """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
+
+    Arguments as in `prefill_kernel`; queries, keys, values: buffers in shared memory; bars: see `make_bars`. SCORES,
+    SUMS: layouts of scores and of sums.
+    """
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    HELD: gl.constexpr = GROUP != 2  # queries in registers: with 2 heads ptxas moves some of them about all the time
+    HELD: gl.constexpr = GROUP != 2  # keep queries in registers; with 2 heads ptxas would move them all the time
     half = queries.reshape([128, D]).slice(HALF * 64, 64)
     lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
@@ -238,12 +258,18 @@ def prefill_kernel(
     HEADS: gl.constexpr, GROUP: gl.constexpr, SIZE: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, CAPPED: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as multiprocessors, 4 warps and 168 registers a thread (they are dealt anew inside).
+    """Grid: as many programs as multiprocessors. 4 warps, 168 registers per thread (redistributed inside).
 
-    q_rows   descriptor of the queries [T, H, D] in tiles [128 / GROUP, GROUP, D]
-    k_rows, v_rows   of the cache as rows [R, D], in tiles [TILE, D]; a block is `block_rows` rows from the next and a
-                     head `head_rows`
-    tiles    `Plan.tiles` of 128 rows
+    out                      [T, H, D], output; stride_out  elements from row to row
+    q_rows                   descriptor of the queries [T, H, D] in tiles [128 / GROUP, GROUP, D]
+    k_rows, v_rows           descriptors of the cache as rows [R, D] in tiles [TILE, D]
+    block_rows, head_rows    rows from block to block, from head to head
+    table                    [slots or sequences, blocks] int32; stride_table  elements from row to row
+    tiles                    `Plan.tiles` of 128 rows, WORDS words each
+    sinks                    [H], or None
+    scale, cap, CAPPED       see `triton_tiles.rescore`;  WINDOW  tokens that a row sees, 0: all
+    HEADS, GROUP             KV heads; query heads of a KV head
+    SIZE, TILE, STAGES       tokens of a block; of a tile of keys; tiles of keys in the ring
     """
     queries = gl.allocate_shared_memory(k_rows.dtype, [128 // GROUP, GROUP, D], q_rows.layout)
     keys = gl.allocate_shared_memory(k_rows.dtype, [STAGES, TILE, D], k_rows.layout)

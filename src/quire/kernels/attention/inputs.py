@@ -10,7 +10,12 @@ from quire.kernels.attention import AttentionMeta, KVView
 
 @dataclass(frozen=True)
 class Case:
-    """query_lens and seq_lens of each sequence, heads, and how block ids are dealt: "apart", "runs" or "shared"."""
+    """A step of random data.
+
+    query_lens, seq_lens   rows and context length of each sequence
+    heads                  (Hq, Hkv)
+    deal                   block ids are "apart" (random), in "runs" (consecutive), or "shared" at the front
+    """
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -46,7 +51,7 @@ CASES = (
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView, AttentionMeta]:
-    """q and a cache whose every slot that must not be read holds NaN, inside an arena of wider pages."""
+    """Return q, a cache inside an arena of wider pages, and the step. Every slot that must not be read holds NaN."""
     generator = torch.Generator().manual_seed(seed)
     size, kv_heads = case.block_size, case.heads[1]
     counts = [-(-length // size) for length in case.seq_lens]
@@ -77,7 +82,10 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView,
 
 
 def choose_rows(q: Tensor, meta: AttentionMeta, share: float, seed: int = 0) -> tuple[AttentionMeta, Tensor]:
-    """A step that computes about a `share` of a step's rows q, the last of each sequence among them; and which."""
+    """Return a step that computes a random `share` of the rows q, and the indices of those rows.
+
+    The last row of each sequence is always among them.
+    """
     generator = torch.Generator().manual_seed(seed)
     assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)
     kept = torch.rand(len(q), generator=generator) < share
@@ -92,7 +100,7 @@ def choose_rows(q: Tensor, meta: AttentionMeta, share: float, seed: int = 0) -> 
 
 
 def _deal(case: Case, counts: list[int], generator: torch.Generator) -> tuple[Tensor, int]:
-    """Block tables [S, max] int32 and the number of blocks of the arena; entries that are never read are huge."""
+    """Return block tables [S, max] int32 and the number of blocks of the arena; unread entries are huge."""
     total = sum(counts)
     num_blocks = 2 * total + 2
     if case.deal == "apart":

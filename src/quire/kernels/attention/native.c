@@ -1,9 +1,9 @@
 /* Paged attention of single rows: decodes, and the few rows of short chunks.
 
-   A task is a row's query heads of one KV head over a part of the context: PART tokens, whatever else the step holds,
-   so that a row's result depends on nothing but that row. Scores of a part first, then its softmax, then values. Parts
-   of a longer context are merged by their maxima and sums (Dao, 2023, flash-decoding). Slots past the end of a context
-   are never read. */
+   A task computes a row's query heads of one KV head over a part of the context. A part is always PART tokens, so that
+   a row's result depends on that row alone. A task computes the scores of a part, then its softmax, then the sums of
+   values. Parts of a longer context are merged by their maxima and sums (Dao, 2023, flash-decoding). Slots past the end
+   of a context are never read. */
 
 enum { PART = 512, HEADS = 16, MAX_DIM = 512 }; /* tokens of a part, query heads at a time, largest head */
 
@@ -42,7 +42,7 @@ static inline __m512 sum_lanes(const __m512 *v) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
 }
 
-/* Where 16 tokens from `first` on lie; those past `stop` repeat the last one. */
+/* Find the addresses of 16 tokens from `first` on in the cache; tokens past `stop` repeat the last one. */
 static inline void locate(const RowsAttention *job, const int32_t *table, const void *base, long first, long stop,
                           const void **tokens, int half) {
     long block = first / job->block_size, offset = first % job->block_size;
@@ -107,8 +107,8 @@ INLINE void add_values(const void **values, const float *weights, long heads, lo
     }
 }
 
-/* Scores -> weights in place; the maximum and the sum of the weights, which is NaN when a score is NaN or infinite.
-   Where all are minus infinity, weights and sum are 0. */
+/* Replace scores by weights; give their maximum and the sum of the weights. The sum is NaN if a score is NaN or
+   infinite. If all scores are minus infinity, weights and sum are 0. */
 static inline void soften(float *scores, long count, float *maximum, float *total) {
     __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (long i = 0; i < count; i += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
@@ -208,10 +208,12 @@ static void merge_tasks(void *argument) {
 
 /* Rows of q [*, num_heads, dim] with a stride between rows -> the same rows of out [*, num_heads, dim].
 
-   items      [num_items], one per row; parts of all of them are numbered through
-   part_item  [num_parts] the item a part belongs to;  partial  room for num_parts * num_heads * (dim + 2) floats,
-              or NULL when no context is longer than PART
-   k, v       as for quire_heads; tables [*, table_stride] block ids; half: bfloat16, else float32; dim <= MAX_DIM */
+   items      [num_items], one per row; the parts of all items have consecutive numbers
+   part_item  [num_parts] the item of each part
+   partial    num_parts * num_heads * (dim + 2) floats of scratch, or NULL if no context is longer than PART
+   k, v       as for quire_heads
+   tables     [*, table_stride] block ids
+   half       bfloat16, else float32; dim <= MAX_DIM */
 void quire_attend_rows(const void *q, void *out, const void *k, const void *v, const int32_t *tables,
                        const RowItem *items, const int32_t *part_item, float *partial, long num_items, long num_parts,
                        long num_heads, long num_kv_heads, long dim, long q_stride, long block_size, long block_stride,
@@ -227,7 +229,7 @@ void quire_attend_rows(const void *q, void *out, const void *k, const void *v, c
     RUN(merge_tasks, &job, threads, half && OWN_THREADS);
 }
 
-/* Give the attentions on a tape the next step's rows; parameters as for quire_attend_rows. */
+/* Give the recorded attention calls of a tape the rows of the next step; parameters as for quire_attend_rows. */
 void quire_tape_attend_rows(Tape *tape, const int32_t *tables, const RowItem *items, const int32_t *part_item,
                             float *partial, long num_items, long num_parts, long table_stride) {
     for (long i = 0; i < tape->count; i++) {

@@ -1,5 +1,7 @@
-"""Paged attention in C: rows of decodes and of short chunks without copying the context (native.c), longer chunks of
-prompts on AMX tiles (native_chunks.c) or, in float32 and without AMX, through PyTorch's flash kernel (`cpu.py`).
+"""Paged attention in C.
+
+Rows of decodes and of short chunks read the context in place, one by one (native.c). Longer chunks of prompts use AMX
+tiles (native_chunks.c), or PyTorch's flash kernel (`cpu.py`) in float32 or without AMX.
 """
 
 from dataclasses import dataclass, field
@@ -20,16 +22,18 @@ PART, MAX_DIM = 512, 512  # of native.c
 STEP, ROWS, WIDEST = 32, 32, 256  # of native_chunks.c
 NO_TILES = missing_amx()
 SCRATCH = 256 << 20  # bytes for the keys and values of chunks in the order of tiles
-FEW = 4  # query rows of a sequence that are done one by one
-MOST_PARTS = 8192  # of rows in one call, or of one row: 136 MB with 32 heads of 128
+FEW = 4  # up to so many query rows of a sequence are computed one by one
+MOST_PARTS = 8192  # parts of all rows in a call (or of one row alone): 136 MB with 32 heads of 128
 NONE_BAD = 1 << 62
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """All rows that are done one by one.
+    """The rows of a call that are computed one by one.
 
-    items [R, 4] int64 and part_item [P] int32 as native.c describes them; `split`: some context has several parts
+    items       [R, 4] int64, see native.c
+    part_item   [P] int32, see native.c
+    split       True: some context has several parts
     """
 
     items: Tensor
@@ -39,10 +43,11 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class ChunkPass:
-    """Chunks whose keys and values are in the scratch together.
+    """Chunks whose keys and values fit into the scratch together.
 
-    items   [C, 6] int64 as native_chunks.c describes them;  heads   how many KV heads at a time
-    size    of the scratch, in elements
+    items   [C, 6] int64, see native_chunks.c
+    heads   KV heads that are computed at a time
+    size    elements of the scratch
     """
 
     items: Tensor
@@ -52,12 +57,13 @@ class ChunkPass:
 
 @dataclass
 class NativePlan:
-    """The rows of a step, as many at a time as there is room for their parts, and its chunks.
+    """The plan of a step.
 
-    num_rows   of the step
-    passes     over the chunks, by the number of KV heads and their dimension;  scratch   room for each pass
-    partial    [floats] room for the results of the parts of rows, where some context has several. Of NumPy: it belongs
-               to this step, and what PyTorch makes while a tape is recorded stays with the tape
+    rows       calls for rows that are computed one by one; each has at most MOST_PARTS parts
+    chunks     longer chunks;  num_rows  rows of the step
+    passes     (KV heads, head size) -> passes over the chunks;  scratch  memory of the largest pass
+    partial    [floats] results of the parts of rows, if some context has several. A NumPy array, since it belongs to
+               this step: tensors that PyTorch allocates while a tape is recorded belong to the tape
     """
 
     rows: tuple[RowPlan, ...]
@@ -178,8 +184,11 @@ def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scal
 def _attend_again(
     q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, one: ChunkPass, scale: float, out: Tensor
 ) -> None:
-    """Rows before a value that is not finite whose task may have read it: theirs ends ROWS - 1 tokens later at most.
-    Rows that see the value are not finite either way."""
+    """Compute again the rows shortly before a value that is not finite.
+
+    Their task may have read the value: it reads up to ROWS - 1 tokens past a row. Rows that see the value are not
+    finite either way.
+    """
     rows: list[tuple[int, int, int]] = []
     for first, num_rows, length, table, _, group in one.items.tolist():
         past = length - num_rows
@@ -191,7 +200,7 @@ def _attend_again(
 
 
 def _chunk_passes(chunks: tuple[ChunkPlan, ...], num_kv_heads: int, dim: int) -> list[ChunkPass]:
-    """As many chunks together as SCRATCH holds; of one that is longer, as many KV heads as it holds, at least one."""
+    """Group chunks into passes that fit into SCRATCH. A chunk too long for that takes fewer KV heads at a time."""
     groups: list[list[ChunkPlan]] = []
     used = 0
     for chunk in chunks:
@@ -215,12 +224,12 @@ def _chunk_pass(chunks: list[ChunkPlan], num_kv_heads: int, dim: int) -> ChunkPa
 
 
 def _head_elements(chunk: ChunkPlan, dim: int) -> int:
-    """The scratch that one KV head of a chunk takes."""
+    """Return the elements of scratch that a KV head of a chunk takes."""
     return 2 * (-(-chunk.total // STEP) * STEP) * (-(-dim // STEP) * STEP)
 
 
 def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
-    """What C takes for granted."""
+    """Check types, devices, shapes and strides, which the C code does not check; raise ValueError."""
     k, v = kv.k, kv.v
     (_, heads, dim), shape, stride = q.shape, k.shape, k.stride()
     if not (q.is_cpu and k.is_cpu and v.is_cpu and tables.is_cpu):
@@ -250,7 +259,8 @@ def _attend_rows(
 
 
 def _partial(plan: NativePlan, rows: RowPlan, num_heads: int, dim: int) -> int | None:
-    """The address of room for the sums, the maximum and the total of every part and query head."""
+    """Return the address of memory for the results of parts: sums, maximum and total of every query head. None: not
+    needed."""
     if not rows.split:
         return None
     size = len(rows.part_item) * num_heads * (dim + 2)

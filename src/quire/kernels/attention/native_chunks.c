@@ -1,12 +1,12 @@
 /* Attention of many consecutive rows of a sequence (a chunk of a prompt) in bfloat16 on AMX tiles.
 
-   First the context's keys and values are put in the order of tiles, once for all rows and heads that read them. Then a
-   task is 32 rows of one query head: over SPAN tokens at a time, scores, softmax with a running maximum (Dao et al.,
-   2022, FlashAttention), values. Spans start at multiples of SPAN whatever the chunk, and a row's arithmetic does not
-   depend on the rows beside it. Slots past the end of the context are never read: their place is zero.
+   First the context's keys and values are written in the order of tiles, once for all rows and heads that read them.
+   Then each task computes 32 rows of a query head, SPAN tokens at a time: scores, softmax with a running maximum (Dao
+   et al., 2022, FlashAttention), sums of values. Spans start at multiples of SPAN for every chunk, and a row's
+   arithmetic does not depend on other rows. Slots past the end of the context are never read; tiles hold zeros there.
 
-   A weight of 0 hides a value that is finite, and no other: 0 * NaN is NaN. So values are looked at when they are put
-   in order, and whoever calls does the few rows again that met such a value of a later token (see `first_bad`). */
+   A weight of 0 does not hide a value that is not finite: 0 * NaN is NaN. So values are checked while they are written
+   in order. The caller computes the few rows again that read such a value of a later token (see `first_bad`). */
 
 #ifdef HAVE_TILES
 
@@ -94,7 +94,7 @@ static void pack_context_tasks(void *argument) {
     }
 }
 
-/* What a task keeps: sums [32][dim], and per row the maximum and the sum of the weights. */
+/* State of a task: sums [32][dim], and per row the maximum and the sum of the weights. */
 typedef struct __attribute__((aligned(64))) Block {
     bf16 q[ROWS * WIDEST], weights[ROWS * SPAN];
     float scores[ROWS * SPAN], sums[ROWS * WIDEST], maximum[ROWS], total[ROWS];
@@ -232,18 +232,18 @@ static void attend_chunk_tasks(void *argument) {
             if (task < blocks * job->num_heads) break;
             task -= blocks * job->num_heads;
         }
-        /* Last rows first: they see most, and short tasks at the end keep the threads even. */
+        /* Last rows first: they see most tokens, and short tasks at the end balance the threads. */
         const long head = task / blocks, first = (blocks - 1 - task % blocks) * ROWS;
         attend_block(job, &block, item, first, item->rows - first < ROWS ? item->rows - first : ROWS, head);
     }
     _tile_release();
 }
 
-/* Chunks `items` [num_items] of q [*, num_heads, dim] with a stride between rows -> the same rows of out, which has one
-   too: the heads may be some of a model's.
+/* Chunks `items` [num_items] of q [*, num_heads, dim] -> the same rows of out. Both have a stride between rows: the
+   heads may be a part of the model's heads.
 
-   packed  room for every item's keys and values: 2 * num_kv_heads * length * dim elements, with length and dim rounded
-           up to 32, starting at a multiple of 64 bytes
+   packed  scratch for every item's keys and values: 2 * num_kv_heads * length * dim elements, with length and dim
+           rounded up to 32, starting at a multiple of 64 bytes
    k, v, tables as for quire_attend_rows; dim <= WIDEST */
 void quire_attend_chunks(const bf16 *q, bf16 *out, const bf16 *k, const bf16 *v, const int32_t *tables,
                          ChunkItem *items, bf16 *packed, long num_items, long num_heads, long num_kv_heads,

@@ -1,9 +1,9 @@
-"""How one step's attention is cut into calls on a CPU; made once per step and used by every layer.
+"""The plan of a step's attention on a CPU: a list of calls, made once per step and used by every layer.
 
-Decoding sequences share calls: their full blocks, sorted by id, form runs of (nearly) consecutive blocks, and a run is
-one strided view of the arena, attended to without copying, each block by the query of the sequence that owns it.
-Scattered blocks and the last, partly filled blocks are copied together. Every block gives an output and a log-sum-exp;
-`Merge` says which of them make up a sequence. Numpy and index tensors only: no keys, no values.
+Decodes share calls. Their full blocks, sorted by id, form runs of (nearly) consecutive blocks. A run is one strided
+view of the arena, which is not copied: each block meets the query of the sequence that owns it. Scattered blocks, and
+last blocks that are partly filled, are copied together. Every block gives an output and a log-sum-exp; `Merge` lists
+those of a sequence. Numpy and index tensors only: no keys, no values.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MIN_RUN = 4  # shorter runs are copied together when there are several
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks start..stop of the arena as one view. `owners` [n]: which decode row each block serves."""
+    """Blocks start .. stop - 1 of the arena as one view. `owners` [n]: the decode row that each block serves."""
 
     start: int
     stop: int
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """The first `num_tokens` tokens of one block, as a view, for the only decoding sequence."""
+    """The first `num_tokens` tokens of a block, as a view; used if there is one decode."""
 
     block: int
     num_tokens: int
@@ -39,9 +39,10 @@ class Tail:
 class Copied:
     """n blocks copied into scratch; the last p of them may be partly filled.
 
-    keep   bit masks [p, 1, block_size, 1], -1 for a sequence's tokens and 0 past its end, by the dtype they are for:
-           and-ing is 14 times as fast as masked_fill_ (10 us for 141 at 8 blocks of [8, 32, 128] bfloat16)
-    mask   [n, 1, 1, block_size], 0 or -inf; None, and keep empty, when every block is full
+    owners   [n]: the decode row that each block serves
+    keep     dtype -> bit masks [p, 1, block_size, 1]: -1 for a sequence's tokens, 0 past its end. A bitwise and is 14
+             times as fast as masked_fill_ (10 us for 141 at 8 blocks of [8, 32, 128] bfloat16)
+    mask     [n, 1, 1, block_size], 0 or -inf; None, and `keep` empty, if every block is full
     """
 
     blocks: Tensor
@@ -52,9 +53,11 @@ class Copied:
 
 @dataclass(frozen=True)
 class Merge:
-    """Decode rows `rows` [R] are made of the block outputs `parts` [R, P]; `dead` [R, P] marks padding (None: none).
+    """The block outputs of some decode rows.
 
-    parts None: the only row is made of all outputs, in order.
+    rows    [R] decode rows
+    parts   [R, P] indices of block outputs; None: the only row has all outputs, in order
+    dead    [R, P] True for padding of `parts`; None: no padding
     """
 
     rows: Tensor
@@ -64,7 +67,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """All sequences with one query row. `rows` [S] of the step, or None when they are all the rows in order."""
+    """The plan of all sequences with one query row. `rows` [S]: their rows in the step; None: all rows, in order."""
 
     rows: Tensor | None
     calls: tuple[Run | Tail | Copied, ...]
@@ -73,9 +76,11 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """One sequence with several query rows: rows first..last of the step, positions past..total of the context.
+    """The plan of a sequence with several query rows.
 
-    sequence   its row of the block tables;  blocks   its blocks [n] int64
+    sequence      row of the block tables;  blocks  [n] int64
+    first, last   rows first .. last - 1 of the step
+    past, total   they are at positions past .. total - 1 of the context
     """
 
     sequence: int
@@ -88,14 +93,14 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The decode part (None without decodes) and the chunks of a step."""
+    """The plan of a step: its decodes (None: no decodes) and its chunks."""
 
     decode: DecodePlan | None
     chunks: tuple[ChunkPlan, ...]
 
 
 def plan_step(meta: AttentionMeta, block_size: int) -> AttentionPlan:
-    """Cut a step into calls; kept in `meta.plans` for the other layers."""
+    """Return the plan of a step; kept in `meta.plans` for the other layers."""
     known = meta.plans.get(block_size)
     if isinstance(known, AttentionPlan):
         return known
@@ -113,7 +118,7 @@ def plan_step(meta: AttentionMeta, block_size: int) -> AttentionPlan:
 
 
 def plan_chunk(meta: AttentionMeta, s: int, first: int, last: int, length: int, block_size: int) -> ChunkPlan:
-    """Rows first..last of the step, which end the context of sequence `s`, `length` tokens long."""
+    """Return the plan of rows first .. last - 1 of the step: the last rows of sequence `s`, `length` tokens long."""
     blocks = meta.block_tables[s, : -(-length // block_size)].long()
     return ChunkPlan(sequence=s, first=first, last=last, past=length - (last - first), total=length, blocks=blocks)
 
@@ -133,7 +138,10 @@ def _plan_decode(single: list[int], starts: list[int], lengths: list[int], table
 def _cut(
     block: np.ndarray, owner: np.ndarray, valid: np.ndarray, size: int, num_rows: int
 ) -> tuple[tuple[Run | Tail | Copied, ...], np.ndarray, int]:
-    """The calls; for every (sequence, block) entry the index of its output among all calls' outputs; their number."""
+    """Return the calls, the index of each entry's output among all outputs, and the number of outputs.
+
+    An entry is a pair (sequence, block): `block`, `owner` and `valid` (tokens) describe the entries. size: block size.
+    """
     place = np.empty(len(block), np.int64)
     calls: list[Run | Tail | Copied] = []
     position = 0
@@ -165,7 +173,7 @@ def _cut(
 
 
 def _runs(block: np.ndarray, entries: np.ndarray) -> list[np.ndarray]:
-    """Entries grouped into runs of increasing block ids. A block of several sequences appears in several runs."""
+    """Group entries into runs of increasing block ids. A block of several sequences appears in several runs."""
     runs: list[np.ndarray] = []
     entries = entries[np.argsort(block[entries], kind="stable")]
     while len(entries):

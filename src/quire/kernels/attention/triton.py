@@ -1,8 +1,10 @@
-"""Paged attention on NVIDIA GPUs: few rows per sequence (triton_decode), many (triton_prefill), and decodes that share
-the beginning of their context (triton_prefix), over work lists made once per step (triton_plan).
+"""Paged attention on NVIDIA GPUs: the launches of three kernels over work lists (triton_plan), made once per step.
 
-Heads of 64 and 128 are what this is made for; others up to 256 are right. Nothing is read from the device, so a step
-can be captured.
+    triton_decode    sequences of few rows
+    triton_prefill   sequences of many rows
+    triton_prefix    decodes that share the beginning of their context
+
+Tuned for heads of 64 and 128; correct up to 256. The host reads nothing from the device, so a step can be captured.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ from quire.kernels.attention.triton_tiles import LOG2E
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is cut: query rows of a tile, keys of an iteration, warps, iterations in flight, and how many
-    programs of a decode run on a multiprocessor at the same time."""
+    """The tiling of a kernel.
+
+    rows       query rows of a tile;  keys  keys of an iteration
+    stages     iterations in flight
+    programs   programs of a decode that run on a multiprocessor at the same time
+    """
 
     rows: int
     keys: int
@@ -42,12 +48,12 @@ class Config:
     programs: int = 2
 
 
-# By head dimension padded to a power of two, for two-byte elements; four-byte ones get half the tiles. The decodes of
-# 128 are the best of ten cuts, measured on an H200 (docs/log.md).
+# By head size padded to a power of two, for two-byte elements; tiles of four-byte elements are half as large. Those for
+# decodes of heads of 128 are the best of ten, measured on an H200 (docs/log.md).
 DECODE = {64: Config(16, 64, 4, 4), 128: Config(16, 64, 4, 3, programs=3), 256: Config(16, 32, 4, 3)}
-DECODE_FEW = Config(16, 128, 4, 2)  # heads of 128, where sequences times KV heads are two programs a multiprocessor
-DECODE_MANY, MANY = Config(16, 64, 4, 2, programs=4), 1024  # and where they are at most so many
-DECODE_OWN = Config(16, 32, 2, 3, programs=6)  # heads of 128, for the little that is not in a shared prefix
+DECODE_FEW = Config(16, 128, 4, 2)  # heads of 128, if sequences * KV heads <= two programs per multiprocessor
+DECODE_MANY, MANY = Config(16, 64, 4, 2, programs=4), 1024  # heads of 128, if sequences * KV heads <= MANY
+DECODE_OWN = Config(16, 32, 2, 3, programs=6)  # heads of 128, in steps with shared prefixes: the rest is short
 PREFILL = {64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)}
 PREFILL_FEW = Config(64, 64, 4, 2)  # when larger tiles would leave multiprocessors idle
 PREFIX = {64: Config(PREFIX_ROWS, 64, 4, 3), 128: Config(PREFIX_ROWS, 64, 4, 3), 256: Config(PREFIX_ROWS, 32, 8, 2)}
@@ -68,7 +74,7 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of `paged_attention`."""
+    """A call of `paged_attention`."""
 
     q: Tensor
     kv: KVView
@@ -79,7 +85,7 @@ class AttentionCall:
     sinks: Tensor | None
 
     def run(self) -> Tensor:
-        """Launch what the step may need."""
+        """Launch the kernels that the step may need."""
         q = self.q
         tokens, heads, dim = q.shape
         assert self.meta.row_positions is None or not self.meta.decode_len, "a decode's row is its sequence's last"
@@ -115,8 +121,11 @@ class AttentionCall:
         return config if tiles >= multiprocessors() or config.rows <= PREFILL_FEW.rows else PREFILL_FEW
 
     def _fit(self, config: Config) -> Config:
-        """`config` for this dtype, block size and GPU: powers of two, whole tiles of keys in blocks that can hold some,
-        and two tiles in flight where half as many keys make room for them."""
+        """Fit a tiling to this dtype, block size and GPU.
+
+        Sizes become powers of two. Blocks of 64 tokens or more hold whole tiles of keys. Tiles of keys are halved if
+        shared memory does not hold two of them.
+        """
         half = 2 if self.q.dtype == torch.float32 else 1
         keys, size = max(16, config.keys // half), self.kv.block_size
         keys = min(keys, 1 << size.bit_length() - 1) if size >= 64 else keys
@@ -127,7 +136,7 @@ class AttentionCall:
         return replace(config, rows=rows, keys=keys, stages=max(1, min(config.stages, room // keys)))
 
     def _options(self, config: Config) -> dict[str, object]:
-        """Constants that every kernel takes."""
+        """Return the constants that every kernel takes."""
         dim = self.q.shape[2]
         return {
             "CAPPED": self.soft_cap is not None, "EXACT": "ieee" if self.q.dtype == torch.float32 else "tf32",
@@ -136,7 +145,8 @@ class AttentionCall:
         }  # fmt: skip
 
     def numbers(self) -> tuple[int, int, int, int, float, float]:
-        """Strides of blocks, heads, tokens and block tables; scale and cap as `triton_tiles.rescore` wants them."""
+        """Return the strides of blocks, heads, tokens and block tables, and scale and cap, see `triton_tiles.rescore`.
+        """
         strides = (*self.kv.k.stride()[:3], self.meta.block_tables.stride(0))
         if self.soft_cap is None:
             return *strides, self.scale * LOG2E, 0.0
@@ -154,7 +164,7 @@ class AttentionCall:
         )  # fmt: skip
 
     def prefill(self, plan: Plan, out: Tensor, config: Config) -> None:
-        """The sequences of many rows."""
+        """Launch attention of the sequences of many rows."""
         kv = self.kv
         prefill_kernel[(len(plan.tiles), kv.k.shape[1])](
             self.q, out, kv.k, kv.v, self.meta.block_tables, plan.tiles, self.sinks, self.meta.row_positions,

@@ -1,6 +1,8 @@
-"""Attention of sequences with few rows: each program reads one item of a plan, a part of one sequence's context, for
-one KV head and all its query heads. The last program of a sequence to finish adds up the parts, always in the same
-order, so that one launch is enough and the result does not depend on which was last.
+"""Attention of sequences with few rows (decodes).
+
+A program reads an item of the plan: a part of a sequence's context, for a KV head and all its query heads. The program
+of a sequence that finishes last adds up the parts, always in the same order. So one launch is enough, and the result
+does not depend on timing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,20 @@ def decode_kernel(
     ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (items, KV heads). ROWS: query heads of a KV head times the most rows of a sequence; PARTS >= parts."""
+    """Attention of an item. Grid (items, KV heads).
+
+    q, out              [T, H, D]; stride_q, stride_out  elements from row to row
+    k, v                cache [blocks, HEADS, SIZE, D]; stride_block, stride_head, stride_token  in elements
+    table               [slots or sequences, blocks] int32; stride_table  elements from row to row
+    items, counters     `Plan.items`, `Plan.counters`;  sums_at, stats_at  `Plan.sums`, `Plan.stats`
+    sinks               [H], or None
+    scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
+    HEADS, GROUP        KV heads; query heads of a KV head
+    ROWS, M             GROUP times the most rows of a sequence; padded to a power of two, at least 16
+    PARTS               at least the parts of a sequence, those of a shared prefix included
+    SHARED              the step has shared prefixes, whose parts `prefix_kernel` has written
+    ITEM_WORDS          words of an item
+    """
     item, head = tl.program_id(0), tl.program_id(1)
     record = items + item * ITEM_WORDS
     row, num_rows, length = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -61,8 +76,15 @@ def _merge(
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of one sequence and KV head: all rows side by side, parts in turn, of which some are read at the
-    same time."""
+    """Add up the parts of a sequence for a KV head, and store the result.
+
+    row, num_rows                 first row of the sequence, and its rows
+    first, parts                  its own parts: index of the first, number
+    prefix_first, prefix_parts    parts of its shared prefix: index of the first, number
+    head                          KV head; other arguments as in `decode_kernel`
+
+    All rows are added side by side, parts one after the other; AT_ONCE of them are read at the same time.
+    """
     AT_ONCE: tl.constexpr = 4 if M * DP <= 2048 else 1
     part, lane, dims = tl.arange(0, PARTS), tl.arange(0, M), tl.arange(0, DP)
     live, total = lane < num_rows * GROUP, parts + prefix_parts

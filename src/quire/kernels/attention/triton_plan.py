@@ -1,12 +1,14 @@
-"""How one step's attention is cut into programs on a GPU: work lists that a kernel writes once per step from lengths
-that only the device knows, of sizes that the host knows. Every layer with the same heads and window uses them.
+"""The plan of a step's attention on a GPU: work lists for its programs.
 
-Sequences with at most `limit` rows are decoded: their context is cut into items, small enough to fill the GPU and to
-balance sequences of different lengths. The others are cut into tiles of query rows, the longest contexts first. The
-plan also owns the scratch in which parts of one sequence meet. Knows nothing of keys and values.
+A kernel writes the lists once per step, from lengths that only the device knows; the host knows the sizes of the lists.
+All layers with the same heads and window share a plan.
 
-A plan is only as old as its AttentionMeta: a new step, a warm-up or a captured graph needs a new one, because what is
-found in `plans` is used without launching anything.
+Sequences with at most `limit` rows are decodes: their context is cut into items, small enough to fill the GPU and to
+balance sequences of different lengths. Other sequences are cut into tiles of query rows, the longest contexts first.
+The plan also owns the scratch for parts of sequences. Knows nothing of keys and values.
+
+A plan belongs to its AttentionMeta: a new step, a warm-up or a captured graph needs a new AttentionMeta, since a plan
+found in `AttentionMeta.plans` is used without launching the plan's kernel again.
 """
 
 from __future__ import annotations
@@ -25,19 +27,21 @@ from quire.contracts.step import I32, SharedPrefix
 from quire.kernels.attention import AttentionMeta, SharedBlocks, as_list, padded
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
-MAX_PARTS = 32  # items of one sequence, where a shape says nothing else
+MAX_PARTS = 32  # most items of a sequence, by default
 ITEM_WORDS, TILE_WORDS = 16, 8
-WIDTHS = (64, 256, 1024, MOST_SEQUENCES)  # of steps, in sequences, that the plan's kernel is compiled for
-PREFIX_ROWS = 64  # rows of a tile over a shared prefix, where there are as many
+WIDTHS = (64, 256, 1024, MOST_SEQUENCES)  # the plan's kernel is compiled for steps of at most so many sequences
+PREFIX_ROWS = 64  # rows of a tile over a shared prefix
 
 
 def pack_shared(
     shared: Sequence[SharedPrefix], slots: I32, num_tokens: I32, *, num_groups: int, most_seqs: int, decode_len: int = 1
 ) -> I32:
-    """A plan's shared prefixes as one array for `SharedBlocks.view`, for a step of up to `most_seqs` sequences.
+    """Pack the shared prefixes of a step plan into one array for `SharedBlocks.view`.
 
-    Only members with at most `decode_len` rows count; groups of fewer than two of them, and groups beyond the
-    `num_groups` with the most to save, are left out.
+    slots, num_tokens   of the step plan
+    num_groups          groups to pack, at most: those that save the most reads
+    most_seqs           most sequences of a step
+    decode_len          only members with at most so many rows count; groups with fewer than two are left out
     """
     index = {int(slot): s for s, slot in enumerate(slots)}
     found = [
@@ -62,12 +66,15 @@ def pack_shared(
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan depends on besides lengths.
+    """Parameters of a plan, beside the lengths.
 
-    heads   query heads, of which `group` share a KV head;  window   0: none
-    tile    keys per iteration of a decode;  tile_rows   query rows (heads of a KV head times tokens) of a tile
-    programs   of a decode that run on a multiprocessor at the same time;  parts  a sequence's items at most
-    prefix   over a shared prefix: rows of a tile, programs that run on a multiprocessor at the same time, cuts at most
+    heads, group   query heads; those that share a KV head
+    window         tokens that a row sees, 0: all
+    tile           keys per iteration of a decode
+    tile_rows      query rows of a tile: tokens times query heads of a KV head
+    programs       programs of a decode that run on a multiprocessor at the same time
+    parts          most items of a sequence
+    prefix         of a shared prefix: rows of a tile, programs on a multiprocessor at the same time, most parts
     """
 
     heads: int
@@ -84,17 +91,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """Work lists and scratch of one step.
+    """Work lists and scratch of a step.
 
-    limit      sequences with at most this many rows are decoded
-    items      [I, ITEM_WORDS] int32: first row (-1: nothing to do), rows, context length, first and last + 1 token,
-               parts of the sequence, the first of them, row of the block tables, prefix parts, the first of them;
-               then, of sequence i and not of item i: its first part if there are several to add up, else -1
-    tiles      [J, TILE_WORDS] int32, those that see most first: first row (-1: nothing), rows, position of the first,
-               row of the block tables, nothing, how many tiles there are
-    counters   [I, Hkv] int32: parts that are done, by the first of them; zero between launches
-    sums       [P, Hkv, rows, D] float32 and stats [P, Hkv, rows, 2] float32: weighted sum, maximum (base 2) and sum of
-               weights of a part; parts 0 .. I are items, then come prefix_parts for every member of a group
+    limit          sequences with at most this many rows are decodes
+    items          [I, ITEM_WORDS] int32, words:
+                   0 first row (-1: no work), 1 rows, 2 context length, 3 first token, 4 end of tokens,
+                   5 parts of the sequence, 6 the first of them, 7 row of the block tables,
+                   8 parts of its shared prefix, 9 the first of them,
+                   10 of sequence i, not of item i: its first part if several parts are to be added, else -1
+    tiles          [J, TILE_WORDS] int32, tiles with the longest contexts first, words:
+                   0 first row (-1: no work), 1 rows, 2 position of the first row, 3 row of the block tables,
+                   4 unused, 5 number of tiles
+    counters       [I, Hkv] int32: finished parts of a sequence, at the index of its first part; 0 between launches
+    sums           [P, Hkv, rows, D] float32: weighted sums of a part
+    stats          [P, Hkv, rows, 2] float32: maximum (base 2) and sum of weights of a part
+    prefix_parts   parts of a shared prefix: parts 0 .. I - 1 are items, then come prefix_parts for each member
     """
 
     limit: int
@@ -108,7 +119,7 @@ class Plan:
 
 
 def plan_step(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
-    """The plan of a step of `num_rows` rows, kept in `meta.plans` for the layers that have the same `shape`."""
+    """Return the plan of a step of `num_rows` rows; `meta.plans` keeps it for layers of the same `shape`."""
     plans = meta.plans.setdefault(shape.block_size, {})
     assert isinstance(plans, dict)
     if shape not in plans:
@@ -147,7 +158,7 @@ def _make(meta: AttentionMeta, shape: Shape, num_rows: int) -> Plan:
 
 
 def _limit(meta: AttentionMeta) -> tuple[int, bool]:
-    """Rows of the longest sequence that is decoded, and whether there may be longer ones."""
+    """Return the most rows of a decode, and True if the step may have longer sequences."""
     longest = meta.max_query_len
     if longest is None:
         starts = as_list(meta.query_start)
@@ -156,7 +167,7 @@ def _limit(meta: AttentionMeta) -> tuple[int, bool]:
 
 
 def _prefix_parts(shared: SharedBlocks, limit: int, shape: Shape) -> int:
-    """Cuts of a shared context that fill the GPU once."""
+    """Return the number of parts of a shared prefix that fills the GPU once."""
     rows, programs, most = shape.prefix
     tiles = -(-len(shared.members) * limit * shape.group // rows)
     return max(1, min(most, programs * multiprocessors() // (tiles * (shape.heads // shape.group))))
@@ -182,7 +193,7 @@ def _fill(plan: Plan, meta: AttentionMeta, shape: Shape, tile_tokens: int, waves
 
 @functools.cache
 def multiprocessors() -> int:
-    """Of this GPU; few in the interpreter, so that small cases are cut."""
+    """Return the multiprocessors of this GPU; 8 in the interpreter, so that small cases are cut, too."""
     if INTERPRETED:
         return 8
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -190,21 +201,24 @@ def multiprocessors() -> int:
 
 @functools.cache
 def shared_memory() -> int:
-    """Bytes that a program may have on this GPU: 99 KiB on the smallest of compute capability 8.x."""
+    """Return the bytes of shared memory of a program: 99 KiB on the smallest GPUs of compute capability 8.x."""
     if INTERPRETED:
         return 99 << 10
     return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
 
 
 def unspecialized(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jit` for kernels that are compiled once for all values of these integers."""
+    """Return `jit` for a kernel that is compiled once for all values of the integers `names`."""
     return functools.partial(jit, do_not_specialize=names) if tl is not None else jit
 
 
 @jit
 def _span(length, rows, tokens, limit, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """First token that a decode reads itself, and whether it is a decode. `tokens` at the front are read for its whole
-    group, unless a row of its own is before their last one."""
+    """Return the first token that a sequence reads itself, and True if it is a decode.
+
+    tokens   tokens of its shared prefix, which another kernel reads. If one of its rows lies before the last of them,
+             the sequence reads all of its context itself
+    """
     decodes = (rows > 0) & (rows <= limit)
     first = tl.where(length - rows >= tokens - 1, tokens, 0)
     if WINDOW > 0:
@@ -220,6 +234,20 @@ def _plan_kernel(
     SIZE: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ITEM_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
+    """Write the work lists of a step. Grid: item_programs programs of BLOCK items, then programs of BLOCK tiles.
+
+    query_start, seq_lens, table_rows    [S + 1], [S] and [S] int32, of `AttentionMeta`; table_rows may be None
+    place, blocks                        [S] int32, of `SharedBlocks`; None unless SHARED
+    items, tiles, counters               of `Plan`, outputs; num_items, num_tiles  their lengths
+    num_seqs, WIDTH                      sequences S; a bound that is a power of two
+    waves                                items per KV head that run at the same time
+    limit                                most rows of a decode
+    tile_tokens                          tokens of a tile of query rows
+    prefix_parts                         parts of a shared prefix
+    TILE, PARTS                          keys of an iteration of a decode; most items of a sequence
+    WINDOW, SIZE, HEADS                  tokens that a row sees (0: all); tokens of a block; KV heads
+    ITEM_WORDS, TILE_WORDS               words of an item; of a tile
+    """
     program = tl.program_id(0)
     seqs = tl.arange(0, WIDTH)
     real = seqs < num_seqs
@@ -273,8 +301,13 @@ def _plan_kernel(
 
 @jit
 def _later_tiles(seqs, parts, length, past, seq, end, tile_tokens):
-    """How many tiles of the step end later in their context than at `end`; of two that end alike, the first sequence's
-    is the later one. Those see most, so they come first."""
+    """Return the rank of tiles: the number of tiles of the step that end later in their context than at `end`.
+
+    Such tiles see more keys, so they come first. Among equal ends the tile of the earlier sequence comes first.
+
+    seqs, parts, length, past   [WIDTH] of all sequences: number, tiles, context length, tokens before this step
+    seq, end                    [BLOCK] of the tiles to rank: sequence, end in its context
+    """
     above = end[:, None] - (seqs[None, :] < seq[:, None]) - past[None, :]
     whole = parts[None, :] - 1  # tiles before a sequence's last one, which may be short
     full = tl.maximum(whole - tl.maximum(above, 0) // tile_tokens, 0)
@@ -283,8 +316,15 @@ def _later_tiles(seqs, parts, length, past, seq, end, tile_tokens):
 
 @jit
 def _choose_chunk(counts, num_items, waves, PARTS: tl.constexpr):
-    """Tiles per item. `waves` items per KV head run at once: when all do, the largest counts; else their average on a
-    program's share of the GPU, and half of one at the end while others are done. An item's start costs two tiles."""
+    """Return the best number of tiles of keys per item. The start of an item costs as much as two tiles.
+
+    counts      [WIDTH] tiles of keys of each decode
+    num_items   most items;  waves  items per KV head that run at the same time
+    PARTS       most items of a sequence
+
+    If all items run at the same time, the cost is that of the largest. Else it is the mean work of a program, and half
+    an item at the end, while other programs have no work left.
+    """
     longest = tl.maximum(tl.max(counts, 0), 1)
     chunks = tl.cdiv(longest, 1 + tl.arange(0, PARTS))
     items = tl.sum(tl.cdiv(counts[:, None], chunks[None, :]), 0)
@@ -296,8 +336,10 @@ def _choose_chunk(counts, num_items, waves, PARTS: tl.constexpr):
 
 @jit
 def _locate(parts, entry):
-    """Which sequence each entry belongs to when sequence s has parts[s] of them, that sequence's first entry, and how
-    many entries there are."""
+    """Find the sequence of each entry, if sequence s has parts[s] entries one after the other.
+
+    Returns the sequence, its first entry (both [BLOCK]), and the number of entries.
+    """
     ends = tl.cumsum(parts, 0)
     before = ends[None, :] <= entry[:, None]
     seq = tl.sum(before.to(tl.int32), 1)
@@ -311,6 +353,11 @@ def _write_items(
     limit, prefix_parts, TILE: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, SHARED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
 ):  # fmt: skip
+    """Write words 0 to 9 of the items `entry` [BLOCK]; see `Plan.items` and `_plan_kernel`.
+
+    seq, base   [BLOCK] sequence of each item, and its first item;  live  the item exists
+    chunk       most tiles of keys of an item
+    """
     seq = tl.where(live, seq, 0)
     start = tl.load(query_start + seq)
     rows = tl.load(query_start + seq + 1) - start

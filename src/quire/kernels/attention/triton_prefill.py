@@ -1,6 +1,7 @@
-"""Attention of sequences with many rows: each program is one tile of a plan, some rows of one sequence and the query
-heads of one KV head, over all that they see. Blocks that no row sees are not read, and those that all rows see are
-not masked.
+"""Attention of sequences with many rows (chunks of prompts).
+
+A program computes a tile of the plan: some rows of a sequence with the query heads of a KV head, over their whole
+context. Tiles of keys that no row sees are not read; those that all rows see are not masked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ def prefill_kernel(
     SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tiles, KV heads). `row_positions` None: the rows of a tile follow each other."""
+    """Attention of a tile. Grid (tiles, KV heads).
+
+    q, out              [T, H, D]; stride_q, stride_out  elements from row to row
+    k, v                cache [blocks, KV heads, SIZE, D]; stride_block, stride_head, stride_token  in elements
+    table               [slots or sequences, blocks] int32; stride_table  elements from row to row
+    tiles               `Plan.tiles`, TILE_WORDS words each
+    sinks               [H], or None
+    row_positions       [T] int64 position of each row; None: the rows of a tile are at consecutive positions
+    scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
+    GROUP, M            query heads of a KV head; lanes of a tile: GROUP times its rows
+    """
     head = tl.program_id(1)
     record = tiles + tl.program_id(0) * TILE_WORDS
     row = tl.load(record)

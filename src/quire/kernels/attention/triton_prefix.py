@@ -1,5 +1,7 @@
-"""Attention of many decodes over blocks that they share, read once for all: rows of a tile are query heads of several
-sequences. What comes out are parts of each row's softmax, which the decode kernel adds to the sequence's own.
+"""Attention of many decodes over a shared prefix, which is read once for all of them.
+
+The lanes of a tile are query heads of several sequences. The kernel writes parts of each row's softmax; the decode
+kernel adds them to the parts of the sequence's own context.
 """
 
 from __future__ import annotations
@@ -17,7 +19,22 @@ def prefix_kernel(
     DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tiles of M rows, KV heads, prefix_parts cuts of the shared context). WIDTH >= num_groups."""
+    """Attention of a tile of lanes over a part of the shared prefix. Grid (tiles, KV heads, prefix_parts).
+
+    q                          [T, H, D]; stride_q  elements from row to row
+    k, v                       cache [blocks, HEADS, SIZE, D]; stride_block, stride_head, stride_token  in elements
+    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
+    table_rows                 [S] int32 row of `table` of each sequence; None: row s belongs to sequence s
+    query_start, seq_lens      [S + 1] and [S] int32, of `AttentionMeta`
+    starts, members, blocks    int32, of `SharedBlocks`: [num_groups + 1], [members], [S]
+    sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs
+    num_groups, num_items      groups of sequences; items of the plan: part num_items is the first of a prefix
+    prefix_parts               parts of a shared prefix
+    scale, cap, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
+    HEADS, GROUP               KV heads; query heads of a KV head
+    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a tile
+    WIDTH                      power of two >= num_groups
+    """
     program, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups = tl.arange(0, WIDTH)
     real = groups < num_groups

@@ -1,8 +1,16 @@
-"""What the attention kernels of a GPU share: reading a tile of keys or values, and the running softmax over tiles.
+"""Functions that the attention kernels of a GPU share: tiles of keys or values, and the running softmax over tiles.
 
-Scores are kept in base 2: scale carries log2(e). A row that has seen nothing has the finite maximum LOWEST, so that
-nothing becomes NaN that was not: what is NaN or infinite in a key or a value shows in the output. Rows of a tile are
-pairs (token, query head), the heads of one KV head side by side. SIZE is the block size.
+Scores are in base 2: `scale` contains log2(e). A row that has seen no key has the finite maximum LOWEST, so that no NaN
+appears; NaN or infinity in a key or a value still shows in the output. Common names:
+
+    M, TILE              rows (lanes) of a tile of queries: pairs (token, query head); tokens of a tile of keys
+    D, DP                size of a head; padded to a power of two
+    SIZE                 tokens of a KV block
+    sums, top, weight    state of the softmax: [M, DP] weighted sums of values, [M] maximum, [M] sum of weights
+    positions            [M] position of each row's token: it sees keys up to there
+    WINDOW               tokens that a row sees, 0: all
+    CAPPED, cap          soft cap of the scores, see `rescore`
+    EXACT                precision of float32 products: "ieee" or "tf32"
 """
 
 from __future__ import annotations
@@ -15,8 +23,11 @@ LOWEST = None if tl is None else tl.constexpr(-1e30)
 
 @jit
 def finite(values, MOST: tl.constexpr = 3.38e38):
-    """Values for the cache: a weight of 0 must make nothing of them, for tiles are multiplied whole and their last rows
-    may be another's. The largest number, or MOST, stands for what is none; a hidden state's NaN shows in its key."""
+    """Replace NaN, infinity and larger numbers by MOST (65504 in float16), so that a value can go to the cache.
+
+    Kernels multiply whole tiles, and the last rows of a tile may belong to another sequence: with weight 0 they must
+    add 0. A NaN of a hidden state still shows in its key.
+    """
     most: tl.constexpr = 65504.0 if values.dtype == tl.float16 else MOST
     wide = values.to(tl.float32)
     return tl.where(tl.abs(wide) <= most, wide, most).to(values.dtype)
@@ -24,8 +35,10 @@ def finite(values, MOST: tl.constexpr = 3.38e38):
 
 @jit
 def block_ids(table, start, end, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block of the tile that begins at token `start`; of each of its tokens [TILE] when blocks are not whole tiles.
-    Nothing is read at and after `end`."""
+    """Return the block of the tile that begins at token `start`: one id, or [TILE] ids if tiles do not divide blocks.
+
+    Reads nothing of `table` at and after token `end`.
+    """
     if SIZE % TILE == 0:
         ids = tl.load(table + start // SIZE, mask=start < end, other=0)
     else:
@@ -39,7 +52,11 @@ def load_tile(
     base, ids, start, end, stride_block, stride_token,
     GUARDED: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values [TILE, DP] of one head; zero past `end` when GUARDED, and past D."""
+    """Load keys or values [TILE, DP] of a head from token `start` on; zero past D, and past `end` if GUARDED.
+
+    base                          pointer to the head in block 0;  ids  of `block_ids`
+    stride_block, stride_token    elements from block to block, from token to token
+    """
     lanes, dims = tl.arange(0, TILE), tl.arange(0, DP)
     if SIZE % TILE == 0:
         first = base + ids.to(tl.int64) * stride_block + (start % SIZE) * stride_token
@@ -61,7 +78,12 @@ def rescore(
     scores, positions, start, scale, cap,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Products [M, TILE] after soft cap and mask, and what is left to multiply them with."""
+    """Apply soft cap and mask to the products q . k [M, TILE]; return scores, and the factor still to multiply them by.
+
+    start   first token of the tile
+    scale   scale * log2(e); if CAPPED scale / c, where c is the soft cap
+    cap     if CAPPED c * log2(e)
+    """
     if CAPPED:  # cap * tanh(scale * q . k / cap): scale is divided by cap, cap carries log2(e)
         scores = cap * (1.0 - 2.0 / (tl.exp2(2.0 * 1.4426950408889634 * scale * scores) + 1.0))
         scale = 1.0
@@ -76,7 +98,7 @@ def rescore(
 
 @jit
 def accumulate(scores, scale, values, sums, top, weight, EXACT: tl.constexpr):
-    """One step of the running softmax: scores [M, TILE], values [TILE, DP]."""
+    """Add a tile to the running softmax: scores [M, TILE], values [TILE, DP]. Returns the new sums, top, weight."""
     above = tl.maximum(top, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - above[:, None])
     decay = tl.exp2(top - above)
@@ -91,8 +113,14 @@ def attend(
     MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Tokens start .. end of one context and KV head; unless MASKED, (end - start) % TILE == 0 and every row sees all.
-    `k` and `v` point to the head in block 0, `table` to the sequence's blocks."""
+    """Add tokens start .. end - 1 of a context to the running softmax of a KV head. Returns sums, top, weight.
+
+    q       [M, DP] queries
+    k, v    pointers to the head in block 0;  table  pointer to the sequence's row of the block table
+    MASKED  False: (end - start) % TILE == 0 and every row sees all tokens
+
+    Other arguments: see `load_tile`, `rescore` and the top of this file.
+    """
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):
         upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
@@ -107,7 +135,7 @@ def attend(
 
 @jit
 def load_queries(q, rows, heads, live, stride, D: tl.constexpr, DP: tl.constexpr):
-    """Queries [M, DP] of (row, head) pairs, zero where not live."""
+    """Load the queries [M, DP] of (row, head) pairs, zero where not live. `stride`: elements from row to row of q."""
     dims = tl.arange(0, DP)
     pointers = q + rows.to(tl.int64)[:, None] * stride + (heads * D)[:, None] + dims[None, :]
     return tl.load(pointers, mask=live[:, None] & (dims < D)[None, :], other=0.0)
@@ -115,7 +143,7 @@ def load_queries(q, rows, heads, live, stride, D: tl.constexpr, DP: tl.constexpr
 
 @jit
 def store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride, D: tl.constexpr, DP: tl.constexpr):
-    """The softmax-weighted sums [M, DP] of (row, head) pairs, a sink's weight added."""
+    """Store the softmax-weighted averages of (row, head) pairs. Adds the weight of sinks [H] first (None: no sinks)."""
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=live, other=0.0).to(tl.float32)
         weight += tl.exp2(sink * 1.4426950408889634 - top)
@@ -127,7 +155,7 @@ def store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride, D: t
 
 @jit
 def store_part(sums_at, stats_at, sums, top, weight, at, live, D: tl.constexpr, DP: tl.constexpr):
-    """Keep a part of some rows' softmax: row r at index at[r]."""
+    """Store the softmax state of M rows as a part, row r at index at[r] of sums_at [., D] and stats_at [., 2]."""
     dims = tl.arange(0, DP)
     tl.store(stats_at + 2 * at, top, mask=live)
     tl.store(stats_at + 2 * at + 1, weight, mask=live)

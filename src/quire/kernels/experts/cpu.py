@@ -1,4 +1,4 @@
-"""Tokens grouped by expert, each hit expert read once by PyTorch's products."""
+"""Experts on a CPU: tokens are grouped by expert, and PyTorch's products read each hit expert once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +16,10 @@ Packed = tuple[list[tuple[Tensor, Tensor]], stacked.Packed]  # each expert's wei
 
 
 def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> Packed:
-    """See `quire.kernels.experts`: each of the two weights of all experts in one piece of memory, because huge pages
-    hold more than one expert."""
+    """See `quire.kernels.experts`.
+
+    All gate_up weights share one piece of memory, all down weights another: a huge page can hold several experts.
+    """
     first, second = (memory.empty((num_experts, *one.shape), one.dtype) for one in (gate_up, down))
     return list(zip(first, second, strict=True)), (first, second)
 

@@ -1,4 +1,4 @@
-"""The experts as two grouped products of PyTorch, on tokens sorted by expert. Nothing is read from the device."""
+"""Experts as two grouped products of PyTorch, on tokens sorted by expert. Does not wait for the device."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from quire.kernels.experts.ref import placed
 
 
 def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> stacked.Packed:
-    """See `quire.kernels.experts`: the weights as they are, transposed."""
+    """See `quire.kernels.experts`. The packed weights are transposed views of stacked ones."""
     first, second = stacked.empty(num_experts, gate_up, down, device)
     return first.mT, second.mT
 
@@ -40,7 +40,9 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], 
 
 
 def run_grouped(rows: Tensor, ends: Tensor, packed: tuple[Tensor, Tensor]) -> Tensor:
-    """rows [M, H], those of the first expert up to ends[0], of the next up to ends[1], ... (int32) -> [M, H]: each row
-    through its expert, without weights. What comes after the last end is not computed."""
+    """Run each row through its expert, without routing weights: rows [M, H] -> [M, H].
+
+    rows   sorted by expert;  ends  [experts] int32: end of each expert's rows. Rows past the last end are not computed
+    """
     gate_up, down = packed
     return F.grouped_mm(silu_mul(F.grouped_mm(rows, gate_up, offs=ends)), down, offs=ends)

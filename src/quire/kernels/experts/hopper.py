@@ -1,10 +1,10 @@
-"""The experts on Hopper (compute capability 9.0): `triton`, with other products of many pairs.
+"""Experts on Hopper (compute capability 9.0): the Triton kernels, and Gluon products for many pairs.
 
-The warps of a program have different jobs. Four keep a ring of tiles full: the copy engine reads weights, and rows that
-lie together; plain asynchronous copies gather the rows of tokens. Two groups of four multiply 64 of a tile's 128 pairs
-each, with two blocks of 128 outputs: an expert's gate and up, or neighbours. Programs stay, one to a multiprocessor, so
-that the ring fills for the next tile while results are written. A group whose pairs do not exist leaves the matrix
-units to the other.
+The warps of a program are specialized. Four warps fill a ring of tiles: the copy engine (TMA) reads weights and
+contiguous rows; asynchronous copies gather the rows of tokens. Two groups of four warps multiply 64 of a tile's 128
+pairs each, with two blocks of 128 outputs: gate and up of an expert, or neighbours. Programs are persistent, one per
+multiprocessor, so that the ring fills for the next tile while results are written. A group without pairs leaves the
+matrix units to the other group.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if hopper is not None:
 ROWS, WIDTH, DEEP = 128, 128, 64  # pairs of a tile, outputs of each of its two blocks, inputs of an iteration
 STAGES = 4  # iterations that the ring holds: 48 KiB each
 BAND = 32  # tiles of pairs that run side by side through the same columns; 8 are up to 15% slower (H200, docs/log.md)
-MOST_SMALL = 24  # pairs of an expert in the mean, up to which tiles of fewer pairs read the weights as fast
-WORDS = 4  # of a tile's record: expert, first of its pairs in the order, how many are left from there, number of tiles
+MOST_SMALL = 24  # up to so many pairs per expert in the mean, the smaller tiles of triton.py are as fast
+WORDS = 4  # of a tile's record: expert, first entry in `order`, pairs of the expert from there on, number of tiles
 
 empty, put, destination = triton.empty, triton.put, triton.destination
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
-    """See `quire.kernels.experts`: in the residual's memory."""
+    """See `quire.kernels.experts`. Writes to the residual's memory."""
     experts, hidden, inner = packed[1].shape
-    whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # what the copies can do
+    whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # alignment that the copies need
     mean = ids.numel() / (experts if expert_map is None else len(expert_map))
     return triton.run(x, weights, ids, packed, expert_map, residual, join,
                       products if whole and mean > MOST_SMALL else None)
@@ -71,7 +71,12 @@ def _tiles_kernel(
     starts, tiles, most, EXPERTS: tl.constexpr, BUCKET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Records of all tiles, in the order of experts."""
+    """Write the records of all tiles, in the order of experts. Grid (ceil(most / BLOCK),).
+
+    starts            [EXPERTS + 1] int32, see `triton._sort`;  BUCKET  EXPERTS, padded to a power of two
+    tiles             [most, WORDS] int32, output;  most  upper bound of the tiles
+    ROWS              pairs of a tile
+    """
     at = tl.arange(0, BUCKET)
     start = tl.load(starts + at, mask=at < EXPERTS, other=0)
     end = tl.load(starts + at + 1, mask=at < EXPERTS, other=0)
@@ -89,7 +94,10 @@ def _tiles_kernel(
 
 @gluon_jit
 def _find(tiles, work, total, COLS: gl.constexpr, BAND: gl.constexpr, WORDS: gl.constexpr):
-    """A record's first three words and the number of a tile of columns: BAND tiles of pairs side by side."""
+    """Return the first three words of the record of a piece of work, and the number of its tile of columns.
+
+    work, total   number of the work; tiles of pairs. BAND tiles of pairs share a column before the next column comes
+    """
     band = work // (BAND * COLS) * BAND
     height = gl.maximum(gl.minimum(total - band, BAND), 1)
     number = work - band * COLS
@@ -103,7 +111,11 @@ def _read(
     TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr,
     STAGES: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """The warps that read."""
+    """The reading warps. Arguments as in `_grouped_kernel`.
+
+    rings         buffers [STAGES, ...] in shared memory: rows of x, first and second block of weights
+    ready, free   barriers by stage: the copies have written it; both groups are done with it
+    """
     rows, left_cols, right_cols = rings
     ROWS: gl.constexpr = rows.shape[1]
     WIDTH: gl.constexpr = left_cols.shape[1]
@@ -141,7 +153,10 @@ def _read(
 
 @gluon_jit
 def _write(y, values, out, place, col, left, HALF: gl.constexpr, N: gl.constexpr, STORE: gl.constexpr):
-    """64 rows of results, through the group's buffer, to rows `place` [64] of y from column col on."""
+    """Write 64 rows of results to the rows `place` [64] of y, from column `col` on, through the group's buffer `out`.
+
+    left   pairs of the tile; rows of a half past them are not written
+    """
     out.store(values.to(y.dtype.element_ty))
     values = out.load(STORE)
     cols = col + gl.arange(0, values.shape[1], gl.SliceLayout(0, STORE))
@@ -152,8 +167,10 @@ def _write(y, values, out, place, col, left, HALF: gl.constexpr, N: gl.constexpr
 
 @gluon_jit
 def _silu(x):
-    """x / (1 + exp(-x)), by the unit's own reciprocal, which is right to a unit in the last place: a third of the
-    instructions of a division."""
+    """Return x / (1 + exp(-x)) with the hardware's reciprocal.
+
+    It is exact to a unit in the last place, and takes a third of the instructions of a division.
+    """
     below = 1 + gl.exp2(-1.4426950408889634 * x)
     return x * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=gl.float32, is_pure=True,
                                          pack=1)  # fmt: skip
@@ -165,7 +182,10 @@ def _multiply(
     HALF: gl.constexpr, TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr,
     BAND: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps, with the first or second 64 rows of every tile."""
+    """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
+
+    Arguments as in `_grouped_kernel` and `_read`; outs: buffers of results, one per group.
+    """
     rows, left_cols, right_cols = rings
     out = outs.index(HALF)
     WIDTH: gl.constexpr = left_cols.shape[1]
@@ -219,11 +239,16 @@ def _grouped_kernel(
     TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr,
     ROWS: gl.constexpr, WIDTH: gl.constexpr, DEEP: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as multiprocessors, 4 warps and 168 registers a thread (they are dealt anew inside).
+    """Grid: as many programs as multiprocessors. 4 warps, 168 registers per thread (redistributed inside).
 
-    GATED    silu(gate) * up in sorted order; else weighted sums, by pair
-    TOP_K    x has a row for each token, TOP_K pairs; if 0, x describes rows in sorted order
-    weight   descriptor of all experts' weights as rows [R, K], in tiles [WIDTH, DEEP]
+    x                  if TOP_K: [T, K] by token, with TOP_K pairs each; stride  elements from row to row
+                       if TOP_K is 0: descriptor of rows [pairs, K] in sorted order, in tiles [ROWS, DEEP]
+    weight             descriptor of all experts' weights as rows [R, K], in tiles [WIDTH, DEEP]
+    order, tiles       [pairs] int32, see `triton._sort`; [most, WORDS] int32, see `_tiles_kernel`
+    scales             [T, k] float32 routing weights, None if GATED
+    y                  [pairs, N], output: silu(gate) * up in sorted order if GATED, else weighted results by pair
+    N, K               outputs and inputs of an expert;  COLS, BAND  tiles of columns; tiles of pairs side by side
+    ROWS, WIDTH, DEEP, STAGES   pairs of a tile; outputs of a block; inputs of an iteration; iterations in the ring
     """
     ring: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEEP], y.dtype.element_ty)
     rows = gl.allocate_shared_memory(y.dtype.element_ty, [STAGES, ROWS, DEEP], ring)

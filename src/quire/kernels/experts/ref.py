@@ -1,4 +1,4 @@
-"""The experts one after the other, in float32."""
+"""Experts one after the other, in float32."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], 
 
 
 def placed(ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """Where this rank has the experts `ids`; -1: it has them not."""
+    """Return the places of the experts `ids` on this rank; -1 for an expert of another rank."""
     if expert_map is None:
         return ids
     return torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)])

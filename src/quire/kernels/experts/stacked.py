@@ -1,4 +1,4 @@
-"""Weights of experts as they are, stacked: the layout of most kernels."""
+"""The layout of most kernels: unchanged weights of all experts, stacked: [experts, 2I, H] and [experts, H, I]."""
 
 import torch
 from torch import Tensor

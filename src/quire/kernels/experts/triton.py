@@ -1,13 +1,15 @@
-"""The experts on NVIDIA GPUs. Nothing is read from the device: grids are upper bounds, and programs without work end.
+"""Experts on NVIDIA GPUs. The host never waits for the device: grids are upper bounds, and programs without work end.
 
-Few tokens     Plain float32 arithmetic, each pair of a token and an expert by itself: one kernel for gate and up, and
-               one for down and the sum over k, of as many programs as read at the speed of memory.
-Many tokens    Pairs are sorted by expert (_sort_kernel, or _count_kernel and _order_kernel). Tiles of pairs of one
-               expert go through tensor cores (_product_kernel): first gate and up together, which leaves
-               silu(gate) * up in sorted order, then down, for weighted rows by token. _sum_kernel adds k rows up.
+A pair is a token and one of its k experts; pair p belongs to token p // k.
 
-Order of additions: fixed by the shapes, never by time. Floors on an H200 in bfloat16: the weights of the hit experts
-over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
+Few tokens     float32 arithmetic without tensor cores, each pair by itself: one kernel for gate and up, one for down
+               and the sum over k. They have enough programs to read at the speed of memory.
+Many tokens    Pairs are sorted by expert (_sort_kernel, or _count_kernel and _order_kernel). Tensor cores multiply
+               tiles of pairs of one expert (_product_kernel): first gate and up, which gives silu(gate) * up in sorted
+               order; then down, which gives weighted rows by pair. _sum_kernel adds the k rows of a token.
+
+The order of additions depends on the shapes, never on time. Floors on an H200 in bfloat16: the weights of the hit
+experts over 4.3 TB/s, or 6 T k I H operations over 780 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -30,15 +32,19 @@ from quire.kernels.triton_runtime import jit, tl
 
 Products = Callable[..., None]
 MOST_FEW = 4  # tokens
-MOST_SCANNED = 4096  # pairs that a program for each expert looks through; more are shared out
-SHARES, CHUNK = 128, 128  # most programs among which pairs are shared out, and pairs that one orders at a time
-BAND = 8  # tiles of pairs that run side by side through the same columns, so that these are read once
+MOST_SCANNED = 4096  # up to so many pairs, each expert's program scans all pairs; more are divided among programs
+SHARES, CHUNK = 128, 128  # most programs that divide the pairs; pairs that one orders at a time
+BAND = 8  # tiles of pairs that run side by side through the same columns of weights, which are then read once
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut: pairs, outputs, inputs at a time, warps, iterations in flight. `tall`: the weights are the
-    tall operand, so that pairs cost 8 at a time."""
+    """The tiling of a product.
+
+    rows     pairs;  cols  outputs;  deep  inputs of an iteration
+    stages   iterations in flight
+    tall     the weights are the tall operand, so that pairs are padded to 8 only
+    """
 
     rows: int
     cols: int
@@ -49,7 +55,7 @@ class Tiles:
 
 
 def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
-    """For gate and up, and for down: chosen by the mean number of pairs of an expert, for experts drawn evenly."""
+    """Return the tilings of (gate and up, down), chosen by the mean number of pairs per expert."""
     mean = pairs / experts
     if item_bytes == 4:
         cut = Tiles(16 if mean <= 8 else 32, 32, 32, 4, 2)
@@ -65,7 +71,7 @@ def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None,
         products: Products | None = None) -> Tensor:
-    """See `quire.kernels.experts`: in the residual's memory. `products`: in place of those here, for many tokens."""
+    """See `quire.kernels.experts`. Writes to the residual's memory. `products`: replaces `products` for many tokens."""
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     given = x, weights, ids, packed, expert_map, None if residual is None else y, y
@@ -78,7 +84,7 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
         y: Tensor, join: Callable[[], bool] | None = None) -> None:
-    """`run` into y, each pair by itself."""
+    """Compute `run` into y for few tokens, each pair by itself."""
     (tokens, k), (_, hidden, inner), in_pdl = ids.shape, packed[1].shape, pdl.in_use()
     deep, across = min(1024, bucket(hidden)), bucket(k)
     h = x.new_empty(tokens * k, inner)
@@ -95,7 +101,7 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
          y: Tensor, cut: tuple[Tiles, Tiles] | None = None, join: Callable[[], bool] | None = None,
          multiply: Products | None = None) -> None:
-    """`run` into y, sorted by expert."""
+    """Compute `run` into y for many tokens, sorted by expert."""
     (tokens, k), (experts, hidden, inner), pairs, in_pdl = ids.shape, packed[1].shape, ids.numel(), pdl.in_use()
     order, starts = _sort(ids, expert_map, experts)
     h, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden)
@@ -109,13 +115,21 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
 
 def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
              cut: tuple[Tiles, Tiles]) -> None:
-    """Rows x by token -> h [pairs, I], silu(gate) * up in sorted order -> parts [pairs, H], weighted, by pair."""
+    """Compute the two products: x [T, H] -> h -> parts.
+
+    h        [pairs, I]: silu(gate) * up, in sorted order
+    parts    [pairs, H]: down times the routing weight, by pair
+    order    [pairs] int32: pairs sorted by expert;  starts  [experts + 1] int32: first entry of each expert in `order`
+    """
     _product(x, packed[0], h, order, starts, weights.shape[1], None, cut[0])
     _product(h, packed[1], parts, order, starts, weights.shape[1], weights, cut[1])
 
 
 def _sort(ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs by expert, stable, without those of experts elsewhere; where each expert's begin and the last one's end."""
+    """Sort pairs by expert, stably, without pairs of other ranks' experts.
+
+    Returns order [pairs] int32, and starts [experts + 1] int32: first entry of each expert, and the end of the last.
+    """
     pairs, in_pdl, options = ids.numel(), pdl.in_use(), pdl.options(pdl.in_use())
     order, starts = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts + 1))
     if pairs <= MOST_SCANNED:
@@ -145,7 +159,7 @@ def _product(x: Tensor, weight: Tensor, y: Tensor, order: Tensor, starts: Tensor
 
 @jit
 def _place(ids, expert_map, at, mask):
-    """Where this rank has the expert of a pair; -1: it has it not."""
+    """Return the place of each pair's expert on this rank; -1 for an expert of another rank."""
     place = tl.load(ids + at, mask=mask, other=-1)
     if expert_map is not None:
         place = tl.load(expert_map + place, mask=place >= 0, other=-1)
@@ -156,6 +170,14 @@ def _place(ids, expert_map, at, mask):
 def _few_up_kernel(
     x, gate_up, ids, expert_map, h, stride, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    """silu(gate) * up of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
+
+    x                  [T, K];  stride  elements from token to token
+    gate_up            [experts, 2 N, K] contiguous, gate first
+    ids, expert_map    [T, TOP_K] int32; [all experts] int32 or None, see `quire.kernels.experts`
+    h                  [pairs, N] contiguous, output; rows of pairs of other ranks are not written
+    N, K               outputs I and inputs H of an expert;  BLOCK_K  inputs of an iteration
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # ids are there, so the next kernel may read weights before it waits
@@ -186,6 +208,14 @@ def _few_up_kernel(
 def _few_down_kernel(
     h, down, ids, expert_map, weights, residual, y, TOP_K: tl.constexpr, J: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    """BLOCK_N outputs of a token: weighted sum over its experts of down times h. Grid (tokens, ceil(N / BLOCK_N)).
+
+    h                  [pairs, K] contiguous;  down  [experts, N, K] contiguous
+    ids, expert_map    as in `_few_up_kernel`;  weights  [T, TOP_K] float32
+    residual           [T, N] contiguous, added; or None;  y  [T, N] contiguous, output
+    TOP_K, J           experts of a token; padded to a power of two
+    N, K               outputs H and inputs I of an expert;  BLOCK_K  inputs of an iteration
+    """
     token = tl.program_id(0)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
@@ -216,7 +246,10 @@ def _few_down_kernel(
 @jit(do_not_specialize=["pairs"])
 def _sort_kernel(
     ids, expert_map, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A program writes one expert's pairs in order, behind those of the experts before it; all of them are a block."""
+    """Sort up to BLOCK pairs. Grid (EXPERTS,): a program writes an expert's pairs, after those of earlier experts.
+
+    ids, expert_map    as in `_few_up_kernel`;  order, starts  outputs, see `_sort`
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -233,7 +266,12 @@ def _sort_kernel(
 @jit(do_not_specialize=["pairs"])
 def _count_kernel(
     ids, expert_map, counts, pairs, share, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A program writes how many pairs of its share each expert has."""
+    """Count the pairs of each expert in a share of the pairs. Grid (shares,).
+
+    ids, expert_map    as in `_few_up_kernel`;  pairs, share  number of pairs, of all and of a program
+    counts             [shares, WIDTH] int32, output;  WIDTH  experts, padded to a power of two
+    BLOCK              pairs of an iteration
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -251,7 +289,14 @@ def _count_kernel(
 def _order_kernel(
     ids, expert_map, counts, order, starts, pairs, share, blocks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """A program writes its share of the pairs, behind all of smaller experts and, of the same, all of shares before."""
+    """Sort a share of the pairs: each pair goes after all of smaller experts, and after earlier ones of its expert.
+
+    Grid (blocks,).
+
+    ids .. share       as in `_count_kernel`;  counts  [blocks, WIDTH] int32 of `_count_kernel`
+    order, starts      outputs, see `_sort`
+    CHUNK              pairs of an iteration
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -281,8 +326,11 @@ def _order_kernel(
 @jit
 def _find_tile(
     starts, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr):
-    """This program's expert, the first of its pairs in the order, how many are left from there on (0: there is no such
-    tile), and its number among the COLS tiles of columns."""
+    """Return the tile of this program: (expert, its first entry in `order`, the expert's pairs from there on, column).
+
+    No pairs (<= 0) means that there is no such tile. The column is a number among COLS tiles of columns. BAND tiles of
+    pairs share a column before the next column comes.
+    """
     at = tl.arange(0, WIDTH)
     start = tl.load(starts + at, mask=at < EXPERTS, other=0)
     end = tl.load(starts + at + 1, mask=at < EXPERTS, other=0)
@@ -299,7 +347,7 @@ def _find_tile(
 
 @jit
 def _dot(weights, rows, acc, TALL: tl.constexpr):
-    """acc + weights [N, K] @ rows.T where they are TALL, else acc + rows [M, K] @ weights.T."""
+    """Return acc + weights [N, K] @ rows.T if TALL, else acc + rows [M, K] @ weights.T."""
     if TALL:
         acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
     else:
@@ -312,7 +360,16 @@ def _product_kernel(
     x, weight, order, starts, scales, y, stride, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TALL: tl.constexpr, GATED: tl.constexpr, BAND: tl.constexpr, PDL: tl.constexpr):
-    """GATED: rows of x by token -> silu(gate) * up in sorted order; else rows in sorted order -> weighted, by pair."""
+    """A tile of ROWS pairs of an expert by BLOCK_N outputs, on tensor cores. Grid (tiles of pairs * tiles of columns,).
+
+    x                  GATED: [T, K] by token, else [pairs, K] in sorted order;  stride  elements from row to row
+    weight             [experts, 2 N, K] (gate first) if GATED, else [experts, N, K]; contiguous
+    order, starts      see `_sort`;  scales  [T, TOP_K] float32 routing weights, None if GATED
+    y                  [pairs, N]: silu(gate) * up in sorted order if GATED, else weighted results by pair; output
+    EXPERTS, WIDTH     experts of this rank; padded to a power of two
+    BLOCK_K            inputs of an iteration;  TALL  the weights are the tall operand
+    BAND               tiles of pairs that share a column of weights
+    """
     if PDL and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # the order is there: the next kernel may read it before it waits
@@ -357,6 +414,11 @@ def _product_kernel(
 @jit
 def _sum_kernel(
     parts, ids, expert_map, residual, y, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Sum of a token's TOP_K weighted rows, and the residual. Grid (tokens, ceil(N / BLOCK)).
+
+    parts              [pairs, N] contiguous;  ids, expert_map  as in `_few_up_kernel`
+    residual           [T, N] contiguous, or None;  y  [T, N] contiguous, output
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

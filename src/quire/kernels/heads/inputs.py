@@ -10,7 +10,7 @@ from quire.kernels.attention import KVView
 
 @dataclass(frozen=True)
 class Case:
-    """T tokens, Hq and Hkv heads of `dim`, and whether q and k are normalized."""
+    """A case: T tokens, (Hq, Hkv) heads of size `dim`; `normed`: q and k are normalized."""
 
     tokens: int
     heads: tuple[int, int]
@@ -32,7 +32,8 @@ CASES = (
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor, Tensor, KVView, Tensor]:
-    """qkv as a view of wider rows, norm, cos, signed sin, a cache of NaN inside wider pages, slots in any order."""
+    """Return qkv (a view of wider rows), norm, cos, signed sin, a cache of NaN in wider pages, and slots in any order.
+    """
     generator = torch.Generator().manual_seed(seed)
     (num_heads, kv_heads), dim, size = case.heads, case.dim, case.block_size
     wide = torch.randn(case.tokens, (num_heads + 2 * kv_heads + 1) * dim, generator=generator).mul_(2).to(dtype)

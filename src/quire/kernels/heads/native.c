@@ -1,5 +1,5 @@
-/* From the projected heads to what attention reads: q and k normalized and rotated, k and v stored in the cache. One
-   pass over the projection; values stay in float32 between the steps. */
+/* Norm and rotation of the projected q and k heads, and the write of k and v to the cache, in one pass over the
+   projection. Values stay in float32 between norm and rotation. */
 
 typedef struct HeadsJob {
     Tasks tasks;
@@ -13,7 +13,7 @@ typedef struct HeadsJob {
 
 enum { HEADS_ROWS = 4 }; /* tokens of a task */
 
-/* A head [dim] times its norm's weight over its root mean square (norm NULL: as it is), rotated, -> to. */
+/* Normalize a head [dim] (norm NULL: no norm), rotate it, and write it to `to`. */
 INLINE void rotate(const HeadsJob *job, const void *x, const void *norm,
                                                          const void *cos, const void *sin, void *to, int half) {
     const long dim = job->dim, pairs = dim / 2;

@@ -1,4 +1,4 @@
-"""One pass over the projection; the C side is native.c."""
+"""Norm, rotation and cache write in one pass over the projection; native.c has the C code."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def prepare(
 
 
 def _check(qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor) -> None:
-    """What C takes for granted."""
+    """Check types, devices, shapes and strides, which the C code does not check; raise ValueError."""
     (rows, heads, dim), dtype, k, v = qkv.shape, qkv.dtype, kv.k, kv.v
     if dtype not in (torch.float32, torch.bfloat16) or not cos.dtype == sin.dtype == k.dtype == v.dtype == dtype:
         raise ValueError(f"native heads: qkv is {dtype}, the rotation {cos.dtype}, {sin.dtype}, the cache {k.dtype}")

@@ -1,4 +1,4 @@
-"""The three operations one after the other, in their references."""
+"""Norm, rotation and cache write one after the other, by the reference of each."""
 
 import torch
 from torch import Tensor

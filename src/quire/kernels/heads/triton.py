@@ -1,4 +1,6 @@
-"""One pass over the projection: a program takes some heads of some tokens, in two halves that rotate into each other.
+"""Norm, rotation and cache write in one pass over the projection.
+
+A program takes ROWS rows (heads of tokens), each as two halves, which the rotation combines.
 
 Floor: qkv read once, q and the cache written once. 8192 tokens of 16 + 2 x 8 heads of 128 in bfloat16 are 134 MB, 31 us
 at 4.3 TB/s; few tokens are one wave of small programs, and latency.
@@ -13,7 +15,7 @@ from quire.kernels.attention import KVView
 from quire.kernels.attention.triton_tiles import finite
 from quire.kernels.triton_runtime import jit, tl
 
-FEW = 4096  # rows (heads of tokens) up to which a program takes few of them: more programs, less to wait for
+FEW = 4096  # up to so many rows (heads of tokens) a program takes fewer rows: more programs hide latency
 
 
 def prepare(
@@ -41,7 +43,10 @@ def prepare(
 
 
 def row_block(rows: int, half: int) -> tuple[int, int]:
-    """Rows of a program and its warps: 8 numbers a thread and half where there are few rows, else 16."""
+    """Return (rows of a program, its warps): for few rows 1 warp and 8 numbers of each half per thread, else 4 and 16.
+
+    half   elements of half a head, padded to a power of two
+    """
     warps = 1 if rows <= FEW else 4
     return max(1, warps * (256 if rows <= FEW else 512) // half), warps
 
@@ -52,6 +57,19 @@ def _heads_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Normalize and rotate q and k heads, and write k and v to the cache. Grid (ceil(rows / ROWS),).
+
+    A row is a pair (token, head); per token come HEADS query heads, then KV_HEADS of k, then KV_HEADS of v.
+
+    qkv                         [T, HEADS + 2 KV_HEADS, 2 HALF]; qkv_stride  elements from token to token
+    norm                        [HEADS + KV_HEADS, 2 HALF], or None: no norm;  eps  of the norm
+    cos, sin                    [T, 2 HALF] contiguous; sin is signed, and only its second half is read
+    q                           [T, HEADS, 2 HALF] contiguous, output
+    k, v                        cache [blocks, KV_HEADS, BLOCK_SIZE, 2 HALF]; block_stride, head_stride  in elements
+    kv_slots                    [T] int64: block * BLOCK_SIZE + offset
+    rows                        T * (HEADS + 2 KV_HEADS)
+    HALF, BLOCK                 half a head's size; padded to a power of two
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS

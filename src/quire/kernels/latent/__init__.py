@@ -1,22 +1,22 @@
 """Multi-head latent attention (DeepSeek-V2, 2024) over a paged cache of one latent and one rotated key per token.
 
-P, R and V are the widths of a head's plain and rotated query and of its value, L that of the latent, of which each
-head makes its keys and values: kv_up [H, P + V, L] holds P rows that make the plain key, then V that make the value.
+Widths: L latent; per head P unrotated ("plain") part of query and key, R rotated part, V value. Each head makes keys
+and values of the latent with kv_up [H, P + V, L]: the first P rows make the unrotated key, the last V rows the value.
 
 prepare(q [T, H, P + R], kv [T, L + R], norm [L], eps, cos [T, R], sin [T, R], cache, kv_slots [T] int64) -> q
-    The last R of every query head and of kv are rotated (`quire.kernels.rope`: sin is signed), q in its own memory; the
-    first L of kv are normalized (`quire.kernels.norm`). What comes of kv is written to the cache at slot = block *
-    block_size + offset; block 0 takes padding.
+    Rotates the last R elements of every query head, in q's memory, and of kv (`quire.kernels.rope`: sin is signed).
+    Normalizes the first L elements of kv (`quire.kernels.norm`). Writes latent and rotated key to the cache at slot =
+    block * block_size + offset; padding goes to block 0.
 project(x [T, H, K], weights [H, K, N], out [T, H, N]) -> out
-    Every head times a matrix of its own: plain queries times the key rows of kv_up are `q_latent`, sums of latents
-    times its value rows, transposed, are what attention gives.
+    Multiplies each head with its own matrix. It is used twice: unrotated queries times the key rows of kv_up give
+    `q_latent`; weighted sums of latents times the transposed value rows give the attention output.
 absorbed(q_latent [T, H, L], q_rope [T, H, R], cache, meta, scale) -> [T, H, L]
-    score = scale * (q_latent . latent + q_rope . rope); the softmax-weighted sums of latents.
+    score = scale * (q_latent . latent + q_rope . rope). Returns the softmax-weighted sums of latents.
 expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]) -> out
-    The same from the other end, for `meta.prompts` alone: keys and values of every head are made of the latents. More
-    arithmetic per token of context, less per row and token.
+    The same attention, for the rows of `meta.prompts` alone: it first makes keys and values of every head from the
+    latents. It costs more arithmetic per token of context, and less per pair of row and token.
 
-Who attends to what, and the contract of the cache, are those of `quire.kernels.attention`.
+`AttentionMeta` and the contract of the cache are those of `quire.kernels.attention`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from quire.kernels.attention import AttentionMeta, Prompt, as_list
 
 @dataclass(frozen=True)
 class LatentView:
-    """One layer's cache inside the arena.
+    """The latent cache of a layer inside the arena; strided views: the stride of blocks is a page, the rest contiguous.
 
-    latent [num_blocks, 1, block_size, L], rope [num_blocks, 1, block_size, R]   strided views: the block stride is the
-    page's, the rest is contiguous
+    latent   [num_blocks, 1, block_size, L]
+    rope     [num_blocks, 1, block_size, R] rotated keys
     """
 
     latent: Tensor
@@ -46,7 +46,7 @@ class LatentView:
 
 
 def sequences(meta: AttentionMeta) -> tuple[Prompt, ...]:
-    """Every sequence of a step that has rows, as `meta.prompts` has them; reads the lengths on the host."""
+    """Return every sequence of a step that has rows, as `Prompt`s; reads the lengths on the host."""
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     spans = zip(starts, starts[1:], range(len(lengths)), strict=False)
     return tuple((first, last, s, lengths[s] - last + first) for first, last, s in spans if first < last)

@@ -1,7 +1,7 @@
-"""Latent attention on a CPU: each sequence's context is gathered once, as keys and values of PyTorch's flash kernel.
+"""Latent attention on a CPU through PyTorch's flash kernel; the context of each sequence is gathered once.
 
-Absorbed, a token's latent and rotated key side by side are the key and the value of all heads. The kernel wants keys
-and values of one width: the sums of rotated keys are dropped, short values are padded.
+`absorbed` uses latent and rotated key of a token, side by side, as key and value of all heads. The flash kernel needs
+keys and values of the same width: `absorbed` drops the sums of rotated keys, `expanded` pads short values.
 """
 
 from collections.abc import Iterator
@@ -49,6 +49,9 @@ def _chunks(cache: LatentView, meta: AttentionMeta, prompts: tuple[Prompt, ...])
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, chunk: ChunkPlan, scale: float) -> Tensor:
-    """A sequence's rows [M, H, D] over its context in one block, [1, 1 or H, at least its tokens, D]."""
+    """Compute attention of a sequence's rows q [M, H, D] over its context.
+
+    keys, values   [1, 1 or H, tokens or more, D]: the whole context as one block
+    """
     whole = replace(chunk, blocks=chunk.blocks.new_zeros(1))
     return attend_chunk(q.contiguous(), KVView(keys, values), whole, scale)

@@ -1,9 +1,9 @@
-"""Latent attention on Hopper (compute capability 9.0): `triton`, with another kernel for many rows.
+"""Latent attention on Hopper (compute capability 9.0): the Triton kernels, and a Gluon kernel for many rows.
 
-Its warps have different jobs, as in `attention/hopper_prefill`: one has the copy engine read tiles of what was made of
-the latents, two groups of four take 64 rows each and work on the softmax of one tile while the matrix units make the
-scores of the next and the sums of the last. A tile is read whole, behind a context's end the next one's: `prepare`
-keeps all of it finite in bfloat16.
+Its warps are specialized, as in `attention/hopper_prefill`: one makes the copy engine (TMA) read tiles of the expanded
+keys and values. Two groups of four warps take 64 rows each; they compute the softmax of one tile while the matrix units
+compute the scores of the next tile and the sums of the last. A tile is read whole, even past the end of a context,
+where the next one begins: `prepare` keeps all of it finite in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if hopper is not None:
     mbarrier, tma = hopper.mbarrier, hopper.tma
     warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 
-ROWS, STAGES = 128, 2  # of a tile of queries; tiles of STEP keys in flight
-PLAIN, TURNED, VALUE = 128, 64, 128  # values of a head
+ROWS, STAGES = 128, 2  # rows of a tile of queries; tiles of STEP keys in flight
+PLAIN, TURNED, VALUE = 128, 64, 128  # widths P, R and V that the kernel supports
 
 prepare, project, absorbed = triton.prepare, triton.project, triton.absorbed
 
@@ -45,14 +45,20 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
             describe(ropes, [STEP, TURNED]), out, lse, tiles, out.stride(0), scale * LOG2E, HEADS=heads, P=PLAIN,
             R=TURNED, V=VALUE, STAGES=STAGES, WORDS=TILE_WORDS, num_warps=4, maxnreg=168,
         )  # fmt: skip
-        del made, ropes  # or two pieces would be there at once
+        del made, ropes  # else two workspaces would exist at once
     return out
 
 
 @gluon_jit
 def _span(record, TILE: gl.constexpr):
-    """First row, rows, position of the first row in what is there of the sequence, where that begins in the workspace,
-    how much was before it; the last tile of keys, and how many every row sees whole."""
+    """Read the record of a tile of queries; "piece" is the part of the sequence's context in the workspace.
+
+    Returns row, rows     first row; rows
+    first                 position of the first row, counted from the begin of the piece
+    place                 begin of the piece in the workspace
+    start                 tokens of the context before the piece
+    last, whole           last tile of keys; number of tiles that every row sees whole
+    """
     row, rows, place, start = gl.load(record), gl.load(record + 1), gl.load(record + 3), gl.load(record + 4)
     first = gl.load(record + 2) - start
     last = gl.cdiv(gl.minimum(gl.load(record + 5), first + rows), TILE) - 1
@@ -64,7 +70,11 @@ def _read(
     q_plain, q_turned, made, ropes, tiles, plain, turned, keys, short, values, bars, num_work, programs,
     HEADS: gl.constexpr, P: gl.constexpr, R: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """The warp that reads. Keys come first: a tile's queries wait until nobody needs the last tile's."""
+    """The reading warp. Keys come first: the queries of a tile wait until both groups are done with the last tile's.
+
+    Arguments as in `_expanded_kernel`; plain, turned: buffers of queries; keys, short, values: rings of unrotated keys,
+    rotated keys and values, all in shared memory; bars: see `make_bars`.
+    """
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
     TILE: gl.constexpr = keys.shape[1]
     count = 0
@@ -97,14 +107,17 @@ def _store(
     out, lse, record, sums, top, weight, head, stride_out, HALF: gl.constexpr, HEADS: gl.constexpr, V: gl.constexpr,
     SUMS: gl.constexpr,
 ):  # fmt: skip
-    """The state of a tile's rows, with what was there of earlier pieces. That is added here: if the loop began with it,
-    ptxas would wait for each of its products. The record is read again, so nothing of it is kept meanwhile."""
+    """Store the output and log-sum-exp of a tile's rows, merged with those of earlier pieces of the context.
+
+    The merge happens here: if the loop began with the earlier state, ptxas would wait for each of its products. The
+    record is read again, so that it needs no registers during the loop.
+    """
     row, rows, start = gl.load(record), gl.load(record + 1), gl.load(record + 4)
     lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     dims = gl.arange(0, V, gl.SliceLayout(0, SUMS))
     place, live = (row + lane).to(gl.int64), lane < rows
     to_lse, to_out = lse + place * HEADS + head, out + (place * stride_out + head * V)[:, None] + dims[None, :]
-    before = gl.load(to_lse, mask=live & (start > 0), other=float("-inf"))  # whose weight is 0, even beside no weight
+    before = gl.load(to_lse, mask=live & (start > 0), other=float("-inf"))  # -inf: its weight is 0
     above = gl.maximum(top, before)
     kept, decay = gl.exp2(before - above), gl.exp2(top - above)
     weight = weight * decay + kept
@@ -119,7 +132,10 @@ def _attend(
     out, lse, tiles, plain, turned, keys, short, values, bars, num_work, programs, stride_out, scale,
     HALF: gl.constexpr, HEADS: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps, with the first or second 64 rows of every tile. SCORES, SUMS: layouts of scores and of sums."""
+    """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
+
+    Arguments as in `_expanded_kernel` and `_read`. SCORES, SUMS: layouts of scores and of sums.
+    """
     k_ready, v_ready, k_free, v_free, q_ready, q_free = bars
     TILE: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -169,10 +185,15 @@ def _expanded_kernel(
     q_plain, q_turned, made, ropes, out, lse, tiles, stride_out, scale,
     HEADS: gl.constexpr, P: gl.constexpr, R: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as multiprocessors, 4 warps and 168 registers a thread (they are dealt anew inside).
+    """Grid: as many programs as multiprocessors. 4 warps, 168 registers per thread (redistributed inside).
 
     q_plain, q_turned   descriptors of the queries as rows [T, HEADS (P + R)], in tiles [ROWS, P] and [ROWS, R]
-    made, ropes         of a workspace [n, HEADS (P + V)] and [n, R], in tiles [STEP, P] and [STEP, R]
+    made, ropes         descriptors of a workspace [n, HEADS (P + V)] and [n, R], in tiles [STEP, P] and [STEP, R]
+    out, lse            [T, HEADS, V] and [T, HEADS] float32 (base 2): state after earlier pieces, and output
+    stride_out          elements from row to row of out
+    tiles               [m, WORDS] int32, see `triton_expanded.cut_prompts`
+    scale               scale * log2(e)
+    P, R, V, STAGES     widths, see `quire.kernels.latent`; tiles of keys in the ring
     """
     plain = gl.allocate_shared_memory(made.dtype, q_plain.block_shape, q_plain.layout)
     turned = gl.allocate_shared_memory(made.dtype, q_turned.block_shape, q_turned.layout)

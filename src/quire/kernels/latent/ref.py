@@ -52,7 +52,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 def _contexts(
     cache: LatentView, meta: AttentionMeta, prompts: tuple[Prompt, ...]
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Per sequence its rows, its latents [n, L] and its rotated keys [n, R] in float32."""
+    """Yield for each sequence: first row, end of its rows, latents [n, L] and rotated keys [n, R] in float32."""
     for first, last, s, past in prompts:
         length, row = past + last - first, s if meta.table_rows is None else meta.table_rows[s]
         blocks = meta.block_tables[row, : -(-length // cache.block_size)].long()
@@ -61,7 +61,7 @@ def _contexts(
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """Causal softmax of scores [H, M, n]: the last row sees all."""
+    """Return the causal softmax of scores [H, M, n]; the last row sees all n tokens."""
     rows, length = scores.shape[1:]
     unseen = torch.ones(rows, length, dtype=torch.bool, device=scores.device).triu(length - rows + 1)
     return scores.masked_fill(unseen, float("-inf")).softmax(-1)

@@ -1,8 +1,11 @@
-"""Latent attention on NVIDIA GPUs: what leads to the cache (here), few rows (triton_project, triton_absorbed), decodes
-that share the beginning of their context (triton_shared), many rows (triton_expanded).
+"""Latent attention on NVIDIA GPUs: the launches, and the kernel that fills the cache.
 
-Made for latents of 512, rotated keys of 64 and 16 to 128 heads; other sizes are right. Nothing is read from the device:
-steps without `meta.prompts` can be captured.
+    triton_project, triton_absorbed   sequences of few rows
+    triton_shared                     decodes that share the beginning of their context
+    triton_expanded                   sequences of many rows
+
+Tuned for latents of 512, rotated keys of 64 and 16 to 128 heads; correct for other sizes. The host reads nothing from
+the device: steps without `meta.prompts` can be captured.
 """
 
 from __future__ import annotations
@@ -25,18 +28,18 @@ from quire.kernels.triton_runtime import jit, tl
 
 __all__ = ["absorbed", "expanded", "prepare", "project"]
 
-# Of `absorbed`, by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in flight,
-# and programs that run on a multiprocessor at the same time. ALONE: of 16 lanes for few rows.
+# Tilings of `absorbed` by lanes (pairs of a row and a head in a program): keys of an iteration, warps, iterations in
+# flight, and programs that run on a multiprocessor at the same time. ALONE: with 16 lanes, for steps of few rows.
 ALONE = (64, 4, 2, 2)
 CUTS = {16: (32, 4, 3, 2), 32: (64, 8, 2, 1), 64: (64, 8, 2, 1)}
-# Of `expanded`, the first that fits: rows of a tile, keys of an iteration, warps, iterations in flight.
+# Tilings of `expanded`, the first that fits is used: rows of a tile, keys of an iteration, warps, iterations in flight.
 MANY = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 16, 4, 1))
-EXACT = {torch.float32: "ieee"}  # how numbers of four bytes are multiplied
-PARTS = 128  # of a sequence's context at most
-PREFIX_PARTS = 32  # of a shared one
-MERGING = 4  # programs on a multiprocessor that add up parts
+EXACT = {torch.float32: "ieee"}  # precision of products of float32
+PARTS = 128  # most parts of a sequence's context
+PREFIX_PARTS = 32  # most parts of a shared prefix
+MERGING = 4  # programs per multiprocessor that add up parts
 TURNED = 16  # heads of a token that a program rotates
-WORKSPACE = 256 << 20  # bytes of expanded keys and values at one time
+WORKSPACE = 256 << 20  # bytes of expanded keys and values at a time
 
 
 def prepare(
@@ -64,7 +67,19 @@ def _prepare_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr, L: tl.constexpr,
     LP: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tokens, the cache's part and then groups of heads)."""
+    """Fill the cache and rotate queries. Grid (tokens, 1 + ceil(HEADS / TURNED)): first the cache, then heads of q.
+
+    q                     [T, HEADS, WIDTH], rotated in place; stride_q  elements from token to token
+    kv                    [T, L + 2 HALF]; stride_kv  elements from token to token
+    norm, eps             [L] weight of the norm of the latent, and its epsilon
+    cos, sin              [T, 2 HALF] contiguous; sin is signed
+    latent, rope          cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, 2 HALF], outputs
+    latent_block, rope_block   elements from block to block
+    kv_slots              [T] int64: block * SIZE + offset
+    HALF, HALFP           half the width of the rotated part; padded to a power of two
+    L, LP                 width of the latent; padded to a power of two
+    TURNED                heads of q that a program rotates
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -78,7 +93,7 @@ def _prepare_kernel(
         given = tl.load(kv + token * stride_kv + dims, mask=dims < L, other=0.0).to(tl.float32)
         normed = given * tl.rsqrt(tl.sum(given * given, 0) / L + eps) * scale
         to_latent = latent + block * latent_block + offset * L + dims
-        normed = finite(normed.to(latent.dtype.element_ty), 1e18)  # so that what is made of it is finite, too
+        normed = finite(normed.to(latent.dtype.element_ty), 1e18)  # keys and values made of it must be finite, too
         tl.store(to_latent, normed, mask=dims < L)
         _turn(kv + token * stride_kv + L + col, rope + block * rope_block + offset * (2 * HALF) + col, cos + angle,
               sin + angle, inside, inside, HALF)  # fmt: skip
@@ -90,7 +105,10 @@ def _prepare_kernel(
 
 @jit
 def _turn(given, to, cos, sin, known, inside, HALF: tl.constexpr):
-    """Rotate pairs: pointers of their first halves."""
+    """Rotate rows of 2 HALF elements: `given` and `to` point to the elements of their first halves.
+
+    cos, sin        pointers to the same columns;  known  mask of the columns;  inside  mask of the elements
+    """
     first = tl.load(given, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(given + HALF, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos, mask=known, other=0.0).to(tl.float32)
@@ -145,7 +163,10 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Heads of a program of `absorbed`, and how sequences of few rows and those of many are cut: lanes and CUTS."""
+    """Choose the tiling of `absorbed`.
+
+    Returns the heads of a program, and the tilings of sequences of few rows and of many rows: (lanes, *CUTS[...]).
+    """
     room = shared_memory() // (4 * _power(q.shape[2]))  # a program's sums pass through shared memory at its end
     limit, most = max(1, meta.decode_len), min(128 // q.element_size(), 1 << room.bit_length() - 1)  # lanes
     group = max((d for d in range(1, most + 1) if q.shape[1] % d == 0 and d * limit <= most), default=1)
@@ -183,7 +204,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 
 
 def most(kv_up: Tensor) -> int:
-    """Tokens of a workspace."""
+    """Return the most tokens of a workspace, a multiple of STEP."""
     return max(STEP, WORKSPACE // (kv_up.shape[0] * kv_up.shape[1] * kv_up.element_size()) // STEP * STEP)
 
 

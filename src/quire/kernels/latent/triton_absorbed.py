@@ -1,9 +1,9 @@
-"""Attention to latents: all heads share a key, the latent and the rotated key side by side, whose latent is the value.
+"""Latent attention without expansion: all heads share one key (latent and rotated key) and one value (the latent).
 
-A program takes up to 64 pairs of (row, head) over a part of one context, so that a tile of latents is read from memory
-once and used by all its heads twice. Rows, items and tiles are those of `quire.kernels.attention.triton_plan`, with the
-heads of a program in the place of a KV head's. What decodes share at the front of their contexts another kernel reads
-once for all (triton_shared); parts of a sequence are added up by a last one.
+A program takes up to 64 pairs of (row, head) over a part of a context. It reads a tile of latents from memory once, and
+all its heads use it twice, as key and as value. Rows, items and tiles are those of
+`quire.kernels.attention.triton_plan`; the heads of a program stand for those of a KV head. Another kernel reads shared
+prefixes (triton_shared). `merge_kernel` adds up the parts of a sequence.
 """
 
 from __future__ import annotations
@@ -30,8 +30,23 @@ def absorbed_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr,
     SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs: records (items when DECODES, else tiles) times HEADS groups of GROUP heads, side by side. SHARED: some
-    of a decode's context may be in parts that are there already."""
+    """Attention of an item or a tile for a group of heads. Grid (records * HEADS,).
+
+    q_latent                   [T, H, L]; stride_latent  elements from row to row, also of out
+    q_rope                     [T, H, R]; stride_rope, stride_rope_head  elements from row to row, from head to head
+    out                        [T, H, L], output for sequences with one part
+    latent, rope               cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
+    latent_block, rope_block   elements from block to block
+    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
+    records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; words of a record
+    sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs for sequences with several parts
+    scale, EXACT               scale * log2(e); precision of float32 products
+    SIZE, TILE                 tokens of a block; of a tile of keys
+    L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
+    HEADS, GROUP               groups of heads; heads of a group (of a program)
+    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a program
+    SHARED                     the step has shared prefixes, whose parts `shared_kernel` has written
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -67,8 +82,11 @@ def attend_latents(
     stride_rope_head, latent_block, rope_block, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of M (row, head) pairs over tokens start .. end of one context: weighted sums, maxima, sums of
-    weights. Unless MASKED, (end - start) % TILE == 0 and every row sees all."""
+    """Compute the softmax of M (row, head) pairs over tokens start .. end - 1 of a context.
+
+    Returns weighted sums [M, LP], maxima [M] (base 2) and sums of weights [M]. MASKED False: (end - start) % TILE == 0
+    and every row sees all tokens. Other arguments: see `absorbed_kernel`; `table` points to the sequence's row.
+    """
     plain = load_queries(q_latent, rows, heads, live, stride_latent, L, LP)
     few = tl.arange(0, RP)
     pointers = q_rope + (rows.to(tl.int64) * stride_rope + heads * stride_rope_head)[:, None] + few[None, :]
@@ -95,8 +113,17 @@ def merge_kernel(
     ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
     SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up parts of sequences, always in the same order: their own, then the prefix's. Each program takes every so
-    many-th of sequences times HEADS times chunks of LANES of the ROWS lanes. PARTS >= parts."""
+    """Add up the parts of sequences, always in the same order: their own, then those of the prefix.
+
+    The grid has any size: programs divide the work, which is num_seqs * HEADS * ceil(ROWS / LANES) pieces.
+
+    out                 [T, H, L], output; stride_out  elements from row to row
+    items, WORDS        `Plan.items`; words of an item
+    sums_at, stats_at   `Plan.sums`, `Plan.stats`
+    LANES, ROWS         lanes of a piece; of a sequence
+    PARTS               at least the parts of a sequence
+    L .. GROUP, SHARED  as in `absorbed_kernel`
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -115,7 +142,10 @@ def _merge(
     out, record, sums_at, stats_at, stride_out, head, lane, L: tl.constexpr, LP: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of one sequence for some of its lanes, several read at the same time."""
+    """Add up the parts of a sequence for some of its lanes; AT_ONCE parts are read at the same time.
+
+    record   first item of the sequence;  head  group of heads;  lane  [LANES]
+    """
     row, num_rows, own, first = tl.load(record), tl.load(record + 1), tl.load(record + 5), tl.load(record + 6)
     parts, prefix = own, 0
     if SHARED:

@@ -1,7 +1,8 @@
-"""Attention of many rows to keys and values that are made of latents, a bounded piece of all contexts at a time.
+"""Latent attention of many rows: keys and values are made of the latents, a bounded piece of all contexts at a time.
 
-The host knows the rows and contexts of prompts, so it cuts them: contexts side by side into a workspace, rows into
-tiles, each with what is there of its context. A tile's state, output and log-sum-exp, is kept from piece to piece.
+The host knows the rows and contexts of prompts. It puts pieces of contexts side by side into a workspace, and cuts rows
+into tiles. A tile attends to the piece of its context in the workspace; its state (output and log-sum-exp) is kept from
+piece to piece.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from quire.kernels.attention.triton_tiles import LOWEST, accumulate, finite, loa
 from quire.kernels.latent import LatentView
 from quire.kernels.triton_runtime import jit, tl
 
-STEP = 128  # tokens: contexts are cut at multiples of it, and as many that nobody sees end a workspace
+STEP = 128  # tokens: contexts are cut at multiples of it, and a workspace ends with so many unused tokens
 
 
-Piece = tuple[Tensor, Tensor, Tensor]  # tiles, and block and offset in the cache of each token in the workspace
+Piece = tuple[Tensor, Tensor, Tensor]  # tiles; block and offset in the cache of each token of the workspace
 
 
 def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> list[Piece]:
-    """The step's prompts in pieces of at most `most` >= STEP tokens and tiles of `rows` rows, kept for other layers; in
-    one copy to the device, which nobody waits for.
+    """Cut the step's prompts into pieces of at most `most` >= STEP tokens, and their rows into tiles of `rows` rows.
 
-    tiles [m, TILE_WORDS] int32, the longest first: first row, rows, position of the first row, where in the workspace
-    its sequence begins, which token is there, how many are, number of tiles
+    The result is kept in `meta.plans` for other layers. It takes one copy to the device, and the host does not wait.
+
+    tiles   [m, TILE_WORDS] int32, the longest first, words: 0 first row, 1 rows, 2 position of the first row, 3 begin
+            of its sequence's piece in the workspace, 4 token of the sequence there, 5 tokens of the piece, 6 number of
+            tiles
     """
     known = meta.plans.get((block_size, rows, most))
     if isinstance(known, list):
@@ -70,13 +73,14 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
 
 
 def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """What is made of a piece's latents [n, H (P + V)], and its rotated keys [n, R]."""
+    """Return the expanded keys and values [n, H (P + V)] of a piece, and its rotated keys [n, R]."""
     latents, ropes = (_gather(side, blocks, offsets) for side in (cache.latent, cache.rope))
     return F.linear(latents, kv_up.flatten(0, 1)), ropes
 
 
 def _gather(side: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
-    """Tokens of the cache: rows of a table where pages are whole rows, for PyTorch reads two indices much slower."""
+    """Gather tokens of a cache. If a page is a whole number of rows, one index is used: two are much slower in PyTorch.
+    """
     (count, _, size, width), (step, rest) = side.shape, divmod(side.stride(0), side.shape[3])
     table = side.as_strided(((count - 1) * step + size, width), (width, 1))
     return side[blocks, 0, offsets] if rest else F.embedding(torch.add(offsets, blocks, alpha=step), table)
@@ -88,8 +92,16 @@ def expanded_kernel(
     HEADS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tiles, heads). `made` [n, HEADS, P + V]: plain keys, then values. Where a tile has seen something, its
-    state is in out and lse [T, HEADS], in base 2."""
+    """Attention of a tile over its piece of context. Grid (tiles, HEADS).
+
+    q                   [T, HEADS, P + R]; stride_q, stride_head  elements from row to row, from head to head
+    made, ropes         workspace [n, HEADS, P + V] (unrotated keys, then values) and [n, R]
+    out, lse            [T, HEADS, V] and [T, HEADS] float32 (base 2): state after earlier pieces, and output
+    tiles               [m, WORDS] int32, see `cut_prompts`;  stride_out  elements from row to row of out
+    scale, EXACT        scale * log2(e); precision of float32 products
+    P, R, V, PP, RP, VP widths, see `quire.kernels.latent`; padded to powers of two
+    M, TILE             rows of a tile; keys of an iteration
+    """
     head, record = tl.program_id(1), tiles + tl.program_id(0) * WORDS
     row, num_rows, position = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     place, start, count = tl.load(record + 3).to(tl.int64), tl.load(record + 4), tl.load(record + 5)

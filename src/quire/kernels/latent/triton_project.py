@@ -1,7 +1,8 @@
-"""Every head through a matrix of its own, for up to MOST rows: keys into queries, values out of sums.
+"""Products of each head with its own matrix, for up to MOST rows.
 
-Up to FEW rows a program loads its part of a matrix before what it waits for is there, and adds up in plain float32; of
-more rows a tile is multiplied at once. More than MOST rows are the vendor's batched product.
+For up to FEW rows a program loads its part of a matrix before it waits for the kernel before, and computes in float32
+without tensor cores. For more rows it multiplies tiles on tensor cores. More than MOST rows use the vendor's batched
+product.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from quire.kernels import pdl
 from quire.kernels.triton_runtime import jit, tl
 
 FEW, MOST = 4, 256  # rows
-ROWS, WIDTH, DEEP = 64, 64, 128  # of a tile: rows at most, outputs, inputs of an iteration
-PART = 8192  # numbers of a matrix that a program of few rows holds
+ROWS, WIDTH, DEEP = 64, 64, 128  # of a tile: most rows, outputs, inputs of an iteration
+PART = 8192  # elements of a matrix that a program for few rows holds
 
 
 def project(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     """See `quire.kernels.latent`."""
     (rows, heads, deep), width = x.shape, weights.shape[2]
-    across = weights.stride(2) == 1  # else inputs are neighbours in memory
+    across = weights.stride(2) == 1  # outputs are neighbours in memory, else inputs are
     if not 0 < rows <= MOST or x.stride(2) != 1 or not (across or weights.stride(1) == 1) or not out.is_contiguous():
         torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
         return out
@@ -50,7 +51,14 @@ def _few_kernel(
     x, weights, out, rows, stride_x, stride_head, stride_matrix, line, HEADS: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, ACROSS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs: heads, BLOCK outputs side by side."""
+    """BLOCK outputs of a head for up to M <= FEW rows. Grid (HEADS * ceil(N / BLOCK),).
+
+    x                        [rows, HEADS, K]; stride_x, stride_head  elements from row to row, from head to head
+    weights                  [HEADS, K, N]; stride_matrix  elements from head to head
+    line, ACROSS             stride of inputs, outputs being contiguous, if ACROSS; else stride of outputs
+    out                      [rows, HEADS, N] contiguous, output
+    K, KP                    inputs; padded to a power of two
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
@@ -74,7 +82,11 @@ def _some_kernel(
     K: tl.constexpr, KP: tl.constexpr, ACROSS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
     DEEP: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs: heads, BLOCK outputs, M rows, those of one matrix side by side."""
+    """BLOCK outputs of a head for M rows, on tensor cores. Grid (HEADS * ceil(N / BLOCK) * ceil(rows / M),).
+
+    x .. KP                  as in `_few_kernel`; programs of a matrix are neighbours
+    DEEP, EXACT              inputs of an iteration; precision of float32 products
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK

@@ -1,5 +1,7 @@
-"""Attention of many decodes to latents that they share, read once for all: lanes of a tile are (row, head) pairs of
-several sequences. What comes out are parts of each row's softmax, which `merge_kernel` adds to the sequence's own.
+"""Latent attention of many decodes over a shared prefix, which is read once for all of them.
+
+The lanes of a tile are (row, head) pairs of several sequences. The kernel writes parts of each row's softmax;
+`merge_kernel` adds them to the parts of the sequence's own context.
 """
 
 from __future__ import annotations
@@ -18,8 +20,29 @@ def shared_kernel(
     L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     M: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (tiles of M lanes, HEADS groups of GROUP heads, prefix_parts cuts of the shared context). WIDTH >=
-    num_groups. A member may be no sequence of this part of the step: the other form of attention has it."""
+    """Attention of a tile of M lanes over a part of the shared prefix. Grid (tiles, HEADS, prefix_parts).
+
+    A member >= num_seqs is skipped: `expanded` computes that sequence.
+
+    q_latent                   [T, H, L] contiguous in a row; stride_latent  elements from row to row
+    q_rope                     [T, H, R]; stride_rope, stride_rope_head  elements from row to row, from head to head
+    latent, rope               cache [blocks, 1, SIZE, L] and [blocks, 1, SIZE, R]
+    latent_block, rope_block   elements from block to block
+    table                      [slots or sequences, blocks] int32; stride_table  elements from row to row
+    table_rows                 [S] int32 row of `table` of each sequence; None: row s belongs to sequence s
+    query_start, seq_lens      [S + 1] and [S] int32, of `AttentionMeta`
+    starts, members, blocks    int32, of `SharedBlocks`: [num_groups + 1], [members], [S]
+    sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs
+    num_groups, num_seqs       groups of sequences with a common prefix; sequences S
+    num_items                  items of the plan: part num_items is the first of a prefix
+    prefix_parts               parts of a shared prefix
+    scale, EXACT               scale * log2(e); precision of float32 products
+    SIZE, TILE                 tokens of a block; of a tile of keys
+    L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
+    HEADS, GROUP               groups of heads; heads of a group (of a program)
+    ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a tile
+    WIDTH                      power of two >= num_groups
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -56,7 +79,7 @@ def shared_kernel(
         latent, rope, table + index.to(tl.int64) * stride_table, start, end, stride_latent, stride_rope,
         stride_rope_head, latent_block, rope_block, scale, SIZE % TILE != 0, EXACT, SIZE, TILE, L, LP, R, RP, M,
     )  # fmt: skip
-    # A member's place is its own: what is no lane of its rows may be written, and `live` needs no register up to here.
+    # Each member has its own place, so its dead lanes may be written, too: `live` needs no register up to here.
     at = ((num_items + first * prefix_parts + part).to(tl.int64) * HEADS + head) * ROWS + lane
     at += (lane // ROWS).to(tl.int64) * ((prefix_parts * HEADS - 1) * ROWS)
     store_part(sums_at, stats_at, sums, top, weight, at, lane < count * ROWS, L, LP)

@@ -1,19 +1,19 @@
-"""y = x @ weight.T + bias with an unquantized weight.
+"""The linear layer y = x @ weight.T + bias with an unquantized weight.
 
-pack(weight [N, K]) -> packed       once, after loading; only the functions of the same module understand `packed`
+pack(weight [N, K]) -> packed       called once after loading; only functions of the same module can read `packed`
 run(x [T, K], packed, bias [N] or None) -> [T, N] in x's dtype, accumulated in float32
 run_float(x, packed, bias) -> [T, N] float32
-Packing may return the weight itself; the caller must keep no other use of it after packing.
+`pack` may return the weight itself, so the caller must not use the weight afterwards.
 
-Features an implementation may declare:
-add      run_add(x, packed, bias, residual [T, N]) -> [T, N]: the product added to the residual, whose memory the
-         result may take
-exact    run_float rounds nothing to x's type on its way
-gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or None) -> [T, I]: gate's rows come
-         first, then up's; silu(gate) * up of the product (`quire.kernels.activation`)
-norm     run_norm(x, norm_weight [K], eps, packed, bias) -> [T, N]: `run` of x after an RMS norm (`quire.kernels.norm`);
-         run_norm_gated, the same before `run_gated`, where there is "gated" too
+Features that an implementation may declare:
+add      run_add(x, packed, bias, residual [T, N]) -> [T, N]: the product plus the residual. The result may overwrite
+         the residual's memory
+exact    run_float keeps float32 from the product to the result, without rounding to x's dtype between
+gated    pack_gated(weight [2I, K]) -> packed, run_gated(x, packed, bias [2I] or None) -> [T, I]: silu(gate) * up of the
+         product (`quire.kernels.activation`). The rows of gate come first in the weight, then those of up
+norm     run_norm(x, norm_weight [K], eps, packed, bias) -> [T, N]: `run` of the RMS-normalized x
+         (`quire.kernels.norm`); run_norm_gated: `run_gated` of it, if the implementation has "gated", too
 out      run_float(x, packed, bias, out [T, N] float32) -> out
-plain    what is packed is the weight as it was, [N, K]
-rows     rows(packed, ids [T] int64) -> [T, K]: rows of the weight as they were; NaN for ids outside [0, N)
+plain    the packed weight is the weight itself, [N, K]
+rows     rows(packed, ids [T] int64) -> [T, K]: rows of the weight, unchanged; NaN for ids outside [0, N)
 """

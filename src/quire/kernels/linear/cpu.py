@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def missing() -> str:
-    """Why oneDNN's packed linears cannot be used in this build of PyTorch, or ""."""
+    """Return the reason why this build of PyTorch has no packed oneDNN linears, or ""."""
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch was built without oneDNN"
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -19,13 +19,13 @@ def missing() -> str:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Reorder into oneDNN's layout for any number of rows; an opaque oneDNN tensor."""
+    """Reorder the weight into oneDNN's layout for any number of rows; returns an opaque oneDNN tensor."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
 
 def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """See `quire.kernels.linear`."""
-    if packed.layout is torch.strided:  # oneDNN kept the plain layout
+    if packed.layout is torch.strided:  # oneDNN did not reorder it
         return F.linear(x, packed, bias)
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 

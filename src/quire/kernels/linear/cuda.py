@@ -1,7 +1,6 @@
-"""The matrix product on CUDA: cuBLAS for many rows, for few the kernels of gemv.py, which read the weight once.
+"""Linear layers on CUDA: cuBLAS for many rows; for few rows the kernels of gemv.py, which read the weight once.
 
-A packed weight is the weight as it was. Which of the two runs is decided by the shapes alone; without Triton it is
-cuBLAS, and nothing is done on the way.
+A packed weight is the weight itself. The shapes alone decide which of the two runs. Without Triton cuBLAS always runs.
 """
 
 import torch
@@ -13,19 +12,20 @@ from quire.kernels.linear import gemv
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.triton_runtime import missing
 
-FEW_ROWS = 2  # up to these gemv.py takes any weight
-HEAD = 65536  # outputs of a weight for which it takes as many rows as it can
+FEW_ROWS = 2  # up to so many rows gemv.py multiplies any weight
+HEAD = 65536  # from so many outputs on gemv.py multiplies up to MOST_ROWS rows
 
 
 def few(rows: int, weight: Tensor) -> bool:
-    """Whether gemv.py runs a product; it takes numbers of 2 bytes in rows that start at 16."""
+    """Return True if gemv.py multiplies `rows` rows with the weight. It needs a 2-byte dtype, rows aligned to 16 bytes.
+    """
     if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows or weight.is_cuda and missing():
         return False
     return rows <= (gemv.MOST_ROWS if weight.shape[0] >= HEAD else FEW_ROWS)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight as it is. From here on cuBLAS adds up in float32 also where it splits the sum."""
+    """Return the weight itself. Side effect: from now on cuBLAS adds the parts of a split sum in float32."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return weight.contiguous()
@@ -53,7 +53,7 @@ def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`: in the residual's memory."""
+    """See `quire.kernels.linear`; writes the result to the residual's memory."""
     if few(x.shape[0], packed) and residual.is_contiguous():
         return gemv.product(x, packed, bias, residual=residual, out=residual)
     if bias is not None:

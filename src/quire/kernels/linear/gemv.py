@@ -1,15 +1,15 @@
-"""A weight times few rows: the weight is read once, and what surrounds the product is done on the way.
+"""Linear layers of few rows: the weight is read once; norm, bias, gate and residual are fused into the product.
 
 Two kernels, for up to 4 rows and for 8 to 64 (the number of rows is rounded up to a power of two):
 
-_few_kernel    Plain float32 arithmetic. A program owns BLOCK_N outputs and walks along all of K; the next tile of
-               weights is loaded while one is computed with. A thread adds 8 neighbours at once, so that it keeps one
-               sum for each row and output, and sums meet across threads once, at the end.
-_some_kernel   Tensor cores, with the weights as the tall operand: rows cost 8 at a time. With SPLIT > 1 each warp takes
-               a part of K, so that weights with few outputs make many programs of many warps too.
+_few_kernel    float32 arithmetic without tensor cores. A program owns BLOCK_N outputs and loops over all of K; it loads
+               the next tile of weights while it computes with the current one. A thread adds 8 neighbours at once, so
+               it keeps one sum per row and output. Threads add their sums once, at the end.
+_some_kernel   Tensor cores, with the weights as the tall operand, so that rows are padded to 8 only. With SPLIT > 1
+               each warp takes a part of K, so that a weight with few outputs, too, makes many programs of many warps.
 
-Order of additions: fixed by the shapes, never by time. With `norm` the input is multiplied by the norm's weight on the
-way in and by 1 / rms on the way out: every program adds up the squares of its own copy of the input.
+The order of additions depends on the shapes, never on time. With `norm` the input is multiplied by the norm's weight
+before the product, and the product by 1 / rms: every program adds up the squares of its own copy of the input.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a program walks: outputs, inputs at a time, warps; stages and split are those of _some_kernel."""
+    """The tiling of a program.
+
+    block_n   outputs;  block_k  inputs of an iteration;  warps
+    stages    iterations in flight, of _some_kernel
+    split     parts of K that warps take, of _some_kernel
+    """
 
     block_n: int
     block_k: int
@@ -38,14 +43,14 @@ class Tiles:
 
 
 def bucket(rows: int) -> int:
-    """The number of rows a kernel computes: 1, 2, 4, 8, ..."""
+    """Round a number of rows up to a power of two, the number that a kernel computes."""
     return 1 << (rows - 1).bit_length()
 
 
 def tiles(rows: int, n: int, k: int, gated: bool) -> Tiles:
-    """What runs `rows` times a weight of n outputs (of each half, when gated) and k inputs.
+    """Return the tiling for `rows` rows times a weight of n outputs (n of gate and n of up, if gated) and k inputs.
 
-    The best of fifteen cuts, measured on an H200 for the products of Qwen3 0.6B and 8B (docs/log.md).
+    It is the best of fifteen, measured on an H200 for the products of Qwen3 0.6B and 8B (docs/log.md).
     """
     size = bucket(rows)
     if size <= MOST_FEW:
@@ -74,10 +79,13 @@ def product(
     out: Tensor | None = None,
     walk: Tiles | None = None,
 ) -> Tensor:
-    """x [T, K] of at most MOST_ROWS rows times weight [N, K] -> [T, N] in x's dtype, or in `out`, whatever its dtype.
+    """Multiply x [T, K] of at most MOST_ROWS rows with weight [N, K] -> [T, N] in x's dtype.
 
-    norm      [K] weight of an RMS norm of x before it;  residual [T, N] is added, and may be `out`
-    gated     weight and bias are gate's rows, then up's: silu(gate) * up, [T, N / 2]
+    residual   [T, N], added to the product; may be `out`
+    norm       [K] weight of an RMS norm of x before the product;  eps  of that norm
+    gated      the rows of weight and bias are gate's, then up's: returns silu(gate) * up [T, N / 2]
+    out        [T, N] of any dtype: takes the result
+    walk       tiling to use; None: `tiles` chooses it
     """
     rows, n, k = x.shape[0], weight.shape[0] >> gated, weight.shape[1]
     if x.stride(1) != 1:
@@ -110,13 +118,18 @@ def gather(weight: Tensor, ids: Tensor) -> Tensor:
 
 @jit
 def _fold(x, M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[M, BLOCK_N, BLOCK_K] -> [M, BLOCK_N, BLOCK_K / 8]: what one thread holds next to each other, added."""
+    """[M, BLOCK_N, BLOCK_K] -> [M, BLOCK_N, BLOCK_K / 8]: add 8 neighbours, which one thread holds."""
     return tl.sum(tl.reshape(x, [M, BLOCK_N, BLOCK_K // 8, 8]), 3)
 
 
 @jit
 def _finish(out, other, bias, residual, y, row, col, n, inside, GATED: tl.constexpr):
-    """Bias, gate and residual, and the store."""
+    """Apply bias, gate and residual, and store the result.
+
+    out, other            products, float32: of gate and up if GATED, else `other` is not used
+    bias, residual, y     as in `_few_kernel`
+    row, col, inside      indices of the results, and a mask; they broadcast to the shape of `out`
+    """
     at = row * n + col
     if bias is not None:
         out += tl.load(bias + col, mask=col < n, other=0.0).to(tl.float32)
@@ -134,6 +147,16 @@ def _few_kernel(
     x, weight, bias, residual, norm, y, rows, n, stride, eps, K: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_N outputs of up to M <= MOST_FEW rows, without tensor cores. Grid (ceil(n / BLOCK_N),).
+
+    x                   [rows, K];  stride  elements from row to row
+    weight              [n, K] contiguous; if GATED [2 n, K], gate first
+    bias                [n], if GATED [2 n]; or None
+    residual            [rows, n] contiguous, or None;  y  [rows, n] contiguous, output
+    norm, eps           [K] weight of an RMS norm of x, or None; added to the mean square
+    M                   rows, padded to a power of two
+    BLOCK_N, BLOCK_K    outputs of a program; inputs of an iteration
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -182,6 +205,12 @@ def _some_kernel(
     x, weight, bias, residual, norm, y, rows, n, stride, eps, K: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_N outputs of up to M <= MOST_ROWS rows on tensor cores. Grid (ceil(n / BLOCK_N),).
+
+    x .. BLOCK_K        as in `_few_kernel`
+    SPLIT               parts of K that are multiplied side by side: an iteration takes SPLIT * BLOCK_K inputs
+    STAGES              iterations in flight; as many are prefetched before `gdc_wait`
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     STEP: tl.constexpr = SPLIT * BLOCK_K
@@ -238,7 +267,10 @@ def _some_kernel(
 
 @jit
 def prefetch(weight, col, n, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask for the first AHEAD inputs of the outputs `col` to come to the L2 cache: a line is 64 numbers of 2 bytes."""
+    """Prefetch the first AHEAD inputs of the outputs `col` into the L2 cache, by lines of 64 numbers of 2 bytes.
+
+    weight   [n, K] contiguous;  col  [.] outputs, clamped to n - 1
+    """
     LINES: tl.constexpr = AHEAD // 64
     line = tl.arange(0, LINES)[None, :] * 64
     at = weight + tl.minimum(col, n - 1).to(tl.int64)[:, None] * K + tl.minimum(line, K - 1)
@@ -250,6 +282,11 @@ def prefetch(weight, col, n, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.c
 
 @jit
 def _gather_kernel(weight, ids, y, n, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Copy row ids[t] of the weight to row t of y; NaN for ids outside [0, n). Grid (T,).
+
+    weight         [n, WIDTH] contiguous;  ids  [T] int64;  y  [T, WIDTH] contiguous
+    WIDTH, BLOCK   elements of a row; padded to a power of two
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

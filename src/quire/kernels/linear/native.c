@@ -6,8 +6,8 @@
    is [16 pairs of inputs][16 columns][2], 1 KiB, as TDPBF16PS reads it. So a group is one contiguous stream, which is
    what a decode is bound by: it reads every weight once at the speed of memory.
 
-   A product of 32 rows x 32 columns keeps its four sums in tiles over all inputs, in order. A row's result therefore
-   depends on nothing but that row, however many come with it. */
+   A product of 32 rows x 32 columns keeps its four sums in tiles over all inputs, in order. So a row's result depends
+   on that row alone, for any number of rows. */
 
 enum { GROUP = 32, PANEL = 32 };                    /* columns, rows */
 enum { OUT_BF16 = 0, OUT_F32 = 1, OUT_GATED = 2 };  /* see quire_linear_bf16 */
@@ -65,7 +65,7 @@ INLINE void multiply(const LinearJob *job, const bf16 *x, const bf16 *w, long st
     }
 }
 
-/* Fetch, for writing, the lines of y that `finish` is going to write: they lie a row apart, mostly in main memory. */
+/* Prefetch, for writing, the cache lines of y that `finish` will write: they lie a row apart, mostly in main memory. */
 static inline void expect(const LinearJob *job, long row, long rows, long group) {
     const long width = job->out == OUT_GATED ? GROUP / 2 : GROUP, size = job->out == OUT_F32 ? 4 : 2;
     const char *to = (const char *)job->y + (row * job->cols + group * width) * size;
@@ -247,8 +247,8 @@ static void rows_tasks(void *argument) {
     }
 }
 
-/* Rows `ids` [rows] of the weight [cols, inner] that was packed (not gated) -> y [rows, inner]. An id that does not
-   exist gives NaN, so that the sequence that has it fails and no other. */
+/* Rows `ids` [rows] of the weight [cols, inner] that was packed (not gated) -> y [rows, inner]. An id outside [0, cols)
+   gives NaN, so that only its own sequence fails. */
 void quire_rows_bf16(const bf16 *packed, const int64_t *ids, bf16 *y, long rows, long cols, long inner, int threads) {
     RowsJob job = {.tasks.count = rows, .packed = packed, .ids = ids, .y = y, .cols = cols, .inner = inner,
                    .steps = (inner + STEP - 1) / STEP};

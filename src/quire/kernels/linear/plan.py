@@ -1,4 +1,4 @@
-"""Plans of linear layers: one packed layout each, and the kernels that read it by number of rows. No torch."""
+"""Plans of linear layers: the packed layout of each, and its kernels by number of rows. No torch."""
 
 import importlib
 from collections.abc import Iterable
@@ -9,24 +9,25 @@ import msgspec
 from quire.contracts.params import Param
 from quire.kernels.select import Choice
 
-NOT_LINEAR = ".kv_up"  # the projection of latents is run by the kernels of latent attention
+NOT_LINEAR = ".kv_up"  # the kernels of latent attention run the projection of latents
 
 
 class RowRange(msgspec.Struct, frozen=True):
-    """The implementation of `quire.kernels.linear` that computes products of up to `most` rows; None: of any number."""
+    """An implementation of `quire.kernels.linear`, used for up to `most` rows (None: for any number)."""
 
     most: int | None
     kernel: str
 
 
 class LinearPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The way in which a linear layer runs.
+    """The plan of a linear layer.
 
-    format    of its stored weights, a name of `quire.quantization.formats`
-    layout    the implementation of `quire.kernels.linear` that packs them
-    ranges    kernels that read this layout, by number of rows, ascending; the last takes any number
-    features  of these kernels, words of `quire.kernels.linear`
-    reason    for the choice;  rejected  (implementation, why not) of those before it
+    format     format of the stored weights, a name of `quire.quantization.formats`
+    layout     the implementation of `quire.kernels.linear` that packs them
+    ranges     kernels that read this layout, by number of rows, ascending; the last takes any number
+    features   features of these kernels, words of `quire.kernels.linear`
+    reason     reason of the choice
+    rejected   (implementation, reason) of better ones that were not chosen
     """
 
     format: str
@@ -37,17 +38,18 @@ class LinearPlan(msgspec.Struct, frozen=True, kw_only=True):
     rejected: tuple[tuple[str, str], ...] = ()
 
     def load(self) -> ModuleType:
-        """Import the kernel. One range is all that there is so far."""
+        """Import the kernel. So far a plan has exactly one range."""
         (only,) = self.ranges
         assert only.most is None and only.kernel == self.layout, "a kernel reads the layout that it has packed"
         return importlib.import_module(f"quire.kernels.linear.{self.layout}")
 
 
 def plan_linears(params: Iterable[Param], choice: Choice, *, exact: bool) -> dict[str, LinearPlan]:
-    """The plan of every module of `params` that multiplies with a matrix, by its name.
+    """Return module name -> plan, for every module of `params` that multiplies with a matrix.
 
-    choice   of the implementation for all of them
-    exact    scores of routers are not rounded to the model's type: where the choice would, they take the reference
+    choice   the implementation for all of them
+    exact    True: scores of routers must not be rounded to the model's dtype. If the choice rounds, routers take the
+             reference
     """
     plans: dict[str, LinearPlan] = {}
     for param in params:
@@ -61,7 +63,7 @@ def plan_linears(params: Iterable[Param], choice: Choice, *, exact: bool) -> dic
 
 
 def _exact(param: Param, choice: Choice) -> LinearPlan:
-    """Few outputs, and one rounding more sends tokens to other experts."""
+    """Return the plan of a router whose scores are not rounded: one rounding more sends tokens to other experts."""
     why = (choice.name, "rounds scores to the model's type")
     return LinearPlan(format=param.format, layout="ref", ranges=(RowRange(None, "ref"),), features=("exact",),
                       reason="scores of routers are not rounded", rejected=(*choice.rejected, why))  # fmt: skip

@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight as it is."""
+    """Return the weight itself."""
     return weight
 
 

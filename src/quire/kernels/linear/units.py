@@ -1,4 +1,4 @@
-"""Whether oneDNN multiplies bfloat16 on this CPU; asked without PyTorch, whose operation raises where it does not."""
+"""oneDNN's support of bfloat16 on this CPU, found without PyTorch, whose operation raises if there is none."""
 
 from quire.platforms.cpu import read_cpu_flags
 
@@ -6,7 +6,7 @@ X86 = frozenset({"avx512bw", "avx512vl", "avx512dq"})
 
 
 def missing_bf16(flags: frozenset[str] | None = None) -> str:
-    """Why oneDNN cannot pack weights of bfloat16 on a CPU with these flags (None: this one), or ""."""
+    """Return the reason why oneDNN cannot pack bfloat16 weights on a CPU with these flags (None: this CPU), or ""."""
     flags = read_cpu_flags() if flags is None else flags
     if X86 <= flags or flags & {"avx_ne_convert", "bf16"}:
         return ""

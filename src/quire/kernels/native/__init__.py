@@ -1,9 +1,11 @@
-"""The kernels written in C: how they are built, loaded and given memory; each one stands beside its operation.
+"""The runtime of the C kernels: build, library, memory and tapes. Each kernel's source stands beside its operation.
 
-    all.c, parallel.h    one translation unit of every operation's native.c, and what they share
-    build.py             sources + compiler + CPU -> a shared library in the kernel cache, compiled on first use
-    library.py           the loaded library, or why there is none
-    memory.py            memory in huge pages
+    all.c                  one translation unit of every operation's native.c
+    parallel.h, tiles.h    threads and vectors, AMX tiles: shared by the kernels
+    build.py               compiles the shared library on first use, into the kernel cache
+    library.py             loads the library, or tells why there is none
+    memory.py              memory in huge pages
+    tape.py, tape.h        recorded CPU steps (tapes)
 
-Knows no operation. Without a compiler, a writable cache or the CPU for it, every operation has its PyTorch version.
+Knows no operation. Without a C compiler, a writable cache or a suitable CPU, every operation uses PyTorch.
 """

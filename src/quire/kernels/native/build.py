@@ -1,10 +1,10 @@
-"""The C sources of this package -> one shared library in the kernel cache, compiled when first needed.
+"""Build the C sources of this package into one shared library in the kernel cache, when it is first needed.
 
-A library is named by a hash of everything it depends on: sources, flags (which follow the CPU) and compiler version.
-It is written under a temporary name and renamed, so that processes racing for it are safe, and ends with a hash of its
-bytes: to load a part of a library kills the process, so nothing else is ever loaded; nor is what another user may have
-written. Nothing here raises for a missing compiler, a compiler that fails or a folder that cannot be written: the
-reason is the answer.
+The library's name is a hash of everything that it depends on: sources, flags (which follow the CPU), compiler version.
+It is written under a temporary name and renamed, so that processes may race. It ends with a hash of its bytes: loading
+an incomplete library would kill the process, so only a complete one is loaded. A library that another user could have
+written is refused. A missing or failing compiler, or a folder that cannot be written, raises `CannotBuild` with the
+reason.
 """
 
 import contextlib
@@ -30,25 +30,25 @@ NEEDED = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx51
 USED = {  # /proc/cpuinfo -> flag
     "avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "3dnowprefetch": "-mprfchw",
 }  # fmt: skip
-NEW = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")  # a compiler may be older than the CPU: kernels do without
-TRAILER = hashlib.sha256().digest_size  # bytes after the library's own; a loader does not read them
-ROOM = 1 << 20  # bytes on the disk; a library is much smaller
-COMPILE_SECONDS = 120  # takes one or two; a machine may be busy
-END_SECONDS = 1  # for a compiler to end that was told to
+NEW = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")  # an older compiler may lack them: the kernels do without
+TRAILER = hashlib.sha256().digest_size  # bytes of the hash after the library; the loader does not read them
+ROOM = 1 << 20  # free bytes on the disk that a build needs; a library is much smaller
+COMPILE_SECONDS = 120  # limit of a compilation, which takes one or two; a machine may be busy
+END_SECONDS = 1  # for a compiler to end after a signal
 
 
 class CannotBuild(Exception):
-    """No library; the message says why, in a few words."""
+    """There is no library; the message is the reason."""
 
 
 class CompilerFails(CannotBuild):
-    """Another one may not."""
+    """A compiler failed; another one may succeed."""
 
 
 def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Path:
-    """The library for this machine in `folder`, compiled now unless it is there. `fresh` compiles it again.
+    """Return the path of this machine's library in `folder`; compile it if it is not there, or if `fresh`.
 
-    Where compiling fails the other compilers are tried, and then all of them without what only new ones know. Raises
+    If a compiler fails, the others are tried; then all of them without the flags that only new compilers know. Raises
     `CannotBuild`.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -92,7 +92,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """What another user may have written would run as this one."""
+    """Raise `CannotBuild` if another user could have written `path`: its code would run as this user."""
     held = path.stat()
     if held.st_uid not in (0, os.geteuid()):
         raise CannotBuild(f"the kernel cache {path} belongs to user {held.st_uid}: set QUIRE_CACHE_DIR")
@@ -101,7 +101,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def intact(library: Path) -> bool:
-    """Whether `library` is there, whole and as it was written. Hashing one takes less than a millisecond."""
+    """Return True if `library` exists and is complete and unchanged. Hashing it takes less than a millisecond."""
     try:
         held = library.read_bytes()
     except OSError:
@@ -110,7 +110,7 @@ def intact(library: Path) -> bool:
 
 
 def sources() -> list[Path]:
-    """Every C file of the kernels."""
+    """Return all C files of the kernels."""
     return sorted(path for path in KERNELS.rglob("*") if path.suffix in (".c", ".h"))
 
 
@@ -138,8 +138,11 @@ def _compile(command: list[str], library: Path) -> None:
 
 @contextlib.contextmanager
 def _own_name(folder: Path) -> Iterator[Path]:
-    """A file to build in, gone in the end. Whoever builds alone first removes what killed processes left: their locks
-    ended with them. Where folders cannot be locked (NFS), it stays."""
+    """Give a temporary file to build in; it is removed at the end.
+
+    A process that builds alone first removes the files of killed processes, whose locks ended with them. If folders
+    cannot be locked (NFS), such files stay.
+    """
     lock = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -160,7 +163,7 @@ def _own_name(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _raising_interrupts() -> Iterator[None]:
-    """Ctrl-C raises, so that everything is cleaned up, and then does what it did before: it may end the process."""
+    """Make Ctrl-C raise, so that everything is cleaned up; then call the earlier handler, which may end the process."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield  # it is ignored, or comes to another thread
@@ -177,7 +180,7 @@ def _raising_interrupts() -> Iterator[None]:
 
 
 def _seal(library: Path) -> None:
-    """Add the hash that `intact` looks for, and have all of it on the disk before it gets its name."""
+    """Append the hash that `intact` checks, and flush the file to the disk, before it gets its final name."""
     digest = hashlib.sha256(library.read_bytes()).digest()
     with library.open("ab") as file:
         file.write(digest)
@@ -193,7 +196,7 @@ def _output(command: list[str]) -> bytes:
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 written, errors = running.communicate(timeout=COMPILE_SECONDS)
-            except BaseException:  # it ends, and all that it has started; with SIGTERM they remove their own files
+            except BaseException:  # end it and all its children; on SIGTERM they remove their own files
                 for number in (signal.SIGTERM, signal.SIGKILL):
                     if running.poll() is None:
                         os.killpg(running.pid, number)

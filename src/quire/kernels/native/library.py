@@ -1,7 +1,7 @@
 """The loaded library of native kernels: one per process, or the reason why there is none.
 
-Threads: the kernels run on the OpenMP runtime PyTorch has loaded, through its entry point. Pointers and sizes cross as
-plain integers; whoever calls has checked them, and not with `assert`: `python -O` would leave it out.
+Threads: kernels that run beside PyTorch's operations use its OpenMP runtime, through its entry point (see parallel.h).
+Pointers and sizes are passed as integers. The caller must check them, with `raise`: `python -O` removes `assert`.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ RUNTIMES = ("libgomp", "libiomp5", "libomp")  # file names of the OpenMP runtime
 MAPS = Path("/proc/self/maps")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
-# Function -> its parameters: p pointer, l long, i int, f float. Order and meaning stand at the C function.
+# Function -> its parameters: p pointer, l long, i int, f float. The C function documents their order and meaning.
 FUNCTIONS = {
     "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
     "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
@@ -35,7 +35,7 @@ FUNCTIONS = {
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The library, compiled if this machine has not done so before; or why there is none, in a few words."""
+    """Return the library, compiled on the first use on this machine; or the reason why there is none."""
     try:
         return _load(cache_folder() / "kernels")
     except CannotBuild as reason:
@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL | str:
 
 @functools.cache
 def compiled() -> ctypes.CDLL | str:
-    """`library` without PyTorch, whose threads it does not have: to be asked, not to compute."""
+    """Return the library as `library` does, without PyTorch and its threads: for questions, not for computing."""
     try:
         return _open(cache_folder() / "kernels")
     except CannotBuild as reason:
@@ -52,14 +52,14 @@ def compiled() -> ctypes.CDLL | str:
 
 
 def missing(found: Callable[[], ctypes.CDLL | str] = library) -> str:
-    """Why native kernels cannot run here, or ""; `found` gives their library, or the reason why there is none."""
+    """Return the reason why native kernels cannot run here, or "". `found`: `library` or `compiled`."""
     library = found()
     return library if isinstance(library, str) else ""
 
 
 @functools.cache
 def missing_amx(found: Callable[[], ctypes.CDLL | str] = library) -> str:
-    """Why those that multiply tiles of bfloat16 cannot; see `missing`."""
+    """Return the reason why the AMX kernels (bfloat16) cannot run here, or ""; see `missing`."""
     lacking = [flag for flag in ("amx_tile", "amx_bf16", "avx512_bf16") if flag not in read_cpu_flags()]
     if lacking:
         return f"this CPU has no {lacking[0]}"
@@ -72,7 +72,7 @@ def missing_amx(found: Callable[[], ctypes.CDLL | str] = library) -> str:
 
 
 def loaded() -> ctypes.CDLL:
-    """The library; only for kernels whose `missing` is empty."""
+    """Return the library; call it only if `missing` returned ""."""
     found = library()
     assert not isinstance(found, str), found
     return found
@@ -82,7 +82,7 @@ def _open(folder: Path) -> ctypes.CDLL:
     flags = read_cpu_flags()
     try:
         return ctypes.CDLL(str(build(folder, flags)))
-    except OSError:  # compiled on another system that shares this cache: once more from the sources
+    except OSError:  # compiled on another system that shares this cache: compile it again
         try:
             return ctypes.CDLL(str(build(folder, flags, fresh=True)))
         except OSError as error:
@@ -104,7 +104,7 @@ def _load(folder: Path) -> ctypes.CDLL:
 
 
 def _parallel_region() -> ctypes.c_void_p:
-    """The address of GOMP_parallel in the OpenMP runtime that PyTorch brings."""
+    """Return the address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded."""
     import torch  # noqa: F401
 
     try:
@@ -117,6 +117,7 @@ def _parallel_region() -> ctypes.c_void_p:
 
 
 def openmp_runtimes(maps: str) -> list[str]:
-    """Paths of the OpenMP runtimes in the text of /proc/self/maps: address, access, offset, device, inode, path."""
+    """Return the paths of OpenMP runtimes in the text of /proc/self/maps: address, access, offset, device, inode, path.
+    """
     paths = [path.removesuffix(" (deleted)") for line in maps.splitlines() for path in line.split(maxsplit=5)[5:]]
     return [path for path in dict.fromkeys(paths) if path.rpartition("/")[2].startswith(RUNTIMES)]

@@ -1,13 +1,14 @@
-/* What every native kernel shares: threads, vector types and the few functions on them.
+/* Shared by all native kernels: threads, vector types and the few functions on them.
 
    All kernels are compiled as one file (see build.py), so everything here is static.
 
-   Work is claimed task by task from a counter; which thread runs a task never changes a result. Threads come from
+   Threads claim tasks one by one from a counter; a result never depends on the thread that ran a task. There are two
+   sources of threads:
 
-   - PyTorch's OpenMP runtime beside operations of PyTorch (float32, where the linears are oneDNN's), through an entry
-     point that is handed over once: a second pool would compete with its threads, which spin on after their work;
-   - a pool of our own where a whole step is made of these kernels (bfloat16 on AMX). An OpenMP region ends when every
-     thread has come to its end, also one that never got a core; here it ends when every task is done. Beside one busy
+   - PyTorch's OpenMP runtime, if a step also has operations of PyTorch (float32, whose linears are oneDNN's). Its entry
+     point is passed once. A second pool would compete with its threads, which spin on after their work.
+   - our own pool, if a whole step consists of these kernels (bfloat16 on AMX). An OpenMP region ends when every thread
+     has ended, even one that never got a core; a region of this pool ends when every task is done. Beside one busy
      process on 2 cores, a decode step took 85 ms instead of 300 to 1,000. */
 
 #include <errno.h>
@@ -32,7 +33,7 @@ typedef struct Tasks {
     long next;
 } Tasks;
 
-/* The next task that nobody has claimed, or -1. */
+/* Claim the next task; -1: none is left. */
 static inline long claim(Tasks *tasks) {
     long task = __atomic_fetch_add(&tasks->next, 1, __ATOMIC_RELAXED);
     return task < tasks->count ? task : -1;
@@ -50,9 +51,10 @@ void quire_set_parallel_region(ParallelRegion region) { parallel_region = region
 
 enum { MOST_THREADS = 256, SPINS = 4000 }; /* SPINS: about 100 us, longer than Python takes between two operations */
 
-/* One region at a time. `open` is its number while helpers may enter and 0 otherwise; `inside` counts those who have.
-   Entering is: inside + 1, then look whether it is still open. Leaving is inside - 1. The owner closes the region when
-   its own claims run out and waits until nobody is inside: whoever comes later finds it closed and touches nothing. */
+/* There is one region at a time. `open` is its number while helpers may enter, else 0; `inside` counts the helpers
+   that have entered. To enter, a helper adds 1 to `inside`, then checks that the region is still open; to leave, it
+   subtracts 1. The owner closes the region when no task is left to claim, and waits until `inside` is 0. A helper that
+   comes later finds the region closed and touches nothing. */
 static struct {
     pthread_mutex_t owner;
     int started, sleepers;
@@ -102,7 +104,7 @@ static void start_anew(void) {
 
 __attribute__((constructor)) static void expect_forks(void) { pthread_atfork(NULL, NULL, start_anew); }
 
-/* Make sure that `wanted` helpers exist; how many do. */
+/* Start helpers until `wanted` exist; return their number, at most `wanted`. */
 static int start_helpers(int wanted) {
     while (pool.started < wanted && pool.started < MOST_THREADS) {
         pthread_t thread;
@@ -133,7 +135,7 @@ static void run_on_own_threads(void (*body)(void *), void *job, int threads) {
     pthread_mutex_unlock(&pool.owner);
 }
 
-/* Run body(job) on up to `threads` threads, of which each claims tasks until none is left; `own`: on our own. */
+/* Run body(job) on up to `threads` threads; each claims tasks until none is left. `own`: use our own pool. */
 static void run_parallel(void (*body)(void *), void *job, long tasks, int threads, int own) {
     if (tasks < threads) threads = (int)tasks;
     if (threads <= 1) body(job);
@@ -173,7 +175,7 @@ INLINE __m512 load(const void *base, long at, __mmask16 mask, int half) {
                 : _mm512_maskz_loadu_ps(mask, (const float *)base + at);
 }
 
-/* Stores x and returns what is now there: x, rounded. */
+/* Store x; return the stored value, which is x rounded. */
 INLINE __m512 store(void *base, long at, __mmask16 mask, __m512 x, int half) {
     if (!half) {
         _mm512_mask_storeu_ps((float *)base + at, mask, x);

@@ -1,6 +1,6 @@
-/* A tape: the jobs of many kernels, written down while they run, to run again in one call without Python in between.
+/* A tape: the jobs of many kernels, recorded while they run, to run again in one call without Python in between.
 
-   Who records keeps every buffer that a job points to, and puts the next inputs where the last ones were. */
+   The recording code must keep every buffer that a job points to, and write the next inputs to the same places. */
 
 enum { JOB_BYTES = 192 };
 
@@ -41,10 +41,10 @@ static void run_job(void (*body)(void *), void *job, long size, int threads, int
 /* Bytes of a tape with room for so many jobs. */
 long quire_tape_bytes(long room) { return (long)sizeof(Tape) + room * (long)sizeof(Entry); }
 
-/* Write this thread's jobs down from now on, in a tape with its room set; NULL: no more. */
+/* Record this thread's jobs from now on in a tape whose `room` is set; NULL: stop recording. */
 void quire_tape_record(Tape *tape) { recording = tape; }
 
-/* Run what was written down, in order. */
+/* Run the recorded jobs in order. */
 void quire_tape_play(const Tape *tape) {
     char job[JOB_BYTES] __attribute__((aligned(64)));
     for (long i = 0; i < tape->count; i++) {

@@ -1,7 +1,7 @@
-"""Layers recorded once and run again in one call: what a CUDA graph is to a GPU; the C side is tape.h.
+"""Recorded CPU steps (tapes): native kernels recorded once and replayed in one call, like a CUDA graph. C code: tape.h.
 
-Between two native kernels Python checks shapes, makes an output and crosses into C, and meanwhile no memory is read: at
-one request on 2 cores a twelfth of a step.
+Between two native kernels Python checks shapes, allocates an output and calls C, and meanwhile no memory is read: a
+twelfth of a step, with one request on 2 cores.
 """
 
 import math
@@ -16,26 +16,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded
 
-CHUNK = 4 << 20  # bytes by which room for buffers grows, at least
+CHUNK = 4 << 20  # bytes of a chunk of buffers, at least
 ALIGN = 64
 T = TypeVar("T")
 EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default}
 
 
 class Buffers:
-    """Where recorded kernels write. Tapes that never run at once share one: each starts from its beginning."""
+    """Output memory of recorded kernels. Tapes that never run at the same time share it, each from the beginning on."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
         self.rewind()
 
     def rewind(self) -> None:
-        """Give everything out again."""
+        """Mark all memory as free."""
         self._used = [0] * len(self._chunks)
 
     def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialized contiguous tensor, in the first chunk that has room. A new one doubles what is held, so that
-        recordings with ever more rows leave little behind; what is not written takes no memory."""
+        """Return an uninitialized contiguous tensor in the first chunk with room.
+
+        A new chunk doubles the memory, so that recordings of more and more rows waste little. Pages that are never
+        written take no memory.
+        """
         size = math.prod(shape) * dtype.itemsize
         fits = (i for i, chunk in enumerate(self._chunks) if self._used[i] + size <= len(chunk))
         at = next(fits, len(self._chunks))
@@ -48,13 +51,16 @@ class Buffers:
 
 
 class Tape:
-    """The native kernels of one recording. `obstacle`: why it cannot be played, or "".
+    """A recording of native kernels.
 
-    Everything that is read or written at play was there at recording: inputs are put into the same tensors.
+    address    of the C structure
+    obstacle   the reason why the tape cannot be played, or ""
+
+    The tape reads and writes the tensors of its recording: the caller copies new inputs into them.
     """
 
     def __init__(self, room: int, buffers: Buffers) -> None:
-        """room: kernels at most; the outputs of all of them come from `buffers`."""
+        """Make an empty tape. room: most kernels; buffers: memory of all outputs."""
         self._words = np.zeros(-(-loaded().quire_tape_bytes(room) // 8), np.int64)
         self._words[1] = room
         self._buffers = buffers
@@ -62,10 +68,10 @@ class Tape:
         self.obstacle = "nothing is recorded"
 
     def record(self, run: Callable[[], T]) -> T:
-        """Call `run`, and write down what runs in this thread meanwhile.
+        """Call `run`, record the native kernels of this thread meanwhile, and return its result.
 
-        Nothing of Python comes between the end and `switch(None)`, so that no interrupt does: kernels that run later
-        would be written into a tape that is gone.
+        No Python code may run between the end of `run` and `switch(None)`: an interrupt there would leave recording on,
+        and later kernels would be written to a tape that no longer exists.
         """
         watch, switch = _Watch(self._buffers), loaded().quire_tape_record
         self._buffers.rewind()
@@ -81,7 +87,7 @@ class Tape:
         return result
 
     def play(self) -> None:
-        """Run it again."""
+        """Run the recorded kernels again."""
         assert not self.obstacle, self.obstacle
         loaded().quire_tape_play(self.address)
 
@@ -90,7 +96,7 @@ class Tape:
 
 
 class _Watch(TorchDispatchMode):
-    """Gives outputs from the buffers, and notices operations of PyTorch, which no tape has."""
+    """Allocates outputs from the buffers, and notices operations of PyTorch, which a tape cannot record."""
 
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
@@ -110,7 +116,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _same_memory(view: Any, base: Any) -> bool:
-    """Whether an operation did nothing to the numbers."""
+    """Return True if `view` shares memory with `base`: the operation computed nothing."""
     if not (isinstance(view, Tensor) and isinstance(base, Tensor)):
         return False
     return view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()

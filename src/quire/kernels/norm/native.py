@@ -1,4 +1,4 @@
-"""RMS normalization in one pass per row; the C side is native.c."""
+"""RMS normalization in one pass per row; native.c has the C code."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""RMS normalization in one pass: a program per row, or per few narrow rows.
+"""RMS normalization in one pass: one program per row, or per several narrow rows.
 
 Floor: x read once, y written once. 8192 x 1024 in bfloat16 is 34 MB, 7.8 us at 4.3 TB/s.
 """
@@ -39,6 +39,13 @@ def _norm_kernel(
     x, weight, y, rows, stride_t, stride_h, eps, WIDTH: tl.constexpr, HEADS: tl.constexpr, WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Normalize ROWS rows of T x HEADS. Grid (ceil(rows / ROWS),).
+
+    x                    [T, HEADS, WIDTH]; stride_t, stride_h  its strides of tokens and heads, in elements
+    weight               [WEIGHTS, WIDTH]: row r uses weight r % WEIGHTS
+    y                    [rows, WIDTH] contiguous;  rows  T * HEADS
+    WIDTH, BLOCK         elements of a row; padded to a power of two
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -1,4 +1,4 @@
-"""Positions to the rows of cos and sin, in one kernel."""
+"""Rows of cos and sin from positions, in one kernel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ ROWS = 8
 
 
 def rotation_rows(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [T] int64, frequencies [D / 2] float32 -> cos and signed sin [T, D], as `quire.kernels.rope` has them.
+    """positions [T] int64, frequencies [D / 2] float32 -> cos and signed sin [T, D], see `quire.kernels.rope`.
 
-    The angle is the float32 product; its sine and cosine are exact to 2 units in the last place, however large it is.
+    The angle is the float32 product; its sine and cosine are exact to 2 units in the last place, for any angle. Both
+    are multiplied by `scale`.
     """
     count, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty(count, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
@@ -32,6 +33,13 @@ def _rotation_kernel(
     positions, frequencies, cos, sin, count, scale, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Rows of cos and sin for ROWS positions. Grid (ceil(count / ROWS),).
+
+    positions         [count] int64;  frequencies  [HALF] float32
+    cos, sin          [count, 2 HALF] contiguous; the first half of sin is negated
+    scale             factor of cos and sin
+    HALF, BLOCK       half a head's width; padded to a power of two
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -1,8 +1,8 @@
-"""Which experts compute a token, and how much each one counts (`quire.config.experts.Routing` has the formulas).
+"""Routing of tokens to experts: choice and weight of each token's k experts (formulas: `quire.config.experts.Routing`).
 
 route(logits [T, E], bias [E] float32 or None, routing) -> weights [T, k] float32, ids [T, k] int32
-    All arithmetic is float32, whatever type the logits have. A token's ids are k different numbers in [0, E), also
-    where its logits are not numbers. Nothing is read from the device.
+    All arithmetic is float32, for logits of any dtype. The ids of a token are k different numbers in [0, E), even if
+    its logits are NaN. Does not wait for the device.
 """
 
 from types import ModuleType
@@ -14,9 +14,9 @@ from quire.config.experts import Routing
 
 
 def uniform(kernel: ModuleType, routing: Routing, x: Tensor) -> tuple[Tensor, Tensor]:
-    """In the router's place: k of E experts for each of the T rows of x, drawn at random without repetition.
+    """Draw k of E experts at random, without repetition, for each of the T rows of x; replaces the router.
 
-    Drawn on x's device by its default generator, so that graphs which captured it draw anew. Weights are 1/k to 1%.
+    Uses the default generator of x's device, so a replayed CUDA graph draws anew. Weights are 1/k to within 1%.
     """
     scores = torch.empty(x.shape[0], routing.num_experts, device=x.device).uniform_(0, 0.01)
     plain = Routing(num_experts=routing.num_experts, top_k=routing.top_k, scoring="softmax", normalize=True)

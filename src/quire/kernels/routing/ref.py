@@ -24,5 +24,5 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Indices [T, count] of the largest values [T, N], best first; of equal ones the lower index."""
+    """Return the indices [T, count] of the largest values [T, N], best first; among equals the lower index first."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count]

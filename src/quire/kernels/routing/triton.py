@@ -1,8 +1,8 @@
-"""Routing in one kernel: a program of one warp per token.
+"""Routing in one kernel: one program of one warp per token.
 
-Scores become 64-bit numbers of which the largest is sought k times: the score's bits, so turned that they order as
-integers, above the expert's number counted from the end. So of equal scores the lower number wins, no two experts are
-equal, and what is not a number chooses experts like anything else.
+Each score becomes a 64-bit key, and the program takes the largest key k times. The high half of a key is the score's
+bits, changed so that they order as integers; the low half is the expert's number, counted from the end. So all keys
+differ, the lower expert wins among equal scores, and NaN scores choose k different experts, too.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 @jit
 def _turn(bits):
-    """The bits of a float32 <-> an int32 of the same order."""
+    """Convert the bits of a float32 to an int32 of the same order, or back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit
 def _key(score, last):
-    """A score above a number of 32 bits."""
+    """Return the key of a score: the score in the high half, `last` in the low half."""
     return (_turn(score.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | last.to(tl.int64)
 
 
 @jit
 def _score(key):
-    """The score of a key."""
+    """Return the score of a key."""
     return _turn((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
@@ -55,6 +55,20 @@ def _route_kernel(
     logits, bias, weights, ids, stride, eps, scaling, K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
     SIZE: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr, TOP2: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr):
+    """Choose the K experts of a token and their weights. Grid (tokens,).
+
+    logits               [T, EXPERTS], any float type; stride  elements from token to token
+    bias                 [EXPERTS] float32, added to scores for the choice alone; or None
+    weights, ids         [T, K] float32 and int32, contiguous, outputs
+    eps, scaling         added to the sum of weights before dividing by it; factor of the weights
+    K, WIDTH             experts of a token; padded to a power of two
+    GROUPS, G            groups of experts; padded to a power of two
+    SIZE, S              experts of a group; padded to a power of two
+    TOP_GROUPS           groups whose experts may be chosen; only used if GROUPS > 1
+    SOFTMAX              scores by softmax over all experts, else by sigmoid
+    TOP2                 a group's score is the sum of its two largest scores, else the largest
+    NORMALIZE            weights of a token are divided by their sum
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,18 +1,21 @@
-"""Sampling: logits [R, V] and each row's parameters -> one token per row. Rows are not slots here.
+"""Sampling: logits [R, V] and each row's parameters -> one token per row. A row is not a slot: it names its slot.
 
-    rows            a slot's parameters as int32 words, and what a batch needs of its rows      rows.py
-    noise           keyed by (seed, position, stream, global vocabulary id); exact integers     noise.py
-    edits           masks, bias, penalties, in place, before anything is drawn                  edits.py
-    draw            greedy, plain and filtered paths; the same meaning, different cost          draw.py
-    order           rows sorted by (value descending, id ascending)                             order.py
-    logprobs        of raw logits                                                               logprobs.py
-    specification   all of it for one row in float64, sorted and slow                           specification.py
-    inputs          rows that break things: ties, flat, peaked, masked, tiny vocabularies       inputs.py
-    ref, triton     the operations of a sampler, in PyTorch and for GPUs: `SamplerOperations`
+    rows.py            a slot's parameters as int32 words; the mode that a batch of rows needs
+    noise.py           noise keyed by (seed, position, stream, global vocabulary id), from exact integers
+    edits.py           logits processors: masks, bias, penalties, in place, before a token is drawn
+    draw.py            three ways to draw: greedy, plain (noise, no filters), filtered
+    order.py           rows sorted by (value descending, id ascending)
+    logprobs.py        log-probabilities of raw logits
+    specification.py   all of it for one row in float64, sorted and slow
+    inputs.py          hard rows for tests: ties, flat, peaked, masked, tiny vocabularies
+    ref.py, triton.py  `SamplerOperations` in PyTorch, and for GPUs
 
-Contract of every implementation: a row's token is a function of that row's logits, parameters, history and key alone.
-Order: edits, penalties, temperature, min-p, top-k (keeps equals of the k-th), top-p (keeps the shortest sorted prefix
-that reaches p, at least one; equals by ascending id), then argmax of value + Gumbel noise, lowest id among equals.
+Contract of every implementation: a row's token depends on that row's logits, parameters, history and key alone. Order
+of operations, for a row:
+
+    1. edits and penalties      4. top-k, keeps equals of the k-th
+    2. temperature              5. top-p, keeps the shortest sorted prefix that reaches p (at least one id)
+    3. min-p                    6. argmax of value + Gumbel noise, lowest id among equals
 """
 
 from collections.abc import Mapping
@@ -27,11 +30,13 @@ from quire.kernels.sampling.rows import Mode
 
 @dataclass(frozen=True)
 class Rows:
-    """Whose logits they are, on the device: row -> slot -> parameters. Of R rows or more; the others are padding.
+    """Slots and parameters of the rows of logits, on the device. Arrays may be longer than R: the rest is padding.
 
-    slots, positions   [R] int64: a row's slot and the position of the token that is drawn
-    table              [S, ROW_WORDS] int32, see rows.py;  history  [S, L] int32, read below a row's position
-    edits              slot -> int32 words, see rows.py, of the slots that have any; their addresses are in the table
+    slots       [R] int64: slot of each row
+    positions   [R] int64: position of the token that is drawn
+    table       [S, ROW_WORDS] int32: parameters by slot, see rows.py
+    history     [S, L] int32: token ids by position; only those below a row's position are read
+    edits       slot -> int32 words of its edits, see rows.py; the table holds their addresses
     """
 
     slots: Tensor
@@ -42,18 +47,24 @@ class Rows:
 
 
 class SamplerOperations(Protocol):
-    """What a sampler does on a device; made by `operations(max_rows, vocab, device)` of an implementation.
+    """Operations of a sampler on a device; made by `operations(max_rows, vocab, device)` of an implementation.
 
-    tokens   [>= R] int64 that were drawn last;  codes  [>= R] uint8: 0, or why the row's token is 0 and means nothing:
-             1 NaN or +inf in its raw logits, 2 nothing left to sample
+    tokens   [>= R] int64: tokens drawn last
+    codes    [>= R] uint8: 0: the token is valid; 1: the raw logits have NaN or +inf; 2: no token is left to sample.
+             With code 1 or 2 the token is 0 and means nothing
     """
 
     tokens: Tensor
     codes: Tensor
 
     def take_masks(self, places: I32, masks: I32) -> None:
-        """Masks [M, ceil(V / 32)] of the next rows, see `Executor.release`; places [R]: which of them is a row's, -1
-        for none. Read where the slot says that there may be one. Does not wait for the device."""
+        """Set the grammar masks of the next `sample`; does not wait for the device.
+
+        places   [R] int32: index of the row's mask in `masks`, -1 for none
+        masks    [M, ceil(V / 32)] int32, see `Executor.release`
+
+        A mask applies only if the parameters of the row's slot say that it has a grammar.
+        """
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """Draw one token for each row of logits [R, V], which stay as they are; `mode` serves all of the rows."""
+        """Draw one token for each row of logits [R, V]. The logits are not modified; `mode` must serve all rows."""

@@ -1,12 +1,12 @@
-"""From logits to tokens: three paths that mean the same and differ in what they need not compute.
+"""Draws of tokens from logits: three paths with the same meaning. A cheaper path leaves out what a row does not need.
 
     greedy     the largest logit, the lowest id among equals
     plain      argmax(logits / temperature + Gumbel noise)
     filtered   the same over the ids that min-p, top-k and top-p leave
 
-A row's token depends on nothing but that row: no reduction here changes its order with the number of rows, and noise
-is keyed by the row. Rows come with their edits and penalties already applied. A row whose largest logit is NaN or
-infinite has no meaning; callers look at `best` (greedy, plain) or sort such rows out before (filtered).
+A row's token depends on that row alone: no reduction changes its order with the number of rows, and noise is keyed by
+the row. Edits and penalties are already applied. A row whose largest logit is NaN or infinite gives a meaningless
+token: callers check `best` (greedy, plain), or remove such rows before (filtered).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _CHUNK = 1 << 18  # logits per pass of the plain path: 1 MiB of float32
 
 @dataclass(frozen=True)
 class Filters:
-    """What narrows a row: temperature [R] float32 > 0, top_k [R] int64 (0 = off), top_p and min_p [R] float64."""
+    """Filters by row, [R] each: temperature float32 > 0, top_k int64 (0: off), top_p and min_p float64."""
 
     temperature: Tensor
     top_k: Tensor
@@ -32,13 +32,13 @@ class Filters:
     min_p: Tensor
 
     def rows(self, index: Tensor | slice) -> "Filters":
-        """The filters of some rows."""
+        """Return the filters of some rows."""
         return Filters(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
 
 
 def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [R, V] -> (tokens [R] int64, best [R] the largest logit, NaN if the row holds one)."""
-    if logits.device.type == "cpu":  # numpy's takes no threads, which would spin on after it beside the next step
+    """Return tokens [R] int64 and the largest logit [R] (NaN if the row has one) of logits [R, V]."""
+    if logits.device.type == "cpu":  # NumPy uses no threads, which would spin on beside the next step
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
         return tokens, logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
     best, tokens = logits.max(dim=-1)
@@ -46,7 +46,7 @@ def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_plain(logits: Tensor, temperature: Tensor, key: NoiseKey, first_id: int = 0) -> tuple[Tensor, Tensor]:
-    """logits [R, V] float32 of the global ids from `first_id` on -> (tokens [R] global ids, best [R] scores).
+    """Draw from logits [R, V] float32 of the global ids from `first_id` on -> (tokens [R] global ids, best [R] scores).
 
     `best` compares across shards of a vocabulary: the shard with the largest score holds the token.
     """
@@ -62,10 +62,10 @@ def draw_plain(logits: Tensor, temperature: Tensor, key: NoiseKey, first_id: int
 
 
 def draw_filtered(logits: Tensor, filters: Filters, key: NoiseKey) -> Tensor:
-    """logits [R, V] float32, each row with a finite maximum -> tokens [R] int64.
+    """Draw from logits [R, V] float32, each row with a finite maximum -> tokens [R] int64.
 
-    Sorts only the largest few logits of a row; the rows whose kept set does not end within them are sorted whole. What
-    is kept, and its arithmetic, is the same at both widths.
+    Sorts only the largest few logits of a row. If the filters keep more than those, the whole row is sorted. Both ways
+    keep the same ids, with the same arithmetic.
     """
     vocab = logits.shape[1]
     scaled = logits / filters.temperature.unsqueeze(1)
@@ -82,7 +82,7 @@ def draw_filtered(logits: Tensor, filters: Filters, key: NoiseKey) -> Tensor:
 def _draw_from_largest(
     scaled: Tensor, filters: Filters, mass: Tensor, key: NoiseKey, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [R] drawn from the `width` largest of each row, and for which rows those were enough to be right."""
+    """Draw tokens [R] from the `width` largest logits of each row. Return them, and [R] bool: these were enough."""
     vocab = scaled.shape[1]
     values, ids = largest(scaled, width)
     keep, complete = _kept(values, filters, mass)
@@ -90,12 +90,13 @@ def _draw_from_largest(
 
 
 def _kept(values: Tensor, filters: Filters, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the sorted candidates [R, W] stay, and for which rows the candidates were enough to tell.
+    """Apply the filters to sorted candidates [R, W]. Return [R, W] bool: kept, and [R] bool: W was enough to tell.
 
     min-p and top-k are thresholds on the value, so equals stay or go together. top-p keeps the shortest prefix whose
-    probability, renormalized over what min-p and top-k left, reaches p. `mass` [R] float64 is the sum of
-    exp(value - largest) over the whole row, for rows without min-p and top-k; sums along the sorted prefix run in
+    probability, renormalized over the ids that min-p and top-k keep, reaches p. Sums along the sorted prefix run in
     order, so that they do not depend on W.
+
+    mass   [R] float64: sum of exp(value - largest) over the whole row; used for rows without min-p and top-k
     """
     width = values.shape[1]
     weight = _exp_in_place((values - values[:, :1]).to(torch.float64))
@@ -115,7 +116,7 @@ def _kept(values: Tensor, filters: Filters, mass: Tensor) -> tuple[Tensor, Tenso
 
 
 def _exp_in_place(values: Tensor) -> Tensor:
-    """exp of a float64 tensor; returns it. On a CPU numpy's, which waits for no thread: see `noise.log_in_place`."""
+    """Replace a float64 tensor by its exp; return it. On a CPU NumPy does it, without threads: see `log_in_place`."""
     if values.device.type == "cpu":
         plain = values.numpy()
         np.exp(plain, out=plain)
@@ -124,12 +125,12 @@ def _exp_in_place(values: Tensor) -> Tensor:
 
 
 def _lowest(values: Tensor, prefix: Tensor) -> Tensor:
-    """The last value of each row's non-empty prefix."""
+    """Return the last value of each row's non-empty prefix."""
     return values.gather(1, prefix.sum(dim=-1, keepdim=True) - 1).squeeze(1)
 
 
 def _pick(values: Tensor, ids: Tensor, keep: Tensor, key: NoiseKey, vocab: int) -> Tensor:
-    """The kept id with the largest value + noise, the lowest id among equals; noise is drawn for candidates only."""
+    """Return the kept id with the largest value + noise, the lowest id among equals. Only candidates get noise."""
     width = int(keep.sum(dim=-1).max())
     values, ids, keep = values[:, :width], ids[:, :width], keep[:, :width]
     noise = gumbel_at(key, ids) if width * 4 < vocab else gumbel(key, 0, vocab).gather(1, ids)

@@ -1,8 +1,7 @@
-"""What a request changes in its own logits before a token is drawn: masks, bias and penalties, all in place.
+"""Logits processors: masks, bias and penalties of a request, applied in place before a token is drawn.
 
-In this order: a grammar's mask, allowed ids, bad words, stop ids before the minimum length, bias; then penalties. All
-but the mask is worked out from the token history and the position, never from a running state, so a resumed request
-needs nothing.
+Order: grammar mask, allowed ids, bad words, stop ids before the minimum length, bias; then penalties. All but the mask
+follow from the token history and the position, never from a running state, so a resumed request needs no state.
 """
 
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from quire.kernels.sampling.rows import EDITS_HEADER
 
 @dataclass(frozen=True)
 class RowEdits:
-    """One request's edits; ids lie within the vocabulary.
+    """Masks and bias of a request; all ids lie within the vocabulary.
 
-    allowed     [A] int64 the only ids that may come, or None for all
+    allowed     [A] int64, the only ids that may come, or None for all
     bad_words   token sequences whose last token may not follow the rest
     stop_ids    [S] int64, masked while the sequence is shorter than the request's minimum
     bias_ids    [B] int64, each once, with bias [B] float32
@@ -35,7 +34,7 @@ class RowEdits:
 
     @staticmethod
     def decode(words: Tensor) -> "RowEdits":
-        """What int32 words say, laid out as in rows.py, with tensors where they are; waits for the device."""
+        """Decode int32 words laid out as in rows.py. Tensors stay on the device of the words; waits for the device."""
         num_allowed, num_stops, num_biases, num_words, *_ = words[:EDITS_HEADER].tolist()
         sizes = [EDITS_HEADER, max(num_allowed, 0), num_stops, num_biases, num_biases, num_words + 1]
         _, allowed, stops, biased, bias, starts, tokens = words.split([*sizes, len(words) - sum(sizes)])
@@ -51,7 +50,7 @@ class RowEdits:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Per row, [R] float32 each: repetition > 0 over prompt and output, frequency and presence over the output only."""
+    """Penalties by row, [R] float32 each: repetition > 0 (prompt and output), frequency and presence (output only)."""
 
     repetition: Tensor
     frequency: Tensor
@@ -59,13 +58,13 @@ class Penalties:
 
 
 def mask_row(logits: Tensor, mask: I32) -> None:
-    """Leave only what a mask allows: logits [V] float32; mask [ceil(V / 32)] int32, see `Executor.release`."""
+    """Set forbidden logits [V] float32 to -inf, by a mask [ceil(V / 32)] int32, see `Executor.release`."""
     bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
     logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
 def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int, min_length: int) -> None:
-    """Apply masks and bias to one row: logits [V] float32; history [L] tokens, of which `position` are known."""
+    """Apply masks and bias to a row: logits [V] float32; history [L] tokens, of which `position` are known."""
     if edits.allowed is not None:
         survivors = logits[edits.allowed]
         logits.fill_(-torch.inf)
@@ -81,7 +80,7 @@ def edit_row(logits: Tensor, edits: RowEdits, history: Tensor, position: int, mi
 
 
 def completed_words(bad_words: Sequence[tuple[int, ...]], history: Tensor, position: int) -> list[int]:
-    """Last tokens of the sequences whose other tokens end the known history (prompt and output alike)."""
+    """Return the last token of each bad word whose other tokens end the known history (prompt and output)."""
     longest = max(len(word) for word in bad_words) - 1
     recent = tuple(history[max(0, position - longest) : position].tolist())
     return [word[-1] for word in bad_words if _ends_with(recent, word[:-1])]
@@ -94,10 +93,13 @@ def _ends_with(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:
 def penalize(logits: Tensor, penalties: Penalties, history: Tensor, positions: Tensor, num_prompt: Tensor) -> None:
     """Apply the three penalties to logits [R, V] float32.
 
-    history [R, L] int32, of which the first positions[r] are known and the first num_prompt[r] are the prompt. With
-    c = occurrences in the output: l > 0 ? l / repetition : l * repetition for every id in prompt or output (Keskar et
-    al. 2019, CTRL), then l - c * frequency - [c > 0] * presence (OpenAI API reference). Ids outside the vocabulary in
-    the history count for nothing. Reads and writes logits only at the ids in the history.
+    history      [R, L] int32
+    positions    [R]: known tokens of the history
+    num_prompt   [R]: of them, tokens of the prompt
+
+    For every id in prompt or output: l > 0 ? l / repetition : l * repetition (Keskar et al. 2019, CTRL). Then
+    l - c * frequency - [c > 0] * presence, with c occurrences in the output (OpenAI API reference). Ids of the history
+    outside the vocabulary are ignored. Only logits of ids in the history are read and written.
     """
     rows, vocab = logits.shape
     tokens = history[:, : int(positions.max())].to(torch.int64)

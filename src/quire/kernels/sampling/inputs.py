@@ -1,4 +1,4 @@
-"""Logits that break samplers: what every implementation is tested and measured on."""
+"""Hard logits for samplers, on which every implementation is tested and measured."""
 
 from collections.abc import Iterator
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def model_like(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Tensor:
-    """[rows, vocab] float32, normal with a standard deviation of a trained model's logits."""
+    """Return [rows, vocab] float32, normal with the standard deviation of a trained model's logits."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((rows, vocab), generator=generator) * spread
 
 
 def edge_rows(vocab: int, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Named rows [vocab] float32 with a finite maximum."""
+    """Yield (name, row [vocab] float32); every row has a finite maximum."""
     row = model_like(1, vocab, seed)[0]
     yield "model_like", row
     yield "flat", torch.zeros(vocab)

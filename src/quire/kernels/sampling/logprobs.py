@@ -1,7 +1,7 @@
-"""Log-probabilities of rows, from raw logits: before any edit, penalty or temperature.
+"""Log-probabilities of rows from raw logits, before any edit, penalty or temperature.
 
-Knows nothing of slots; many rows are scored in chunks, so memory is bounded whatever the caller brings. On a GPU
-nothing waits: no size here comes from the device.
+Rows are scored in chunks, so memory is bounded for any number of rows. On a GPU the host does not wait: no size depends
+on the device's values. Knows nothing of slots.
 """
 
 import torch
@@ -11,22 +11,24 @@ from quire.contracts.step import RowLogprobs
 from quire.kernels.sampling.order import top_by_id, top_packed
 
 WHOLE_VOCABULARY = -1
-_BUDGET = 1 << 24  # logits per pass: 64 MiB of scores, and three times that while their order is looked for on a GPU
+_BUDGET = 1 << 24  # logits per pass: 64 MiB of scores, and three times that while a GPU sorts them
 
 
 def row_logprobs(logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None) -> RowLogprobs:
-    """`score_rows` of all rows of logits [R, V], on the host; waits for the device."""
+    """Score all rows of logits [R, V] as `score_rows` does; return the result on the host. Waits for the device."""
     return RowLogprobs(*(part.cpu().numpy() for part in score_rows(logits, chosen, k, extra)))
 
 
 def score_rows(logits: Tensor, chosen: Tensor, k: int, extra: Tensor | None = None,
                index: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Score `chosen` [R] int64 under the rows `index` [R] (None: all) of raw logits [., V] -> ids [R, 1 + K] int32,
-    log-probabilities float32, ranks [R] int32.
+    """Score tokens -> ids [R, 1 + K] int32, log-probabilities [R, 1 + K] float32, ranks [R] int32.
 
-    The first column is the chosen token; then come the `k` most likely (equals by ascending id; -1 = the whole
-    vocabulary), or, when `extra` [K] int64 is given, exactly those ids whatever `k` says. A rank is 1 + the number of
-    tokens with a strictly larger log-probability. An id outside the vocabulary scores -inf.
+    logits   [., V] raw logits;  index  [R] int64: rows of logits to use; None: all
+    chosen   [R] int64 tokens: the first column, and the tokens of `ranks`
+    k        the other columns are the k most likely ids (equals by ascending id); -1: the whole vocabulary
+    extra    [K] int64: the other columns are exactly these ids, for any `k`
+
+    A rank is 1 + the number of tokens with a strictly larger log-probability. An id outside the vocabulary scores -inf.
     """
     rows, vocab = len(chosen), logits.shape[1]
     extra = chosen[:0] if k == 0 and extra is None else extra

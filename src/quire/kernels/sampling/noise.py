@@ -1,4 +1,4 @@
-"""Counter-based noise: the same request, position and vocabulary id draw the same number everywhere.
+"""Counter-based noise: the number depends on request seed, position, stream and vocabulary id alone.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in exact integer
 arithmetic on int64 tensors that hold uint32 values.
@@ -8,9 +8,9 @@ arithmetic on int64 tensors that hold uint32 values.
     word     = id % 4 of the four words of that block, so four neighbouring ids share a block
 
 A word w becomes the uniform u = (w + 0.5) * 2^-32, exact in float64 and never 0 or 1. Gumbel noise is -log(-log(u)) in
-float64, rounded to float32: an implementation whose logarithm is off by one unit in the last place still rounds to the
-same float32 but for about one value in 2^28. The ids that win have u near 1, where the exponential -log(u) still moves
-in steps of 2^-32: fine enough that ties do not favour low ids in any vocabulary.
+float64, rounded to float32. If an implementation's logarithm is off by one unit in the last place, all but about one
+value in 2^28 still round to the same float32. The ids that win have u near 1, where the exponential -log(u) still has
+steps of 2^-32: fine enough that ties do not favour low ids in any vocabulary.
 
 Knows nothing of logits, slots or requests.
 """
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SAMPLE, ACCEPT, RECOVER, DRAFT = range(4)  # streams: what the number is for
+SAMPLE, ACCEPT, RECOVER, DRAFT = range(4)  # streams: the purpose of the number
 
 WORDS = 4  # 32-bit words per counter block
 _ROUNDS = 10
@@ -35,22 +35,22 @@ _FEW = 1 << 15  # below so many values PyTorch's own operations take no second t
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Which noise each row draws: seeds [R] int64 (the bits of a uint64), positions [R] int64, and the stream."""
+    """Keys of the noise of each row: seeds [R] int64 (the bits of a uint64), positions [R] int64, and the stream."""
 
     seeds: Tensor
     positions: Tensor
     stream: int = SAMPLE
 
     def rows(self, index: Tensor | slice) -> "NoiseKey":
-        """The keys of some rows."""
+        """Return the keys of some rows."""
         return NoiseKey(self.seeds[index], self.positions[index], self.stream)
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox4x32 on int64 tensors with values in [0, 2^32) that broadcast against each other.
+    """Compute ten rounds of Philox4x32 on int64 tensors with values in [0, 2^32) that broadcast against each other.
 
-    Products overflow int64 and wrap, which leaves both halves right. Words are broadcast no earlier than the rounds mix
-    them (ids differ along a row, positions and keys between rows), so the first two cost a fraction of the rest.
+    Products overflow int64 and wrap, which leaves both halves right. Words are broadcast only when the rounds mix them
+    (ids differ along a row, positions and keys between rows), so the first two rounds cost a fraction of the others.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -75,7 +75,7 @@ def _mix_in_place(high: Tensor, key: Tensor, other: Tensor) -> Tensor:
 
 
 def _blocks(key: NoiseKey, blocks: Tensor) -> tuple[Tensor, ...]:
-    """The four words of counter blocks `blocks` ([1, B] or [R, B] int64), each [R, B]."""
+    """Return the four words of counter blocks `blocks` ([1, B] or [R, B] int64), each [R, B]."""
     seeds = key.seeds.unsqueeze(1)
     stream = torch.full((1, 1), key.stream, dtype=torch.int64, device=seeds.device)
     counter = (blocks, key.positions.unsqueeze(1), stream, torch.zeros_like(stream))
@@ -83,7 +83,7 @@ def _blocks(key: NoiseKey, blocks: Tensor) -> tuple[Tensor, ...]:
 
 
 def words(key: NoiseKey, first_id: int, count: int) -> Tensor:
-    """Raw words of the ids first_id .. first_id + count - 1: [R, count] int64 in [0, 2^32)."""
+    """Return raw words of the ids first_id .. first_id + count - 1: [R, count] int64 in [0, 2^32)."""
     first_block = first_id // WORDS
     last_block = (first_id + count - 1) // WORDS
     blocks = torch.arange(first_block, last_block + 1, device=key.seeds.device).unsqueeze(0)
@@ -93,26 +93,26 @@ def words(key: NoiseKey, first_id: int, count: int) -> Tensor:
 
 
 def words_at(key: NoiseKey, ids: Tensor) -> Tensor:
-    """Raw words of chosen ids [R, K] int64: [R, K] int64, equal to `words(...)` at those ids."""
+    """Return raw words of chosen ids [R, K] int64: [R, K] int64, equal to `words(...)` at those ids."""
     four = torch.stack(_blocks(key, ids // WORDS), dim=-1)
     return four.gather(-1, (ids % WORDS).unsqueeze(-1)).squeeze(-1)
 
 
 def uniform(raw: Tensor) -> Tensor:
-    """Words to float64 in (0, 1), exact: multiples of 2^-33."""
+    """Convert words to float64 in (0, 1), exactly: odd multiples of 2^-33."""
     return raw.to(torch.float64).add_(0.5).mul_(2.0**-32)
 
 
 def exponential(raw: Tensor) -> Tensor:
-    """Words to float64 noise of the unit exponential distribution, in [2^-33, 22.9]."""
+    """Convert words to float64 noise of the unit exponential distribution, in [2^-33, 22.9]."""
     return log_in_place(uniform(raw)).neg_()
 
 
 def gumbel(key: NoiseKey, first_id: int, count: int) -> Tensor:
-    """Standard Gumbel noise of a range of the vocabulary: [R, count] float32 in [-3.14, 22.88].
+    """Return standard Gumbel noise of the ids first_id .. first_id + count - 1: [R, count] float32 in [-3.14, 22.88].
 
-    argmax over ids of (logit + noise) is a draw from softmax(logits). A shard of the vocabulary asks for its own range
-    of global ids and gets what the whole would have had there.
+    argmax over ids of (logit + noise) is a draw from softmax(logits). A shard of the vocabulary passes its own range of
+    global ids and gets the same numbers as the whole vocabulary there.
     """
     rows = key.seeds.shape[0]
     step = max(1, _CHUNK // max(count, 1))
@@ -126,7 +126,7 @@ def gumbel(key: NoiseKey, first_id: int, count: int) -> Tensor:
 
 
 def gumbel_at(key: NoiseKey, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise of chosen ids: ids [R, K] int64 -> [R, K] float32, equal to `gumbel` at those ids."""
+    """Return standard Gumbel noise of ids [R, K] int64: [R, K] float32, equal to `gumbel` at those ids."""
     return _gumbel_of(words_at(key, ids))
 
 
@@ -136,11 +136,11 @@ def _gumbel_of(raw: Tensor) -> Tensor:
 
 
 def log_in_place(values: Tensor) -> Tensor:
-    """The natural logarithm of a float64 tensor; returns it.
+    """Replace a float64 tensor by its natural logarithm; return it.
 
-    PyTorch's takes threads from 128 values on (MKL's vector functions), and where others compute, too, waits for them
-    a time slice: 12 to 20 ms beside two busy processes on two cores, numpy's 10 us. With AVX-512 both give the same
-    bits (120 million compared); elsewhere what is said above of a last unit holds.
+    PyTorch uses threads from 128 values on (MKL's vector functions). Beside busy processes it waits a time slice for
+    them: 12 to 20 ms beside two on two cores, while NumPy takes 10 us. With AVX-512 both give the same bits (120
+    million compared); elsewhere they may differ in the last unit, see the top of this file.
     """
     if values.device.type == "cpu" and values.numel() < _FEW:
         plain = values.numpy()

@@ -1,6 +1,6 @@
-"""Rows sorted by (value descending, id ascending), whole or only their beginning.
+"""Sorting of rows by (value descending, id ascending): whole rows, or only their largest values.
 
-Knows nothing of what the values mean. NaN is not expected: callers sort such rows out.
+Knows nothing of the meaning of values. Callers must not pass rows with NaN.
 """
 
 import numpy as np
@@ -11,10 +11,10 @@ _SIGN = 0x7FFFFFFF
 
 
 def sorted_by_id(values: Tensor) -> tuple[Tensor, Tensor]:
-    """values [R, V] float32 -> (values, ids int64), both [R, V], by (value descending, id ascending).
+    """Sort values [R, V] float32 by (value descending, id ascending) -> (values, ids int64), both [R, V].
 
-    On a CPU the value's bits, made monotonic, and the id are packed into one int64, because numpy's vectorized sort of
-    those takes a tenth of the time of a stable sort that carries indices.
+    On a CPU the value's bits, made monotonic, and the id are packed into one int64: NumPy's vectorized sort of int64
+    takes a tenth of the time of a stable sort that carries indices.
     """
     if values.device.type != "cpu":
         ordered = torch.sort(values, dim=-1, descending=True, stable=True)
@@ -25,7 +25,7 @@ def sorted_by_id(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(values: Tensor) -> Tensor:
-    """[R, V] int64 that sort ascending as (value descending, id ascending); adding 0 makes -0.0 equal 0.0."""
+    """Return int64 [R, V] whose ascending order is (value descending, id ascending); adding 0 makes -0.0 equal 0.0."""
     bits = values.neg().add_(0.0).view(torch.int32)
     bits.bitwise_xor_((bits >> 31).bitwise_and_(_SIGN))
     ids = torch.arange(values.shape[1], device=values.device)
@@ -33,9 +33,9 @@ def _packed(values: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest of each row and their ids, by (value descending, id ascending).
+    """Return the `width` largest values of each row and their ids, by (value descending, id ascending).
 
-    Which of several equals to the last value are among them is left open: callers that need to know use `top_by_id`.
+    If several ids equal the last value, any of them may be chosen; `top_by_id` chooses the lowest ids.
     """
     if width >= values.shape[1]:
         return sorted_by_id(values)
@@ -45,9 +45,9 @@ def largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def top_by_id(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row of [R, V] as (values, ids) [R, k], by (value descending, id ascending).
+    """Return the k largest of each row of [R, V] as (values, ids) [R, k], by (value descending, id ascending).
 
-    Equals at the k-th place come in by ascending id; only rows where they straddle it are sorted whole.
+    Among equals at the k-th place the lowest ids are chosen. Only rows with more equals than places are sorted whole.
     """
     if k == 0:
         return values[:, :0], values.new_empty((values.shape[0], 0), dtype=torch.int64)
@@ -60,6 +60,7 @@ def top_by_id(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_packed(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`top_by_id` in operations whose sizes do not depend on the values, for devices that must not be waited for."""
+    """Compute `top_by_id` with operations whose sizes do not depend on the values: the host does not wait for the GPU.
+    """
     ids = torch.topk(_packed(values), k, dim=-1, largest=False, sorted=True).values & 0xFFFFFFFF
     return values.gather(1, ids), ids

@@ -1,6 +1,6 @@
 """The operations of a sampler in PyTorch, on any device; contract: see `SamplerOperations`.
 
-Rows are sorted by what they need, and each kind goes through its cheapest path. Waits for the device.
+Rows are grouped by their needs, and each group takes its cheapest path. Waits for the device.
 """
 
 from collections.abc import Callable
@@ -22,25 +22,25 @@ _SOUND, _NAN, _NONE = 0, 1, 2
 
 
 def operations(max_rows: int, vocab: int, device: torch.device) -> "PlainSampling":
-    """Needs nothing between two batches."""
+    """Make the sampler operations; `max_rows` and `vocab` are not used."""
     return PlainSampling(device)
 
 
 class PlainSampling:
-    """See `SamplerOperations`; tokens and codes are those of the last batch alone."""
+    """See `SamplerOperations`. tokens and codes have exactly the rows of the last batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)
         self.codes = torch.empty(0, dtype=torch.uint8, device=device)
         self._masks: dict[int, I32] = {}  # by row
-        self._decoded: dict[int, tuple[Tensor, RowEdits]] = {}  # by slot: the words, and what they say
+        self._decoded: dict[int, tuple[Tensor, RowEdits]] = {}  # by slot: the words, and the decoded edits
 
     def take_masks(self, places: I32, masks: I32) -> None:
         """See `SamplerOperations`."""
         self._masks = {row: masks[place] for row, place in enumerate(places.tolist()) if place >= 0}
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """See `SamplerOperations`; logits float32."""
+        """See `SamplerOperations`. logits must be float32."""
         assert logits.dtype == torch.float32, f"the sampler takes float32 logits, got {logits.dtype}"
         if mode == Mode.GREEDY:
             tokens, peak = draw_greedy(logits)
@@ -52,7 +52,7 @@ class PlainSampling:
         self._masks = {}
 
     def _full(self, batch: "_Batch", rows: Rows) -> tuple[Tensor, Tensor]:
-        """As `_Batch.settle`, of copies of the rows that have masks, edits or penalties."""
+        """Draw tokens as `_Batch.settle` does; rows with masks, edits or penalties are copied and rewritten first."""
         tokens = torch.empty_like(batch.slots)
         codes = torch.empty_like(batch.slots, dtype=torch.uint8)
         rewritten = [bool(need & _REWRITES) for need in batch.needs]
@@ -68,7 +68,7 @@ class PlainSampling:
         return tokens, codes
 
     def _rewrite(self, batch: "_Batch", rows: Rows, numbers: list[int]) -> None:
-        """Apply the rows' masks and edits, then their penalties, in place; `numbers`: of the rows, in the step."""
+        """Apply the rows' masks and edits, then their penalties, in place. numbers: index of each row in the step."""
         penalized = []
         slots, positions, least = batch.slots.tolist(), batch.positions.tolist(), batch.params[:, 13].tolist()
         for row, (need, number) in enumerate(zip(batch.needs, numbers, strict=True)):
@@ -88,7 +88,7 @@ class PlainSampling:
                 batch.logits[part] = some.logits
 
     def _edits(self, slot: int, words: Tensor) -> RowEdits:
-        """What the words say, remembered as long as they are the slot's."""
+        """Return the decoded edits of a slot; kept until the slot gets other words."""
         known = self._decoded.get(slot)
         if known is None or known[0] is not words:
             known = self._decoded[slot] = words, RowEdits.decode(words)
@@ -96,7 +96,7 @@ class PlainSampling:
 
 
 class _Batch:
-    """Rows of logits with their slots, positions and parameters [R, ROW_WORDS]; copies where it is a part."""
+    """Rows of logits with their slots, positions and parameters [R, ROW_WORDS]."""
 
     def __init__(self, logits: Tensor, rows: Rows) -> None:
         self.logits = logits
@@ -105,7 +105,7 @@ class _Batch:
         self.needs: list[int] = self.params[:, 0].tolist()
 
     def part(self, rows: list[int]) -> tuple["_Batch", Tensor | slice]:
-        """Some rows with a copy of their logits, and their numbers."""
+        """Return a batch of some rows with a copy of their logits, and the index of these rows."""
         part = copy(self)
         if len(rows) == len(self.needs):
             part.logits = self.logits.clone()
@@ -117,16 +117,16 @@ class _Batch:
 
     @property
     def penalties(self) -> Penalties:
-        """See `Penalties`."""
+        """Penalties of the rows, see `Penalties`."""
         return Penalties(*self.params.view(torch.float32)[:, 10:13].unbind(1))
 
     @property
     def num_prompt(self) -> Tensor:
-        """The rows' prompt lengths [R] int64."""
+        """Prompt lengths of the rows, [R] int64."""
         return self.params[:, 3].long()
 
     def settle(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Greedy or drawn tokens of logits that need no more rewriting, and their codes."""
+        """Return tokens, greedy or drawn, and codes of logits to which masks and penalties were already applied."""
         tokens, peak = draw_greedy(logits)
         codes = _codes(peak)
         sound = (codes == _SOUND).tolist()
@@ -159,13 +159,13 @@ def _filtered(logits: Tensor, params: Tensor, key: NoiseKey) -> Tensor:
 
 
 def _parts(rows: list[int], logits: Tensor) -> list[list[int]]:
-    """`rows` in parts, each short enough that a copy of those rows stays within the budget."""
+    """Split `rows` into parts, so that a copy of the logits of a part stays within the budget."""
     step = max(1, _BUDGET // logits.shape[1])
     return [rows[i : i + step] for i in range(0, len(rows), step)]
 
 
 def _codes(peak: Tensor) -> Tensor:
-    """[R] largest logits -> [R] uint8: NaN and +inf are broken rows, -inf leaves nothing to sample."""
+    """Return codes [R] uint8 from the largest logits [R]: NaN and +inf mark a broken row, -inf an empty one."""
     codes = torch.zeros_like(peak, dtype=torch.uint8)
     codes.masked_fill_(peak.isnan() | (peak == torch.inf), _NAN)
     return codes.masked_fill_(peak == -torch.inf, _NONE)

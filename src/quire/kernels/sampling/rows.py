@@ -1,16 +1,20 @@
-"""A slot's sampling parameters as int32 words, so that a host can send them inside any int32 buffer; without PyTorch.
+"""The layout of a slot's sampling parameters: int32 words, which travel inside any int32 buffer. No PyTorch.
 
     word  0   needs: bits of `Needs`                                   8-9    min_p, float64
           1   temperature, float32                                     10-12  repetition, frequency, presence, float32
           2   top_k (0: off)        3   length of the prompt           13     min_length
           4-5 seed, low word first  6-7 top_p, float64                 14-15  address of the slot's edits, int64
 
-A row of zeros is greedy on raw logits. Tables are aligned to 64 bytes, so every field is aligned to its size. A slot's
-edits are words of their own:
+A row of zeros is greedy on raw logits. Tables are aligned to 64 bytes, so every field is aligned to its size. The edits
+of a slot are words of their own:
 
-    number of allowed ids (-1: all) | of stop ids | of biases | of bad words | length of the longest bad word | 0 0 0
-    allowed ids | stop ids | biased ids | their biases, float32 | where each bad word begins, and where the last one
-    ends, counted from the first | tokens of the bad words
+    header             number of allowed ids (-1: all), of stop ids, of biases, of bad words, length of the longest bad
+                       word, 0, 0, 0
+    allowed ids
+    stop ids
+    biased ids         then their biases, float32
+    starts             begin of each bad word among the tokens below, and the end of the last one
+    tokens             of the bad words, one word after the other
 """
 
 import struct
@@ -28,7 +32,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 class Needs(IntFlag):
-    """What a slot's rows have to go through; 0 is greedy on raw logits."""
+    """Operations that the rows of a slot need, as bits; 0: greedy on raw logits."""
 
     NOISE = 1
     FILTERS = 2
@@ -38,7 +42,12 @@ class Needs(IntFlag):
 
 
 class Mode(IntEnum):
-    """What a batch has to go through; each does what those before it do."""
+    """Sampling mode of a batch of rows; each mode includes those before it.
+
+    PLAIN      greedy, or a draw with noise and without filters
+    FILTERED   also min-p, top-k and top-p
+    FULL       also logits processors: masks, bias, penalties
+    """
 
     GREEDY = 0
     PLAIN = 1
@@ -47,7 +56,7 @@ class Mode(IntEnum):
 
 
 def needs_of(spec: SamplerSpec) -> Needs:
-    """What the rows of a request have to go through."""
+    """Return the operations that the rows of a request need."""
     needs = Needs(0)
     if spec.temperature >= GREEDY_BELOW:
         needs |= Needs.NOISE
@@ -61,14 +70,14 @@ def needs_of(spec: SamplerSpec) -> Needs:
 
 
 def mode_of(needs: int) -> Mode:
-    """The least that serves rows which need no more than these bits."""
+    """Return the cheapest mode for rows with these bits of `Needs`."""
     if needs >= Needs.EDITS:
         return Mode.FULL
-    return Mode.FILTERED if needs >= Needs.FILTERS else Mode(needs)  # of NOISE alone, PLAIN
+    return Mode.FILTERED if needs >= Needs.FILTERS else Mode(needs)  # NOISE alone is PLAIN
 
 
 def encode_row(spec: SamplerSpec, edits_address: int) -> I32:
-    """A slot's parameters as [ROW_WORDS] int32."""
+    """Encode a request's parameters as a row [ROW_WORDS] int32; `edits_address`: of its edits on the device, or 0."""
     return np.frombuffer(_ROW.pack(
         needs_of(spec), max(spec.temperature, COLDEST), min(max(spec.top_k, 0), _NO_LIMIT), spec.num_prompt, spec.seed,
         spec.top_p, spec.min_p, spec.repetition_penalty, spec.frequency_penalty, spec.presence_penalty,
@@ -77,8 +86,7 @@ def encode_row(spec: SamplerSpec, edits_address: int) -> I32:
 
 
 def encode_edits(spec: SamplerSpec, vocab_size: int) -> I32:
-    """A slot's masks and bias as int32 words. Ids outside the vocabulary are left out: they can neither come nor be
-    kept from coming."""
+    """Encode a request's masks and bias as int32 words, without ids outside the vocabulary, which have no effect."""
 
     def inside(ids: Sequence[int]) -> I32:
         array = np.array(ids, np.int64)

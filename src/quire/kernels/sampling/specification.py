@@ -1,7 +1,7 @@
-"""The specification: one row, float64, everything sorted, plain loops where they are clearer. Slow on purpose.
+"""The specification of sampling: one row, float64, everything sorted, simple loops. Slow on purpose.
 
-Noise is the one part that is taken from elsewhere (noise.py), because it is exact; `philox4x32` here is its own
-specification, in Python integers.
+Only the noise comes from another file (noise.py), because it is exact. `philox4x32` here is the specification of that
+noise, in Python integers.
 """
 
 import math
@@ -15,7 +15,7 @@ from quire.kernels.sampling.noise import NoiseKey, gumbel
 
 
 def philox4x32(counter: Sequence[int], key: Sequence[int], rounds: int = 10) -> tuple[int, ...]:
-    """Philox4x32 on Python integers: counter of four and key of two uint32 -> four uint32."""
+    """Compute Philox4x32 on Python integers: a counter of four and a key of two uint32 -> four uint32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -27,7 +27,7 @@ def philox4x32(counter: Sequence[int], key: Sequence[int], rounds: int = 10) -> 
 
 
 def edited(logits: Tensor, spec: SamplerSpec, tokens: Sequence[int]) -> Tensor:
-    """logits [V] after masks, bias and penalties, float64; `tokens` are the prompt and the output so far."""
+    """Return logits [V] after masks, bias and penalties, float64. `tokens`: the prompt and the output so far."""
     row = [float(value) for value in logits]
     if spec.allowed_ids:
         row = [value if token in spec.allowed_ids else -math.inf for token, value in enumerate(row)]
@@ -49,7 +49,7 @@ def edited(logits: Tensor, spec: SamplerSpec, tokens: Sequence[int]) -> Tensor:
 
 
 def probabilities(logits: Tensor, spec: SamplerSpec) -> Tensor:
-    """The distribution [V] float64 that a token is drawn from, given edited logits [V]."""
+    """Return the distribution [V] float64 that a token is drawn from, given edited logits [V]."""
     if spec.temperature < GREEDY_BELOW:
         return torch.nn.functional.one_hot(logits.argmax(), len(logits)).to(torch.float64)
     scaled = logits.to(torch.float64) / max(spec.temperature, COLDEST)
@@ -73,7 +73,7 @@ def probabilities(logits: Tensor, spec: SamplerSpec) -> Tensor:
 
 
 def sample(logits: Tensor, spec: SamplerSpec, tokens: Sequence[int]) -> int:
-    """The token that comes after `tokens`, from raw logits [V]."""
+    """Return the token that comes after `tokens`, from raw logits [V]."""
     row = edited(logits, spec, tokens)
     if spec.temperature < GREEDY_BELOW:
         return int(row.argmax())

@@ -1,8 +1,8 @@
-"""Sampling on a GPU without a word to the host: the launches, and the memory that they share.
+"""Sampling on a GPU, without waiting for the host: the launches, and the memory that they share.
 
-Every batch may be captured in a CUDA graph: sizes come from shapes, addresses stay, nothing is allocated. Tokens
-equal the CPU's for the same logits, but for what depends on the last unit of a logarithm, an exponential or a float32
-softmax: see noise.py and triton_select.py.
+Every batch may be captured in a CUDA graph: sizes come from shapes, addresses stay, nothing is allocated. Tokens equal
+the CPU's for the same logits, except where the last unit of a logarithm, an exponential or a float32 softmax decides:
+see noise.py and triton_select.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quire.kernels.sampling.triton_edits import edit_kernel, penalize_kernel, pr
 from quire.kernels.sampling.triton_select import many_kernel, select_kernel
 from quire.kernels.triton_runtime import INTERPRETED, triton
 
-PARTS = 256  # at most so many programs read one row
-PROGRAMS = 4096  # rows are cut until there are about so many
+PARTS = 256  # most programs that read a row
+PROGRAMS = 4096  # rows are cut until there are about so many programs
 TILE = 1024  # ids per pass of a greedy or plain program of 4 warps
 WIDE = 2048  # ids per pass of a filtering program of 4 warps, and per sum of weights
 FEW, LIST = 512, 16_384  # see triton_select.py
@@ -31,13 +31,20 @@ MANY_TILE = 8192
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory between kernels, for at most R rows of V logits. The kernels leave what must be 0 as 0.
+    """Memory between kernels, for at most R rows of V logits. counters, broken and tally are 0 between batches.
 
-    partial  [R, PARTS] int64 packed keys;  counters, broken  [R] int32
-    group_max, tile_mass   float32 per GROUP and per WIDE ids;  group_list  [R, G] int32
-    values, ids, before    the candidates: [R, LIST] float32, [R, LIST] int32, [R, FEW] float64
-    pending, masses, peaks [R] int32, float64, float32: what is left for the kernel of long lists
-    edited, tally          [R, V] float32 and int32: by far the most
+    partial      [R, PARTS] int64: packed key of each part
+    counters     [R] int32: parts that are done
+    broken       [R] int32: not 0 if the raw logits have NaN or +inf
+    group_max    [R, ceil(V / GROUP)] float32: largest logit of each GROUP ids
+    tile_mass    [R, ceil(V / WIDE)] float32: sum of weights of each WIDE ids
+    group_list   [R, G] int32: groups with candidates
+    values, ids  [R, LIST] float32 and int32: the candidates
+    before       [R, FEW] float64: probability before each candidate
+    pending      [R] int32: row is left to `many_kernel`: length of its list, -1 without one; 0: row is done
+    masses       [R] float64: total that top-p refers to;  peaks  [R] float32: largest scaled logit
+    edited       [R, V] float32: rewritten logits
+    tally        [R, V] int32: counts of the history, see triton_edits.py. These two take most of the memory
     """
 
     vocab: int
@@ -58,7 +65,7 @@ class Scratch:
 
     @staticmethod
     def make(rows: int, vocab: int, device: torch.device, *, few: int = FEW, longest: int = LIST) -> Scratch:
-        """For at most `rows` rows. few, longest: powers of two; tests make them small."""
+        """Allocate memory for at most `rows` rows. few, longest: sizes FEW and LIST, powers of two; small in tests."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -85,15 +92,15 @@ class Scratch:
 
 
 def operations(max_rows: int, vocab: int, device: torch.device) -> TritonSampling:
-    """With all memory that batches of up to `max_rows` rows need."""
+    """Make the sampler operations, with all memory for batches of up to `max_rows` rows."""
     return TritonSampling(max_rows, vocab, device)
 
 
 class TritonSampling:
-    """See `SamplerOperations`; tokens, codes [max_rows] and masks stay where they are.
+    """See `SamplerOperations`. tokens, codes [max_rows] and masks have constant addresses.
 
-    Rows beyond the live ones are padding: they belong to a slot whose row is all zeros, and are sampled greedily for
-    nothing. The masks lie behind each other, places first, so that one copy brings them.
+    Rows beyond the live ones are padding: their slot's parameters are all zeros, and they are sampled greedily. Places
+    and masks are neighbours in memory, so that one copy brings both.
     """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
@@ -105,16 +112,16 @@ class TritonSampling:
         self._places, self._masks = self._taken[:max_rows], self._taken[max_rows:].view(max_rows, width)
 
     def take_masks(self, places: I32, masks: I32) -> None:
-        """See `SamplerOperations`. PyTorch keeps the pinned buffer until it was read."""
+        """See `SamplerOperations`. PyTorch keeps the pinned buffer until the copy has read it."""
         count = len(self._places)
-        # Filled by NumPy: PyTorch would wake all its threads, which go on spinning where masks are to be computed.
+        # NumPy fills it: PyTorch would wake all its threads, which spin on while masks are to be computed.
         host = torch.empty(count + masks.size, dtype=torch.int32, pin_memory=self._taken.is_cuda)
         words = host.numpy()
         words[: len(places)], words[len(places) : count], words[count:] = places, -1, masks.ravel()
         self._taken[: len(host)].copy_(host, non_blocking=True)
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """See `SamplerOperations`; logits in float32, or what the head computes in."""
+        """See `SamplerOperations`. logits: float32, or the dtype that the head computes in."""
         if mode < Mode.FILTERED:
             self._pick(logits, rows, noise=mode == Mode.PLAIN)
             return
@@ -123,7 +130,7 @@ class TritonSampling:
         self._filtered(logits, rows, rewritten=mode == Mode.FULL)
 
     def _pick(self, logits: Tensor, rows: Rows, *, noise: bool) -> None:
-        """Greedy tokens; with noise plain ones for the rows that ask for it. Masks, filters are not read."""
+        """Draw greedy tokens; with `noise` also plain ones, for rows that need noise. Reads no masks and no filters."""
         count, vocab = logits.shape
         parts, size = cut(count, vocab, TILE)
         pick_kernel[(parts, count)](
@@ -133,7 +140,7 @@ class TritonSampling:
         )  # fmt: skip
 
     def _filtered(self, logits: Tensor, rows: Rows, *, rewritten: bool) -> None:
-        """For rows of every kind; `rewritten`: after `_rewrite`, whose copies are read where a row has one."""
+        """Draw tokens of rows of every kind. `rewritten`: `_rewrite` ran before, and its copies replace their rows."""
         scratch = self.scratch
         count, vocab = logits.shape
         parts, size = cut(count, vocab, WIDE)
@@ -160,7 +167,7 @@ class TritonSampling:
         )  # fmt: skip
 
     def _rewrite(self, logits: Tensor, rows: Rows) -> None:
-        """Copy the rows that have masks, bias or penalties, and apply these; logits are not touched."""
+        """Copy the rows that have masks, bias or penalties, and apply these to the copies; logits stay unchanged."""
         scratch, places, masks = self.scratch, self._places, self._masks
         count, vocab = logits.shape
         parts, size = cut(count, vocab, TILE)
@@ -180,7 +187,7 @@ class TritonSampling:
 
 
 def cut(rows: int, vocab: int, tile: int) -> tuple[int, int]:
-    """How many programs share a row, and how many ids each reads: a multiple of `tile`."""
+    """Return (programs that share a row, ids that each reads: a multiple of `tile`)."""
     wanted = min(PARTS, max(1, PROGRAMS // rows))
     size = triton.cdiv(triton.cdiv(vocab, wanted), tile) * tile
     return triton.cdiv(vocab, size), size

@@ -1,8 +1,18 @@
-"""Kernels that read a row of logits once: greedy and plain tokens, and what filtering has to know of the whole row.
+"""Kernels that read a row of logits once: greedy and plain draws, and the statistics of a row for the filters.
 
-A row is cut into parts, one program each; what a part finds does not depend on where the cuts are, so a row's token
-does not depend on the number of rows. Plain draws look at approximate scores first and compute the float64 logarithms
-of the noise for the best id only, or for the whole part when a second one is within the error: about one part in 10^4.
+A row is cut into parts, one program each. The result does not depend on the cuts, so a row's token does not depend on
+the number of rows. Plain draws (noise, no filters) first compute approximate scores. Then they compute the float64
+logarithms of the noise for the best id only; for the whole part if a second id is within the error: about one part in
+10^4.
+
+Common arguments of the functions, for a row:
+
+    logits, edited      pointers to the row's logits and to its rewritten copy, float32
+    rewritten, EDITED   read the copy; False at compile time: there are no copies
+    table               pointer to the slot's parameters, see rows.py
+    position            position of the token that is drawn
+    start, stop         ids start .. stop - 1 of the part
+    NATIVE              use a PTX instruction that the interpreter does not have
 """
 
 from __future__ import annotations
@@ -21,12 +31,12 @@ from quire.kernels.sampling.triton_rows import (
 )
 from quire.kernels.triton_runtime import jit, tl
 
-GROUP = 64  # neighbouring ids of which the filters know the largest logit
+GROUP = 64  # ids of a group: the filters know the largest logit of each group of neighbours
 
 
 @jit
 def _exact_key(logits, edited, rewritten, table, position, start, stop, EDITED: tl.constexpr, TILE: tl.constexpr):
-    """The largest packed (score, id) of a part, all noise in float64."""
+    """Return the largest packed (score, id) of a part, with all noise in float64."""
     temperature = temperature_of(table)
     low, high = seed_of(table)
     lane = tl.arange(0, TILE)
@@ -44,7 +54,7 @@ def _exact_key(logits, edited, rewritten, table, position, start, stop, EDITED: 
 
 @jit
 def _winner_key(logits, edited, rewritten, table, position, winner, EDITED: tl.constexpr):
-    """The packed (score, id) of one id."""
+    """Return the packed (score, id) of the id `winner`, with noise in float64."""
     low, high = seed_of(table)
     x = tile_of(logits, edited, winner, True, rewritten, EDITED)
     score = tl.math.div_rn(x, temperature_of(table)) + gumbel(word_of(winner, position, low, high))
@@ -56,7 +66,7 @@ def _part_key(
     logits, edited, rewritten, table, position, start, stop,
     EDITED: tl.constexpr, NOISE: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The largest packed (score, id) of ids start .. stop - 1; the largest int64 if one is NaN or +inf."""
+    """Return the largest packed (score, id) of a part; the largest int64 if a logit is NaN or +inf."""
     quads = tl.arange(0, TILE // 4)
     lane = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
     best = tl.full([TILE // 4, 4], float("-inf"), tl.float32)
@@ -104,9 +114,13 @@ def pick_kernel(
     logits, slots, positions, table, partial, counters, tokens, codes, vocab, stride, part_size,
     NOISE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Greedy (NOISE off: slots, positions and table are not read) or plain tokens. Grid (parts, rows).
+    """Draw greedy or plain tokens. Grid (parts, rows). The last part of a row to finish merges all parts.
 
-    The last part of a row to finish merges all of them; `counters` [R] are 0 before and after.
+    logits               [R, vocab]; stride  elements from row to row
+    slots, positions     [R] int64, see `Rows`;  table  [slots, 16] int32. Not read without NOISE
+    partial, counters    see `Scratch`; counters are 0 before and after
+    tokens, codes        [R] int64 and uint8, outputs
+    part_size            ids of a part, a multiple of TILE;  PARTS  most parts of a row
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -138,10 +152,16 @@ def stream_kernel(
     num_tiles, EDITED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One read of each row for `select_kernel`. Grid (parts, rows); part_size is a multiple of WIDE.
+    """Read each row once for `select_kernel`. Grid (parts, rows).
 
-    Rows with filters: the largest logit of each GROUP ids (+inf for NaN), and, when top-p stands alone, each WIDE
-    ids' sum of exp((x - largest) / temperature). Other rows: each part's packed key.
+    Rows with filters get group_max: the largest logit of each GROUP ids (+inf for NaN); with top-p alone they also get
+    tile_mass: the sum of exp((x - largest) / temperature) of each WIDE ids. Other rows get the packed key of each part.
+
+    logits, edited                    [R, vocab]; stride  elements from row to row of logits
+    slots, positions, table           see `Rows`
+    partial, group_max, tile_mass     see `Scratch`, outputs
+    num_groups, num_tiles             columns of group_max and tile_mass
+    part_size                         ids of a part, a multiple of WIDE;  PARTS  most parts of a row
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)

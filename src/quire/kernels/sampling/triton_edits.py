@@ -1,12 +1,18 @@
-"""Kernels that give rows with masks, bias or penalties a rewritten copy; raw logits stay as they are.
+"""Logits processors on a GPU: rows with masks, bias or penalties get a rewritten copy; raw logits stay unchanged.
 
-    prepare    copies what the grammar's mask leaves of the row (nothing but -inf where only some ids are allowed) and
+    prepare    copies the row, -inf where the grammar mask forbids an id (everywhere if only some ids are allowed), and
                counts the history into `tally`
-    edit       allowed ids (as far as the mask leaves them), bad words, stop ids, bias: edits.py, from the slot's words,
-               which lie at the address in its row, laid out as rows.py says
-    penalize   each id of the history once: who takes its tally sets the logit, and leaves the tally 0 again
+    edit       allowed ids (if the grammar mask allows them, too), stop ids, bad words, bias, as in edits.py. The slot's
+               row holds the address of its edits, see rows.py
+    penalize   penalties, once per id of the history: the lane that takes a tally sets the logit, and leaves 0 there
 
-Counts of the output fill the low 30 bits of a tally, bit 30 says that the id is in the prompt.
+The low 30 bits of a tally count the id in the output; bit 30 means that the id is in the prompt. Common arguments:
+
+    logits, edited       [R, vocab] raw logits, and float32 copies; stride  elements from row to row of logits
+    tally, broken        see `Scratch`
+    history              [slots, history_stride] int32 token ids by position
+    slots, positions     [R] int64, see `Rows`;  table  [slots, 16] int32, see rows.py
+    places, masks        [R] int32 and [., mask_words] int32, see `SamplerOperations.take_masks`
 """
 
 from __future__ import annotations
@@ -17,14 +23,14 @@ from quire.kernels.triton_runtime import jit, tl
 
 @jit
 def _mask_of(places, masks, number, words):
-    """Where the words of a row's mask begin, and whether it has one: `places` [R] says which of `masks` [., words]."""
+    """Return a pointer to the mask of row `number`, and True if it has one. masks [., words]."""
     place = tl.load(places + number)
     return masks + tl.maximum(place, 0).to(tl.int64) * words, place >= 0
 
 
 @jit
 def _masked(x, ids, mask, inside):
-    """Values [N] of `ids`, -inf where the mask forbids them."""
+    """Return the values x [N] of `ids`, -inf for ids that the mask forbids."""
     word = tl.load(mask + (ids >> 5), mask=inside, other=0)
     return tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
 
@@ -34,7 +40,10 @@ def prepare_kernel(
     logits, edited, tally, broken, history, slots, positions, table, places, masks, vocab, stride, history_stride,
     mask_words, part_size, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts, rows). `broken` of a row is set where its raw logits hold NaN or +inf."""
+    """Copy rows and count histories. Grid (parts, rows). Sets `broken` of a row with NaN or +inf in its raw logits.
+
+    part_size   ids of a part, a multiple of TILE; for other arguments see the top of this file
+    """
     part = tl.program_id(0)
     number = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)
@@ -75,7 +84,7 @@ def edit_kernel(
     logits, edited, history, slots, positions, table, places, masks, vocab, stride, history_stride, mask_words,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Masks and bias of one row in its copy. Grid (rows,)."""
+    """Apply allowed ids, stop ids, bad words and bias of a row to its copy. Grid (rows,)."""
     number = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)
     row = table + slot * 16
@@ -130,9 +139,9 @@ def edit_kernel(
 
 @jit
 def penalize_kernel(edited, tally, history, slots, positions, table, vocab, history_stride, TILE: tl.constexpr):
-    """Repetition, frequency and presence penalties in the copies, as edits.py rounds them. Grid (parts, rows).
+    """Apply repetition, frequency and presence penalties to the copies, rounded as in edits.py. Grid (parts, rows).
 
-    Has to be compiled without fused multiply-adds.
+    Must be compiled without fused multiply-adds, which round differently.
     """
     number = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + number).to(tl.int64)

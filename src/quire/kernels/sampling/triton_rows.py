@@ -1,6 +1,7 @@
-"""What the sampling kernels on a GPU share: a slot's row of parameters, exact and approximate noise, packed orders.
+"""Functions that the sampling kernels of a GPU share: parameters of a slot, exact and approximate noise, packed keys.
 
-A slot's parameters are int32 words, laid out as rows.py says. Knows nothing of how tokens are chosen.
+The layout of a slot's parameters is that of rows.py; `row` points to their first word. Knows nothing of how tokens are
+chosen.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from quire.kernels.triton_runtime import jit, tl
 
 @jit
 def needs_of(row):
-    """Bits of what a slot asks for; `row` is the pointer to its first word."""
+    """Return the bits of `Needs` of a slot."""
     return tl.load(row)
 
 
 @jit
 def temperature_of(row):
-    """float32 > 0."""
+    """Return the temperature of a slot, float32 > 0."""
     return tl.load((row + 1).to(tl.pointer_type(tl.float32)))
 
 
 @jit
 def seed_of(row):
-    """The two halves of the seed, low first, uint32."""
+    """Return the two halves of a slot's seed, low first, uint32."""
     return tl.load(row + 4).to(tl.uint32, bitcast=True), tl.load(row + 5).to(tl.uint32, bitcast=True)
 
 
 @jit
 def philox(block, position, k0, k1):
-    """The four words of counter blocks, uint32 each: noise.py's Philox4x32-10 for the stream SAMPLE."""
+    """Return the four words of counter blocks, uint32 each: Philox4x32-10 of noise.py, for the stream SAMPLE."""
     c0 = block.to(tl.uint32)
     c1 = tl.zeros_like(c0) + position.to(tl.uint32)
     c2 = tl.zeros_like(c0)
@@ -47,7 +48,7 @@ def philox(block, position, k0, k1):
 
 @jit
 def word_of(ids, position, low, high):
-    """The word of each id."""
+    """Return the word of each id. low, high: halves of the seed."""
     c0, c1, c2, c3 = philox(ids // 4, position, low, high)
     at = ids % 4
     return tl.where(at < 2, tl.where(at == 0, c0, c1), tl.where(at == 2, c2, c3))
@@ -55,20 +56,21 @@ def word_of(ids, position, low, high):
 
 @jit
 def words_of_quads(blocks, position, low, high):
-    """blocks [Q] -> the words of their four ids, [Q, 4]."""
+    """Return the words [Q, 4] of the four ids of each block: blocks [Q]."""
     c0, c1, c2, c3 = philox(blocks, position, low, high)
     return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(blocks.shape[0], 4)
 
 
 @jit
 def gumbel(word):
-    """Words to Gumbel noise, float32: the arithmetic of noise.py, but for the last unit of a float64 logarithm."""
+    """Convert words to Gumbel noise, float32: as noise.py, except for the last unit of a float64 logarithm."""
     uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return -(tl.log(-tl.log(uniform)).to(tl.float32))
 
 
 @jit
 def _log2(value, NATIVE: tl.constexpr):
+    """Return log2 of float32 values; NATIVE: by the PTX instruction lg2.approx, which the interpreter does not have."""
     if NATIVE:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
@@ -79,10 +81,11 @@ def _log2(value, NATIVE: tl.constexpr):
 
 @jit
 def near_gumbel(word, NATIVE: tl.constexpr):
-    """Gumbel noise off by at most 2e-5, in two single-precision logarithms.
+    """Convert words to Gumbel noise with an error of at most 2e-5, by two single-precision logarithms.
 
-    lg2.approx is off by 2^-22.6 between 1/2 and 2 and by 2^-22 of its value elsewhere (PTX ISA). Above 15/16, where
-    the logarithm of u is near 0, it is taken as the series of log(1 - f) with f = 1 - u, cut after f^5: off by f^5 / 6.
+    lg2.approx has an error of 2^-22.6 between 1/2 and 2, and of 2^-22 of its value elsewhere (PTX ISA). Above 15/16,
+    where the logarithm of u is near 0, the series of log(1 - f) with f = 1 - u replaces it, up to f^5: relative error
+    f^5 / 6.
     """
     upper = word >= 0xF0000000
     f = tl.where(upper, word ^ 0xFFFFFFFF, word).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
@@ -93,20 +96,20 @@ def near_gumbel(word, NATIVE: tl.constexpr):
 
 @jit
 def ordered(value):
-    """float32 -> int32 in the same order; -0.0 becomes 0.0."""
+    """Convert float32 to int32 of the same order; -0.0 becomes 0.0."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit
 def packed(value, ids):
-    """int64 whose largest is the largest value and among equals the lowest id."""
+    """Pack value and id into an int64 key: the largest key has the largest value and, among equals, the lowest id."""
     return (ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @jit
 def settle(key, row, tokens, codes):
-    """Write a row's token and code from its largest packed key; the largest int64 marks NaN or +inf in the row."""
+    """Write the token and code of a row from its largest packed key; the largest int64 means NaN or +inf in the row."""
     empty = (key >> 32) == -2139095041  # ordered(-inf)
     code = tl.where(key == 0x7FFFFFFFFFFFFFFF, 1, tl.where(empty, 2, 0))
     tl.store(tokens + row, tl.where(code == 0, 0x7FFFFFFF - (key & 0x7FFFFFFF), 0))
@@ -115,7 +118,7 @@ def settle(key, row, tokens, codes):
 
 @jit
 def tile_of(logits, edited, ids, mask, rewritten, EDITED: tl.constexpr):
-    """Logits of one row at `ids` as float32, from its edited copy where it has one; -inf outside `mask`."""
+    """Load logits of a row at `ids` as float32, from its edited copy if `rewritten`; -inf outside `mask`."""
     if EDITED:
         if rewritten:
             x = tl.load(edited + ids, mask, other=float("-inf"))

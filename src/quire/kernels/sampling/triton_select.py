@@ -1,17 +1,27 @@
-"""From what `stream_kernel` found in each row to its token, for rows that min-p, top-k and top-p narrow, unsorted.
+"""Draws with min-p, top-k and top-p on a GPU, without sorting, from the statistics that `stream_kernel` found.
 
-A value that at least k groups of ids reach in their largest logit is at most the k-th largest of the row: so the
-groups' largest logits alone give a bound under which nothing is kept, and only the few groups that reach it are read
-again. What they hold above the bound are the candidates, a list in order of ids:
+If the largest logits of at least k groups of ids reach a value, then it is at most the k-th largest of the row. So the
+groups' largest logits give a bound, and the filters keep nothing below it. Only the few groups that reach the bound are
+read again. Their logits above the bound are the candidates, a list in order of ids. Three ways follow:
 
-    at most FEW     each candidate is compared with every other: how many and how much probability come before it.
-                    Weights are exp in float64, as on the CPU; sums over equal sets differ from it in the last places.
-    at most LIST    the k-th value and the last value that top-p keeps are found by bisection of the float's bits
-    more, or no     the same over the whole row. In both of these the weights are exp in float32, summed in float64;
-    bound           both are left to a second kernel, whose programs end at once where there is nothing to do.
+    at most FEW candidates     each is compared with every other: their number and probability before it. Weights are
+                               exp in float64, as on the CPU; sums over equal sets differ in the last places
+    at most LIST candidates    `many_kernel` finds the k-th value, and the last value that top-p keeps, by bisection of
+                               the float's bits
+    more, or no bound          `many_kernel` does the same over the whole row
 
-Ties and the total that top-p refers to follow draw.py: with min-p or top-k the sum of what they leave; else that of
-the row, rounded as the reciprocal of a float32 softmax. Results are functions of the row alone.
+`many_kernel` computes weights as exp in float32 and sums them in float64; its programs end at once for other rows.
+
+Ties, and the total that top-p refers to, are as in draw.py: with min-p or top-k the sum over the ids that they keep;
+else the sum over the row, rounded as the reciprocal of a float32 softmax. Results depend on the row alone. Common
+arguments of the functions, for a row:
+
+    logits, edited, rewritten, EDITED   see triton_draw.py
+    temperature, top_k, top_p, min_p    parameters of the slot (least: min_p)
+    scaled, peak                        logits / temperature (of groups: [GROUPS]); the largest
+    mass                                sum of exp(scaled - peak) over the row
+    values, ids                         candidates [LIST];  listed  read them, else the whole row;  count  of either
+    floor, key                          `ordered` values: ids below `floor` are dropped by top-k
 """
 
 from __future__ import annotations
@@ -42,9 +52,10 @@ def _reached(scaled, weight, value):
 
 @jit
 def _group_bound(scaled, peak, by_count, target):
-    """A value that groups worth `target` reach: groups count 1 each, or exp(largest - peak); -inf: all together do not.
+    """Return a value such that the groups that reach it weigh at least `target`; -inf if all groups together do not.
 
-    Not the largest such value: within 1/16 or a 64th of its distance from the peak, which brings few more candidates.
+    A group weighs 1 (by_count), or exp(largest - peak). The value is not the largest possible one, but within 1/16 or
+    1/64 of its distance from the peak, which gives few more candidates.
     """
     weight = tl.where(by_count, 1.0, tl.exp(scaled - peak))
     weight = tl.where(scaled > float("-inf"), weight, 0.0)
@@ -69,7 +80,7 @@ def _group_bound(scaled, peak, by_count, target):
 
 @jit
 def _bound(scaled, peak, top_k, top_p, min_p, mass, vocab):
-    """A scaled logit under which nothing is kept, as far as the groups' largest can tell."""
+    """Return a scaled logit below which the filters keep nothing, from the groups' largest; -inf if none is known."""
     bound = float("-inf")
     if top_k > 0:
         bound = _group_bound(scaled, peak, True, top_k.to(tl.float32))
@@ -89,7 +100,10 @@ def _gather(
     logits, edited, rewritten, temperature, scaled, bound, peak, group_list, values, ids, vocab, num_groups,
     EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the candidates of a row, ids ascending -> (how many, their weight). Stops once there are more than LIST."""
+    """Write the candidates of a row in order of ids; return (their number, their weight). Stops after LIST of them.
+
+    bound   `_bound`;  group_list  [GROUPS] int32 scratch;  num_groups  groups of the row
+    """
     group = tl.arange(0, GROUPS)
     chosen = ((scaled >= bound) & (scaled > float("-inf")) & (group < num_groups)).to(tl.int32)
     tl.store(group_list + tl.cumsum(chosen, axis=0) - 1, group, mask=chosen > 0)
@@ -119,7 +133,11 @@ def _gather(
 def _key_of_few(
     values, ids, before, count, peak, top_k, top_p, min_p, mass, position, low, high, LANES: tl.constexpr
 ):  # fmt: skip
-    """The packed (score, id) of a short list of candidates."""
+    """Return the largest packed (score, id) of a short list of candidates, noise included.
+
+    before      [FEW] float64 scratch: probability before each candidate, inf if dropped
+    low, high   halves of the seed
+    """
     lane = tl.arange(0, LANES)
     column = tl.arange(0, 16)
     total = tl.zeros([LANES], tl.float64)
@@ -156,7 +174,7 @@ def _key_of_few(
 
 @jit
 def _value_at(logits, edited, rewritten, temperature, values, listed, at, mask, EDITED: tl.constexpr):
-    """Scaled logits by place in the list, or by id in the row."""
+    """Return scaled logits by place in the list if `listed`, else by id in the row."""
     if listed:
         value = tl.load(values + at, mask=mask, other=float("-inf"))
     else:
@@ -169,7 +187,7 @@ def _above(
     logits, edited, rewritten, temperature, values, listed, count, peak, key, floor, least,
     EDITED: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """How many (MASS off) or how heavy the values are that order above `key`, not below `floor`, and weigh `least`."""
+    """Return the number of values above `key` and >= `floor`; with MASS the weight of those that weigh >= `least`."""
     lane = tl.arange(0, TILE)
     result = tl.zeros([TILE], tl.float64)
     for at in range(0, count, TILE):
@@ -189,7 +207,7 @@ def _smallest(
     logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit,
     EDITED: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key (`ordered` value) above which there is less than `limit` > 0."""
+    """Return the smallest key (`ordered` value) above which `_above` is less than `limit` > 0."""
     low = ordered(tl.zeros_like(peak) + float("-inf")).to(tl.int64)
     high = ordered(peak).to(tl.int64)
     middle = ordered(peak - 32.0).to(tl.int64)
@@ -213,7 +231,11 @@ def _filtered_key(
     WIDE: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, LIST: tl.constexpr, LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """A row's packed (score, id); or the length of its list in `pending` (-1: none), and what `many_kernel` needs."""
+    """Return the largest packed (score, id) of a row with filters, or leave the row to `many_kernel`.
+
+    In the second case `pending` gets the length of its list (-1: no list), `masses` and `peaks` get mass and peak.
+    Arguments: pointers to the row's entries of `Scratch`; row: pointer to the slot's parameters.
+    """
     temperature = temperature_of(row)
     low, high = seed_of(row)
     top_k = tl.load(row + 2)
@@ -258,9 +280,19 @@ def select_kernel(
     EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
     FEW: tl.constexpr, LIST: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens and codes of all rows but those that `pending` leaves to `many_kernel`. Grid (rows,).
+    """Write tokens and codes of all rows, except the tokens that `many_kernel` will write. Grid (rows,).
 
-    `broken` [R] marks raw rows with NaN or +inf; it is 0 after.
+    logits, edited                   [R, vocab]; stride  elements from row to row of logits
+    broken                           [R] int32, see `Scratch`; 0 afterwards
+    slots, positions, table          see `Rows`;  EDITED  rows may have rewritten copies
+    partial, group_max, tile_mass    see `Scratch`, written by `stream_kernel`
+    group_list, values, ids, before, pending, masses, peaks   see `Scratch`, outputs
+    tokens, codes                    [R] int64 and uint8, outputs
+    num_groups, GROUPS               groups of a row; columns of group_list
+    num_tiles, TILES                 columns of tile_mass; padded to a power of two
+    part_size, PARTS                 ids of a part of `stream_kernel`; most parts of a row
+    GROUP, WIDE, FEW, LIST           sizes, see the top of this file and of triton.py
+    LANES, TILE                      candidates compared at a time; ids read at a time
     """
     number = tl.program_id(0).to(tl.int64)
     row = table + tl.load(slots + number).to(tl.int64) * 16
@@ -291,7 +323,7 @@ def _last_kept(
     logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit,
     EDITED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The lowest key that top-p keeps, and how many of its equals."""
+    """Return the lowest key that top-p keeps, and the number of its equals that are kept. limit: top_p * total."""
     last = _smallest(
         logits, edited, rewritten, temperature, values, listed, count, peak, floor, least, limit, EDITED, TILE, True
     )
@@ -311,7 +343,10 @@ def many_kernel(
     logits, edited, slots, positions, table, pending, masses, peaks, values, ids, tokens, codes, vocab, stride,
     EDITED: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr, NOISE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of the rows that `select_kernel` has left, by bisection over the list or the whole row. Grid (rows,)."""
+    """Draw tokens of the rows that `select_kernel` has left, by bisection over the list or the whole row. Grid (rows,).
+
+    Arguments as in `select_kernel`; TILE and NOISE_TILE: ids at a time, in bisection and in the draw.
+    """
     number = tl.program_id(0).to(tl.int64)
     count = tl.load(pending + number)
     if count != 0:

@@ -1,4 +1,4 @@
-"""The operations around a forward pass in PyTorch; contract: see `quire.kernels.step`."""
+"""The step operations in PyTorch; contract: see `quire.kernels.step`."""
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
 
 
 def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int) -> None:
-    """Fill what lies past the last token, sequence and row."""
+    """Fill the padding past the last token, sequence and row."""
     b = buffers
     for buffer, count in ((b.token_ids, tokens), (b.positions, tokens), (b.kv_slots, tokens), (b.seq_lens, seqs),
                           (b.sample_rows, rows), (b.sample_positions, rows)):  # fmt: skip
@@ -51,7 +51,7 @@ def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int)
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, None]:
-    """See `quire.kernels.step`. A copy of what the sequences have: kernels that know no slots read it."""
+    """See `quire.kernels.step`. Returns a copy of the sequences' rows, for kernels without `table_rows`."""
     return tables.block_tables[group][step.slots[:seqs], :most], None
 
 

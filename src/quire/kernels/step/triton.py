@@ -1,4 +1,4 @@
-"""The kernels around a forward pass; contract and layout of the packed buffer: see `quire.kernels.step`."""
+"""The step operations in Triton; contract and layout of the packed buffer: see `quire.kernels.step`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.kernels.step import (
 )
 from quire.kernels.triton_runtime import jit, tl
 
-PROGRAMS = 128  # that share the runs
+PROGRAMS = 128  # programs of `_apply_kernel`, which share the runs
 BLOCK = 128
 
 
@@ -42,14 +42,14 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.step`. The table of all slots, and whose rows: nothing is copied."""
+    """See `quire.kernels.step`. Copies nothing: returns the table of all slots, and the sequences' slots as rows."""
     return tables.block_tables[group], step.slots[:seqs]
 
 
 def finish_step(
     step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor
 ) -> None:
-    """See `quire.kernels.step`. `buffers` are whole: how many sequences there are is known on the device alone."""
+    """See `quire.kernels.step`. `buffers` are not cut: the kernel reads the number of sequences from the header."""
     _finish_kernel[(-(-max(step.max_seqs, out.shape[1]) // BLOCK),)](
         step.words, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,
         tokens, codes, out, tables.history.stride(0), tables.history.shape[1], out.shape[1], BLOCK, HEADER, NUM_SEQS,
@@ -59,6 +59,12 @@ def finish_step(
 
 @jit
 def _apply_kernel(packed, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, NUM_RUNS: tl.constexpr, RUNS_AT: tl.constexpr):
+    """Copy the runs of the packed buffer to their addresses. Grid (PROGRAMS,).
+
+    packed              [.] int32, see `quire.kernels.step`
+    WORDS               most words of a run
+    NUM_RUNS, RUNS_AT   indices in the header
+    """
     count = tl.load(packed + NUM_RUNS)
     runs = packed + tl.load(packed + RUNS_AT)
     lanes = tl.arange(0, WORDS)
@@ -81,6 +87,21 @@ def _inputs_kernel(
     MAX_SEQS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
     NUM_SEQS: tl.constexpr, NUM_TOKENS: tl.constexpr, NUM_SAMPLES: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    """Build the inputs of a step. Grid: token_programs programs of BLOCK tokens, then programs of BLOCK sequences.
+
+    packed                                 [.] int32: header, slots, starts, samples, see `quire.kernels.step`
+    computed, history, block_tables        `Tables` by slot, inputs
+    token_ids, positions, kv_slots         `StepBuffers` by token, outputs
+    seq_lens                               `StepBuffers` by sequence, output
+    sample_rows, sample_slots, sample_positions   `StepBuffers` by sampled row, outputs
+    history_stride, table_stride           elements from slot to slot in history and in block_tables
+    group_stride, kv_stride                elements from KV group to KV group in block_tables and in kv_slots
+    dummy                                  slot of padded rows
+    tokens, seqs, rows                     lengths of the output buffers: at least the sizes in the header
+    MAX_SEQS, STEPS                        sequences that the layout holds; iterations of a bisection over them
+    BLOCK_SIZE, GROUPS                     tokens of a KV block; KV groups
+    HEADER, NUM_SEQS, NUM_TOKENS, NUM_SAMPLES   words of the header, and indices in it
+    """
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     num_seqs = tl.load(packed + NUM_SEQS)
@@ -132,6 +153,17 @@ def _finish_kernel(
     history_length, MAX_ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, NUM_SEQS: tl.constexpr,
     NUM_SAMPLES: tl.constexpr,
 ):  # fmt: skip
+    """Write the results of a step to the tables. Grid (ceil(max(sequences, rows) / BLOCK),).
+
+    packed                           [.] int32, see `quire.kernels.step`
+    computed, history                `Tables` by slot, outputs
+    seq_lens                         [seqs] int32: lengths with this step, the new `computed`
+    sample_slots, sample_positions   [rows] int64: slot and position of each sampled token
+    tokens, codes                    [rows] int64 and uint8: the sampled tokens and their codes
+    out                              [2, MAX_ROWS] int32: (token, code) by row, output
+    history_stride, history_length   elements from slot to slot; tokens of a slot's history
+    HEADER, NUM_SEQS, NUM_SAMPLES    words of the header, and indices in it
+    """
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = lane < tl.load(packed + NUM_SEQS)
     slot = tl.load(packed + HEADER + lane, mask=live, other=0)
