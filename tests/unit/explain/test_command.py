@@ -65,7 +65,7 @@ def test_one_layer_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     (["-tp", "0"], "-tp 0: a size must be at least 1"),
     (["-ep"], "has no experts"),
     (["-dp", "1000000"], "1,000,000 ranks"),
-    (["--routing", "uniform"], "is for --load-format=dummy"),
+    (["--routing", "uniform"], "use it only with --load-format=dummy"),
     (["--routing", "uniform", "--load-format", "dummy"], "is for models with experts"),
     (["--max-num-seqs", "4097"], "at most 4096 sequences"),
     (["--max-model-len", "1m"], "exceeds the model's context"),
