@@ -22,7 +22,7 @@ ARGUMENTS = {  # of methods
     "tokenization_kwargs": "tokenize the prompt yourself and give prompt_token_ids",
     "mm_processor_kwargs": "prompts are text only",
     "guided_options_request": "use SamplingParams(structured_outputs=...)",
-    "chat_template_content_format": "the template gets the content unchanged",
+    "chat_template_content_format": "text parts are joined into one string",
     "concurrency_limit": "set max_num_seqs of the LLM"}
 # Values of these arguments that have no effect and are accepted, as None always is.
 HARMLESS: dict[str, tuple[object, ...]] = {
