@@ -69,9 +69,7 @@ def activation_cases(setup: Setup) -> Iterator[Case]:
 
 def heads_cases(setup: Setup) -> Iterator[Case]:
     """Yield cases of norm and rotation of the heads, and of writing keys and values to the cache.
-
-    The written cache is compared, too.
-    """
+    The written cache is compared, too."""
     args, size = setup.args, setup.block_size
     heads, kv_heads, dim = args.num_heads, args.num_kv_heads, args.head_dim
     turned = heads + kv_heads
@@ -260,9 +258,7 @@ def sampler_cases(setup: Setup) -> Iterator[Case]:
 
 def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
     """Sample tokens of logits [R, V] with PyTorch.
-
-    It divides by exponential noise, as `torch.multinomial` does. That function itself would wait for the GPU.
-    """
+    It divides by exponential noise, as `torch.multinomial` does. That function itself would wait for the GPU."""
     if not spec.temperature:
         return logits.argmax(-1)
     scaled = logits / spec.temperature

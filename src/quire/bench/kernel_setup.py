@@ -54,9 +54,7 @@ class Case:
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """A model's arguments with device, dtype and the kernels chosen for it.
-
-    rows, steps, shared   shapes to measure (`ROWS`, `STEPS`, `SHARED`)
-    """
+    `rows`, `steps`, `shared`: shapes to measure (`ROWS`, `STEPS`, `SHARED`)."""
 
     args: ModelArgs
     device: torch.device

@@ -39,8 +39,7 @@ CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  #
 class Rates:
     """Measured rates of a device.
 
-    memory   bytes per second, read and written by a copy
-    matrix   operations per second of a matrix product
+    memory   bytes per second, read and written by a copy;  matrix  operations per second of a matrix product
     """
 
     memory: float
@@ -53,9 +52,7 @@ class Rates:
 
 def measure_rates(device: torch.device, dtype: torch.dtype, size: int | None = None) -> Rates:
     """Measure both rates, as the fastest of several runs.
-
-    size   the copy has 8 * size^2 bytes, the matrix product 2 * size^3 operations; None = by device
-    """
+    `size`: the copy has 8 * size^2 bytes, the matrix product 2 * size^3 operations; None = by device."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     large = torch.zeros(size * size * 8 // dtype.itemsize, dtype=dtype, device=device)
@@ -84,8 +81,7 @@ def choose_operations(names: Sequence[str]) -> list[str]:
 def measure_kernels(setup: Setup, rates: Rates, operations: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each case. Times are in microseconds.
 
-    floor_percent   100 * floor / time
-    x_library       time of the library / our time
+    floor_percent   100 * floor / time;  x_library  time of the library / our time
     wrong           reason why the case has no times; "" for none
     """
     chosen = {choice.op: choice.name for choice in setup.kernels.choices}
@@ -138,9 +134,7 @@ def _parts(result: Result) -> tuple[Tensor, ...]:
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return |found - expected| / |expected| over all elements; NaN if there is a NaN.
-
-    For integers it is the share of wrong elements. For different shapes it is infinite.
-    """
+    For integers it is the share of wrong elements. For different shapes it is infinite."""
     if found.shape != expected.shape:
         return math.inf
     if not expected.is_floating_point():

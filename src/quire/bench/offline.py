@@ -41,9 +41,7 @@ class OfflineBench:
 
     def throughput(self, works: Sequence[Workload], repeat: int) -> Iterator[dict[str, Any]]:
         """Run each workload `repeat` times, with an empty prefix cache. Yield the row of the fastest run.
-
-        The row also has the inter-token times of all runs, in milliseconds.
-        """
+        The row also has the inter-token times of all runs, in milliseconds."""
         works = self._fitting(works)
         for work in works:
             with watching(self.llm.engine.core, self.advance) as steps:
@@ -54,9 +52,7 @@ class OfflineBench:
 
     def latency(self, works: Sequence[Workload], repeat: int) -> Iterator[dict[str, Any]]:
         """Run the first request of each workload alone, as a stream. Yield the row of the fastest run.
-
-        The row also has first-token and inter-token times, in milliseconds.
-        """
+        The row also has first-token and inter-token times, in milliseconds."""
         for work in self._fitting(works):
             one = Workload(name=work.name, prompts=work.prompts[:1], outputs=work.outputs[:1])
             row = min((self._stream(one) for _ in range(repeat)), key=lambda row: float(row["seconds"]))
@@ -94,9 +90,7 @@ class OfflineBench:
 def watching(core: EngineCore, advance: Callable[[int], None] = lambda count: None,
              ) -> Iterator[list[tuple[float, I32]]]:  # fmt: skip
     """Record the time and the handles of each step of `core` inside the block.
-
-    advance   called with the number of handles of each step
-    """
+    `advance`: called with the number of handles of each step."""
     steps: list[tuple[float, I32]] = []
     step = core.step
 

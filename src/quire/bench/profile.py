@@ -21,9 +21,7 @@ class Event(NamedTuple):
 
 def profile_workload(bench: OfflineBench, work: Workload) -> dict[str, Any]:
     """Run a workload twice and trace the second run. Return its row with the fields of `where_time_goes`.
-
-    A traced run takes longer.
-    """
+    A traced run takes longer."""
     from torch.profiler import ProfilerActivity, profile
 
     list(bench.throughput([work], 1))

@@ -30,8 +30,7 @@ BUSY = 0.8  # CPU share of the client above which it may be the bottleneck
 class Pace:
     """Pace of the requests.
 
-    rate              requests per second; inf = all at once
-    burstiness        see `arrivals`
+    rate              requests per second; inf = all at once;  burstiness  see `arrivals`
     max_concurrency   requests at once, at most; None = no limit
     """
 

@@ -98,9 +98,7 @@ class Target:
 
 class Client:
     """HTTP client with one connection per concurrent request; an async context manager.
-
-    Raises `ConfigError` when aiohttp, the client library of the `bench` extra, is not installed.
-    """
+    Raises `ConfigError` when aiohttp, the client library of the `bench` extra, is not installed."""
 
     def __init__(self, target: Target) -> None:
         try:

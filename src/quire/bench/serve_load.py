@@ -63,10 +63,8 @@ def _spread(rng: random.Random, length: int, ratio: float) -> int:
 
 def read_load(path: Path, output_len: int, count: int, *, chat: bool) -> list[Ask]:
     """Read `count` requests from a JSON-lines file. A shorter file is repeated.
-
     A line is {"prompt": text or ids} or, for chat, {"messages": [...]}. Its "max_tokens" or "output_tokens" replaces
-    `output_len`. Raises `ConfigError` with the number of the wrong line.
-    """
+    `output_len`. Raises `ConfigError` with the number of the wrong line."""
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -91,9 +89,7 @@ def _parse(line: str, where: str, output_len: int, chat: bool) -> Ask:
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> Sequence[float]:
     """Return the time of each request, in seconds after the start. An infinite rate sends all at once.
-
-    burstiness   1: a Poisson process; otherwise gamma-distributed gaps, below 1 in bursts, above 1 more even
-    """
+    `burstiness`: 1: a Poisson process; otherwise gamma-distributed gaps, below 1 in bursts, above 1 more even."""
     if math.isinf(rate):
         return [0.0] * count
     rng, now, times = random.Random(seed), 0.0, []

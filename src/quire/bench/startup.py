@@ -19,10 +19,8 @@ CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from quire.bench.startup i
 
 def measure_startup(options: dict[str, Any], repeat: int, on_run: Callable[[], None]) -> dict[str, Any]:
     """Start `repeat` processes one after the other. Return all totals, and the phases of the fastest run.
-
-    on_run   called after each run
-    Raises `ConfigError` with a child's user error, `EngineDead` with the last line of a child that failed.
-    """
+    `on_run`: called after each run. Raises `ConfigError` with a child's user error, `EngineDead` with the last line of
+    a child that failed."""
     name, given = resolve_target(options)
     runs = []
     for _ in range(repeat):

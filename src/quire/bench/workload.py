@@ -36,9 +36,7 @@ class Workload:
 
     def summary(self, seconds: float, produced: int) -> dict[str, Any]:
         """Return the row of a result file: counts, seconds and tokens per second.
-
-        Raises ValueError when the number of output tokens is wrong, since such a run cannot be compared.
-        """
+        Raises ValueError when the number of output tokens is wrong, since such a run cannot be compared."""
         asked = sum(self.outputs)
         if produced != asked:
             raise ValueError(f"{self.name}: {produced} tokens came out, {asked} were asked for.")
@@ -125,10 +123,8 @@ def model_folder(name: str) -> Path:
 
 def resolve_target(options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return (name, engine options) of the model to measure.
-
     A name of `bench/models` means that configuration with random weights and without a tokenizer. A folder or hub id is
-    loaded as it is. Options of the caller override these.
-    """
+    loaded as it is. Options of the caller override these."""
     model = options.get("model") or DEFAULT_MODEL
     if model in model_names() and not Path(model).is_dir():
         return model, DUMMY | options | {"model": str(model_folder(model))}

@@ -31,9 +31,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 
 def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raise `InvalidParameter` for the first argument that `method` does not have.
-
-    Arguments of `ARGUMENTS` are accepted with a value that has no effect: None, or one in `HARMLESS`.
-    """
+    Arguments of `ARGUMENTS` are accepted with a value that has no effect: None, or one in `HARMLESS`."""
     name = method.__qualname__
     for argument, value in given.items():
         if (why := ARGUMENTS.get(argument)) is None:

@@ -1,4 +1,4 @@
-"""One prompt and its completions while they are generated: tokens come in, text and outputs go out."""
+"""A prompt and its completions while they are generated: tokens come in, text and outputs go out."""
 
 import sys
 import time

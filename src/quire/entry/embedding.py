@@ -25,9 +25,7 @@ def embed_params() -> SamplingParams:
 
 def vector_of(generation: Generation, plan: PoolingPlan, dimensions: int | None = None) -> F32:
     """Return the embedding of a finished request.
-
-    Raises `RequestFailed` when the request failed, `EngineClosed` when it was aborted because the engine stops.
-    """
+    Raises `RequestFailed` when the request failed, `EngineClosed` when it was aborted because the engine stops."""
     ended = generation.completions[0]
     if ended.finish_reason == "error":
         code = str(ended.stop_reason)
@@ -50,9 +48,7 @@ def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int 
 
 def paired(first: Sequence[First], second: Sequence[Second]) -> list[tuple[int, int]]:
     """Return index pairs of two lists: the only text of `first` with each of `second`, or pair by pair.
-
-    Raises `InvalidParameter` for other lengths.
-    """
+    Raises `InvalidParameter` for other lengths."""
     if len(first) not in (1, len(second)) or not first:
         raise InvalidParameter(f"{len(first)} texts cannot be compared with {len(second)}: give one and several, or "
                                "two lists of one length.", param="text_2")

@@ -20,12 +20,9 @@ Inbox = Callable[[RequestOutput | Exception], None]
 
 
 class EngineThread:
-    """A thread that steps one engine and serves its callers.
-
-    Any thread may use `send`, `close` and `engine`. Only commands given to `send` may use the rest.
-    The thread keeps this object alive until `close`. So this object must not refer to an owner (`AsyncLLM`) that may be
-    garbage-collected without `close`.
-    """
+    """A thread that steps one engine and serves its callers. Any thread may use `send`, `close` and `engine`. Only
+    commands given to `send` may use the rest. The thread keeps this object alive until `close`. So this object must not
+    refer to an owner (`AsyncLLM`) that may be garbage-collected without `close`."""
 
     def __init__(self, engine: Engine) -> None:
         self.front = front_end(engine)

@@ -10,9 +10,7 @@ from types import FrameType
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
     """Inside the block the first Ctrl-C only sets the event. A second Ctrl-C raises KeyboardInterrupt.
-
-    Has no effect outside the main thread, where Python delivers no signals.
-    """
+    Has no effect outside the main thread, where Python delivers no signals."""
     asked = threading.Event()
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:

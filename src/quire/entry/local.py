@@ -30,10 +30,8 @@ def render_chat(engine: Engine, messages: Messages, /, *, chat_template: str | N
                 continue_final_message: bool = False, chat_template_kwargs: dict[str, Any] | None = None,
                 **variables: Any) -> Prompt:
     """Render one conversation. Return a prompt with its text and token ids; BOS is not added twice.
-
-    chat_template_kwargs, variables   further variables of the template
-    Raises `InvalidParameter` for a variable with the name of a parameter of this function or a switch of the template.
-    """
+    `chat_template_kwargs`, `variables`: further variables of the template. Raises `InvalidParameter` for a variable
+    with the name of a parameter of this function or a switch of the template."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise InvalidParameter(

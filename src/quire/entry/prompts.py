@@ -13,9 +13,7 @@ MAX_SALT = 256
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """A prompt as `text`, as `token_ids`, or as both. With both, the engine uses the ids.
-
-    cache_salt   KV blocks are shared only among prompts with the same salt
-    """
+    `cache_salt`: KV blocks are shared only among prompts with the same salt."""
 
     text: str | None = None
     token_ids: list[int] | None = None

@@ -12,9 +12,7 @@ SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 
 class ByteTokenizer(Tokenizer):
     """A tokenizer whose ids 0..255 are bytes of UTF-8, and ids 256.. are `SPECIALS`, which it recognizes in text.
-
-    add_bos   `encode` begins with <|bos|>, as with a post-processor
-    """
+    `add_bos`: `encode` begins with <|bos|>, as with a post-processor."""
 
     def __init__(self, *, add_bos: bool = False) -> None:
         backend = Backend(models.BPE(vocab=byte_alphabet(), merges=[]))

@@ -39,11 +39,8 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
     short_ids: bool = False
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message in this style.
-
-        An assistant's turn always gets content (its text, its refusal or ""), and tool calls in this style if it has
-        some. In other messages only a call id may change.
-        """
+        """Return a message in this style. An assistant's turn always gets content (its text, its refusal or ""), and
+        tool calls in this style if it has some. In other messages only a call id may change."""
         if message.get("role") != "assistant":
             return self._named(message, "tool_call_id")
         turn = {name: value for name, value in message.items() if name not in ("refusal", "tool_calls")}
@@ -90,9 +87,7 @@ ODD_IDS = ("p", "call_0123456789abcdef01234567", "functions.probe_name:0")
 
 def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]) -> CallStyle:
     """Find the style of a template. `render` renders (messages, tools) by it.
-
-    Returns the first style when no style brings the call into the prompt.
-    """
+    Returns the first style when no style brings the call into the prompt."""
 
     def carries(style: CallStyle, arguments: str = PROBE_ARGUMENTS, call_id: str = PROBE_ID) -> bool:
         try:

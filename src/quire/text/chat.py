@@ -44,8 +44,7 @@ class ChatTemplate:
                  sandbox: Sandbox | None = None) -> None:
         """Compile templates. Raises `jinja2.TemplateSyntaxError`, which `load` turns into a user error.
 
-        sources     templates by name
-        variables   visible to the templates (bos_token, ...)
+        sources     templates by name;  variables  visible to the templates (bos_token, ...)
         compiler    None = untrusted templates, which are compiled and rendered only in a child process
         """
         self.sources = dict(sources)
@@ -62,12 +61,9 @@ class ChatTemplate:
     @staticmethod
     def load(folder: Path, override: str | Path | None = None, *,
              sandbox: Sandbox | None = None) -> "ChatTemplate | None":
-        """Load the template of a checkpoint folder; None if it has none.
-
-        override   a template's text, the path of a template file, or the name of one of the folder's templates
-        Raises `ConfigError` for an override that is none of these or does not compile, `UnsupportedModel` when the
-        folder's own template does not compile.
-        """
+        """Load the template of a checkpoint folder; None if it has none. `override`: a template's text, the path of a
+        template file, or the name of one of the folder's templates. Raises `ConfigError` for an override that is none
+        of these or does not compile, `UnsupportedModel` when the folder's own template does not compile."""
         sources = _folder_sources(folder)
         origin = f"the chat template of {folder}"
         if override is not None:
@@ -107,9 +103,7 @@ class ChatTemplate:
     def render_apart(self, messages: Sequence[Mapping[str, Any]], over: Future[None] | None = None, /,
                      **options: Any) -> str:
         """Render in a child process, which is stopped after some seconds. It costs a fraction of a millisecond more.
-
-        over   stops the rendering when it is done: no one waits for the prompt any more
-        """
+        `over`: stops the rendering when it is done: no one waits for the prompt any more."""
         param = "messages" if self._trusted else "chat_template"
         arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
         return self._sandbox.render((self.sources, self._variables), arguments, param, over)

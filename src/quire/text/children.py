@@ -19,8 +19,7 @@ class Children:
     """A pool with as many children as there are callers at once. Any thread may use it.
 
     The children end with this object, and at exit.
-    idle   children without a caller
-    busy   children with a caller, which gives them back or ends them
+    idle   children without a caller;  busy  children with a caller, which gives them back or ends them
     """
 
     def __init__(self) -> None:
@@ -31,10 +30,7 @@ class Children:
 
     def take(self, *arguments: str) -> tuple[Child, bool]:
         """Return (child, used): an idle child, or a new one, which is Python with these arguments.
-
-        used   the child has served before
-        Raises `EngineClosed` after `close`.
-        """
+        `used`: the child has served before. Raises `EngineClosed` after `close`."""
         with self._lock:
             self._check()
             while self.idle:

@@ -131,9 +131,7 @@ class _FallbackUtf8:
 
 class _WindowDetokenizer:
     """A detokenizer for other decoders: it decodes a short window before and after a token, and emits the difference.
-
-    window = emitted tokens, as context [0, read) | tokens not yet emitted [read, end)
-    """
+    window = emitted tokens, as context [0, read) | tokens not yet emitted [read, end)"""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int], skipped: frozenset[int], joined: bool) -> None:
         self._tokenizer = tokenizer
@@ -176,9 +174,7 @@ class _WindowDetokenizer:
 
 def _last_pieces(pieces: PieceTable, before: Iterable[int]) -> list[bytes]:
     """Return the bytes of the prompt's last tokens, at least as many as a character has.
-
-    before   ids of the prompt, last first
-    """
+    `before`: ids of the prompt, last first."""
     found: list[bytes] = []
     num_bytes = 0
     for token_id in before:

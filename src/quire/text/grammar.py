@@ -131,9 +131,7 @@ class GrammarCompiler:
 
     def compile(self, spec: str, most_copies: int = MOST_COPIES) -> Grammar:
         """Compile a `StructuredOutputsParams.spec`, in at most `most_copies` copies.
-
-        Raises `InvalidParameter` with the grammar's error.
-        """
+        Raises `InvalidParameter` with the grammar's error."""
         from llguidance import LLMatcher, LLParserLimits
 
         form = msgspec.json.decode(spec, type=StructuredOutputsParams)

@@ -41,9 +41,7 @@ class GrammarTrial:
 
     def run(self, source: str, limits: dict[str, Any], vocabulary: Vocabulary) -> str:
         """Try a grammar of llguidance. Return its error; "" for none.
-
-        Raises `RequestFailed` when the child does not survive the grammar, or cannot be started.
-        """
+        Raises `RequestFailed` when the child does not survive the grammar, or cannot be started."""
         child = self._take(vocabulary)
         began, timer = time.monotonic(), threading.Timer(self._seconds, child.kill)
         timer.start()

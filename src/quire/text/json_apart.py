@@ -21,9 +21,7 @@ Skipped = frozenset[tuple[int, str]]  # (id of a schema, keyword) pairs that are
 
 class Alternatives:
     """Comparison of the alternatives of `oneOf`.
-
-    closes   True for a schema whose objects are written without names that it does not list
-    """
+    `closes`: True for a schema whose objects are written without names that it does not list."""
 
     def __init__(self, document: Document, closes: Callable[[Part], bool]) -> None:
         self._document, self._closes, self._fuel = document, closes, FUEL
@@ -31,9 +29,7 @@ class Alternatives:
 
     def clash(self, part: Part) -> tuple[int, ...] | None:
         """Return the indices of two alternatives that may fit the same output. None = there are none.
-
-        Returns () when the schemas are too many or too deeply nested to compare.
-        """
+        Returns () when the schemas are too many or too deeply nested to compare."""
         try:
             return self._clash(part, part["oneOf"], frozenset({(id(part), "oneOf")}))
         except RecursionError:  # a constant is nested too deep to be compared
@@ -50,9 +46,7 @@ class Alternatives:
 
     def _apart(self, one: list[Any], other: list[Any], closed: bool, skipped: Skipped, depth: int = 0) -> bool:
         """Return True if provably no value fits all schemas of `one` and all of `other`.
-
-        closed   objects written for `one` have only names that its schemas list
-        """
+        `closed`: objects written for `one` have only names that its schemas list."""
         self._fuel -= 1 + len(one) + len(other)
         if self._fuel < 0 or depth > DEPTH:
             return False

@@ -15,8 +15,7 @@ class TokenIndex:
     """Index of a vocabulary by the beginnings of tokens and by their quoted parts.
 
     coded   tokens with an escape like \\u000a; forbidden in names, so that each name has one spelling
-    whole   quoted text -> tokens that contain it
-    last    text after the last quote -> tokens
+    whole   quoted text -> tokens that contain it;  last  text after the last quote -> tokens
     """
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
@@ -45,8 +44,7 @@ class Names:
     """Names of the JSON objects in one output, up to its last token.
 
     _open        open objects and lists, outermost first: the names of an object, None for a list
-    _text        the open string as written; None outside a string
-    _is_name     the open string is a name
+    _text        the open string as written; None outside a string;  _is_name  the open string is a name
     _name_next   the next string is a name
     """
 
@@ -94,9 +92,7 @@ class Names:
 
     def leading(self) -> list[int]:
         """Return the ids of tokens after which an open name may become a repetition.
-
-        Within a name: tokens that continue it to a known name. Elsewhere: tokens whose end may begin a known name.
-        """
+        Within a name: tokens that continue it to a known name. Elsewhere: tokens whose end may begin a known name."""
         begun = self._text
         if begun is not None:
             rests = [name[len(begun) :] for name in self._names() or () if self._is_name and name.startswith(begun)]
@@ -122,9 +118,7 @@ class Names:
 
     def _names(self) -> frozenset[bytes] | None:
         """Return the names of the innermost object; None in a list and outside.
-
-        `_open` may be empty, since `repeating` also tries tokens that cannot come and close too much.
-        """
+        `_open` may be empty, since `repeating` also tries tokens that cannot come and close too much."""
         return self._open[-1] if self._open else None
 
     def copy(self) -> "Names":

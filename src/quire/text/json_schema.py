@@ -281,10 +281,8 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 def _pattern(path: str, pattern: str, reading: Reading) -> str:
     """Return a pattern that llguidance enforces.
-
     In llguidance, a negated class that contains all control characters also matches a quote or backslash that it
-    excludes. So one control character is added to the excluded ones. A pattern that cannot be enforced becomes "".
-    """
+    excludes. So one control character is added to the excluded ones. A pattern that cannot be enforced becomes ""."""
     if not (fault := pattern_fault(pattern)):
         return CLASS.sub(lambda found: r"[^\x0b" + found[0][2:] if _leaks(found[0]) else found[0], pattern)
     reading.cannot(path, f"pattern {pattern}", f"pattern: {fault}")

@@ -49,10 +49,8 @@ class TextSide:
 
     @cached_property
     def tag_ids(self) -> tuple[list[int], list[int]]:
-        """Special tokens that are tags: (tags of reasoning, tags of reasoning and calls).
-
-        The text must keep them if it is parsed for reasoning or calls. Any tag is a special token in some vocabulary.
-        """
+        """Special tokens that are tags: (tags of reasoning, tags of reasoning and calls). The text must keep them if it
+        is parsed for reasoning or calls. Any tag is a special token in some vocabulary."""
         tokenizer, styles = self.tokenizer, self.styles
 
         def among(*rows: object) -> list[int]:
@@ -68,8 +66,7 @@ def load_text(
 ) -> TextSide:
     """Load the text side of the model in `folder`.
 
-    tokenizer_folder   None = `folder`
-    apart              encode long texts in a child process
+    tokenizer_folder   None = `folder`;  apart  encode long texts in a child process
     Raises a `UserError` that names the fix when a file is missing or damaged, or an option cannot be met.
     """
     model = config.model

@@ -39,11 +39,8 @@ class Sandbox:
     def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str,
                over: Future[None] | None = None) -> str:
         """Render a template. `template` and `arguments` are passed to `sandbox_child.render`.
-
-        over   ends the rendering when it is done
-        Raises `InvalidParameter` with the child's message, or with `param` when a limit was reached; `RequestFailed`
-        when no child can be started; `EngineClosed` after `close`.
-        """
+        `over`: ends the rendering when it is done. Raises `InvalidParameter` with the child's message, or with `param`
+        when a limit was reached; `RequestFailed` when no child can be started; `EngineClosed` after `close`."""
         job, over = marshal.dumps((marshal.dumps(template), arguments)), over or Future()
         status, used, began = "dead", True, time.monotonic()
         while status == "dead" and used and not over.done():

@@ -75,9 +75,7 @@ class Bill(Context):
     @pass_context
     def json(self, value: Any, *more: Any, **options: Any) -> str:
         """Pay for and return JSON: the filter `tojson`.
-
-        A list that a template has built may contain the same object many times: such a list is refused.
-        """
+        A list that a template has built may contain the same object many times: such a list is refused."""
         parts = value if isinstance(value, list) else ()
         self.pay(sum(len(part) for part in parts if isinstance(part, str)))
         nested = [id(part) for part in parts if isinstance(part, (list, dict))]

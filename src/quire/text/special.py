@@ -31,8 +31,7 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Special tokens of a checkpoint folder.
 
     named    attribute -> token text, for those that are set; chat templates see them as variables
-    extra    further special tokens, in file order
-    added    id -> entry of `added_tokens_decoder`
+    extra    further special tokens, in file order;  added  id -> entry of `added_tokens_decoder`
     """
 
     named: dict[str, str] = {}

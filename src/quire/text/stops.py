@@ -20,9 +20,7 @@ class StopMatcher:
 
     def push(self, text: str, *, active: bool = True) -> tuple[str, str | None]:
         """Add text. Return (text that is safe to show, the found stop or None). Do not push after a stop.
-
-        With `active=False` (fewer than min_tokens) no stop may end in this text, but one may begin in it.
-        """
+        With `active=False` (fewer than min_tokens) no stop may end in this text, but one may begin in it."""
         if not self._stops:
             return text, None
         whole = self._held + text

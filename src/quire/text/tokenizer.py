@@ -61,11 +61,8 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: Path) -> "Tokenizer":
-        """Load a folder's tokenizer.
-
-        Errors: `ModelNotFound` when the folder is missing, `UnsupportedModel` when it holds no `tokenizer.json` or a
-        file that cannot be read.
-        """
+        """Load a folder's tokenizer. Errors: `ModelNotFound` when the folder is missing, `UnsupportedModel` when it
+        holds no `tokenizer.json` or a file that cannot be read."""
         if not folder.is_dir():
             raise ModelNotFound(f"{folder} is not a folder: give a local folder with {TOKENIZER_FILE}, or a hub id.")
         path = folder / TOKENIZER_FILE
@@ -82,9 +79,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. The post-processor adds special tokens if `add_special_tokens`.
-
-        Raises `InvalidParameter` when the text has half of a surrogate pair.
-        """
+        Raises `InvalidParameter` when the text has half of a surrogate pair."""
         if self.apart is not None and len(text) >= APART:
             return encode_apart(self.apart, text, add_special_tokens)
         try:  # a batch of one: the backend's `encode` blocks all other threads, for 8 s with a text of 8 MB
@@ -104,9 +99,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, as transformers' fast tokenizers do without clean_up_tokenization_spaces.
-
-        Unknown ids give no text. Raises `InvalidParameter` for an id outside uint32.
-        """
+        Unknown ids give no text. Raises `InvalidParameter` for an id outside uint32."""
         try:
             # a batch of one, as in `encode`
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
@@ -137,9 +130,7 @@ class Tokenizer:
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences to forbid; see `bad_word_sequences`.
-
-        The last answer is cached, since all prompts of a request have the same words.
-        """
+        The last answer is cached, since all prompts of a request have the same words."""
         asked = tuple(words)
         known, sequences = self._bad_words
         if asked != known:
@@ -169,11 +160,8 @@ def encode_apart(folder: Path, text: str, add_special_tokens: bool) -> list[int]
 
 def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> tuple[tuple[int, ...], ...]:
     """Return the forbidden token sequences, without repeats.
-
-    spelled   (word, its ids at the start of a text, its ids after a space)
-    The ids after a space are left out if they end with the other ids, which already forbid them.
-    Raises `InvalidParameter` for a word without tokens.
-    """
+    `spelled`: (word, its ids at the start of a text, its ids after a space). The ids after a space are left out if they
+    end with the other ids, which already forbid them. Raises `InvalidParameter` for a word without tokens."""
     found: dict[tuple[int, ...], None] = {}
     for word, bare, spaced in spelled:
         if not bare:

@@ -9,8 +9,7 @@ import msgspec
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A format of reasoning.
 
-    names        names for users; the first is ours
-    marks        texts in the chat templates of its models
+    names        names for users; the first is ours;  marks  texts in the chat templates of its models
     start, end   tags around the reasoning
     """
 
@@ -27,8 +26,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     marks        texts in the chat templates of its models; all of them must be there
     starts       tags before the first call
     opens        texts that begin a call after a start, or "[" for a list of calls
-    bare         opens[0] may begin a call without a start
-    closes       texts after a call that are not content
+    bare         opens[0] may begin a call without a start;  closes  texts after a call that are not content
     drops        all text after a call is dropped
     before, between   texts before a name, and between a name and its arguments
     python       arguments are written as in a Python call

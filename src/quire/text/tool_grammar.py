@@ -77,10 +77,8 @@ def _starts(form: ToolFormat, names: Sequence[str]) -> list[str]:
 
 def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str, list[str]]:
     """Return the text that begins a call of a function, and the rules for the rest of the call, `rule` first.
-
     The rest is an object of arguments, or the arguments one by one in the schema's order (in Python's format the
-    required ones first).
-    """
+    required ones first)."""
     _, before, between, after, _, _ = form.printed
     root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
     root = _resolved(root) if form.key or form.python else root
@@ -142,10 +140,8 @@ def _plus(schema: Any, shared: dict[str, Any]) -> str:
 
 def _tagged(form: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule: str) -> list[str]:
     """Return the rules of an argument in tags. A string has no quotes and contains no end tag; other values are JSON.
-
     The rules `..._check` are never used in a text. They only make llguidance read their schemas, so that keywords that
-    cannot be enforced are reported as for JSON.
-    """
+    cannot be enforced are reported as for JSON."""
     rules, ways, end = [], [], _quoted(form.value_ends[0])
     listed = next((each for each in ("anyOf", "oneOf") if isinstance(schema, dict) and schema.get(each)), None)
     for at, part in enumerate(branches(schema)):

@@ -84,9 +84,7 @@ class Reader:
 
     def until(self, tags: tuple[str, ...], out: Sink) -> Reads:
         """Read up to and with the first of `tags`. Return the tag, or "" at the end of the text.
-
-        out   gets the text before the tag, as soon as it cannot be part of one
-        """
+        `out`: gets the text before the tag, as soon as it cannot be part of one."""
         begun, whole = _finders(tags)
         while True:
             found = (whole if self._over else begun).search(self._text, self._at)

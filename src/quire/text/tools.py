@@ -36,9 +36,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 def choose_styles(template: ChatTemplate | None, tool_parser: str | None = None,
                   reasoning_parser: str | None = None) -> OutputStyles:
     """Return the formats with these names. None = detect them by their marks in the chat template; "none" = no format.
-
-    Raises `ConfigError` with the known names for an unknown name.
-    """
+    Raises `ConfigError` with the known names for an unknown name."""
     sources = template.sources if template else {}
     text = "\n".join(sources.get(name, "") for name in ("default", "tool_use"))
     tools, why = _choose("--tool-call-parser", tool_parser, TOOL_FORMATS, text)
@@ -79,8 +77,7 @@ class OutputParser:
 
         tools      OpenAI's tool objects; without tools, the text of a call is content. A model without a format is
                    parsed by `PLAIN`, which `tool_grammar` forces on it
-        thinking   the prompt ended within reasoning
-        parallel   False: calls after the first are left out
+        thinking   the prompt ended within reasoning;  parallel  False: calls after the first are left out
         must       a grammar forces calls: no text is content
         """
         self.num_calls = 0
@@ -197,9 +194,7 @@ class OutputParser:
 
     def _object_call(self, brace: str, within: dict[str, str] | None = None) -> Read:
         """Read {"name": ..., "arguments": {...}} with its members in any order, beginning with `brace`.
-
-        within   members of the outer object, if this is the object "function" inside another
-        """
+        `within`: members of the outer object, if this is the object "function" inside another."""
         yield from self._in.need(brace)
         texts, early, more = within or {"name": "", "id": ""}, "", ","
         while more == ",":

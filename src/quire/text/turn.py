@@ -18,8 +18,7 @@ class Words(msgspec.Struct, frozen=True):
 class CallBegins(msgspec.Struct, frozen=True):
     """Beginning of a tool call.
 
-    index     number of the call in this answer, from 0
-    call_id   the model's id, or a random one
+    index     number of the call in this answer, from 0;  call_id  the model's id, or a random one
     """
 
     index: int

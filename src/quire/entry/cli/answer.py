@@ -84,9 +84,7 @@ def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[Piece]:
 
 def print_answer(pieces: Iterator[Piece], *, whole_steps: bool = True) -> Answer:
     """Print the pieces to stdout as they come, and a newline at the end. Ctrl-C stops the answer.
-
-    whole_steps   Ctrl-C takes effect between two pieces, not while the next one is computed
-    """
+    `whole_steps`: Ctrl-C takes effect between two pieces, not while the next one is computed."""
     answer = Answer()
     try:
         with interruptible() if whole_steps else nullcontext(threading.Event()) as stop:

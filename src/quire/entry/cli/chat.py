@@ -52,8 +52,7 @@ def _converse(args: argparse.Namespace, stream: Stream, *, local: bool) -> int:
 class Conversation:
     """A conversation: its messages so far.
 
-    stream   function that answers the messages
-    local    the model is in this process, not on a server
+    stream   function that answers the messages;  local  the model is in this process, not on a server
     """
 
     def __init__(self, stream: Stream, *, local: bool, system: str | None, stats: bool) -> None:
@@ -69,10 +68,8 @@ class Conversation:
 
     def ask(self, message: str) -> Answer:
         """Print the answer to a message, and return it.
-
         An interrupted answer enters the history; a message without any answer does not. Raises the `RequestError` of a
-        conversation that cannot be answered (too long), and leaves the history as it was.
-        """
+        conversation that cannot be answered (too long), and leaves the history as it was."""
         question = {"role": "user", "content": message}
         answer = print_answer(self._stream([*self.messages, question]), whole_steps=self.local)
         if self._stats:

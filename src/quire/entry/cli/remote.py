@@ -107,9 +107,7 @@ class RemoteModel:
     @contextmanager
     def _asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
         """Send one request and give its response. Every failure becomes a `QuireError` of one line.
-
-        There is a time limit for the connection only, since a model may take long.
-        """
+        There is a time limit for the connection only, since a model may take long."""
         headers = {"User-Agent": f"quire/{__version__}", "Accept": "application/json, text/event-stream"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"

@@ -27,9 +27,7 @@ def configure_asking(parser: FlagParser) -> None:
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling parameters that were given, as keyword arguments of `SamplingParams`.
-
-    Raises `InvalidParameter` for a value out of range, before a model is loaded.
-    """
+    Raises `InvalidParameter` for a value out of range, before a model is loaded."""
     from quire.contracts.sampling import SamplingParams
 
     values = {name.removeprefix(PREFIX): v for name, v in vars(args).items() if name.startswith(PREFIX)}

@@ -53,10 +53,8 @@ class ApiKeys:
 
 class OwnNames:
     """Answers 403 to requests whose Host header is neither a name of this machine nor one of `allowed`.
-
     This stops DNS rebinding: a web page can make its own domain name resolve to 127.0.0.1 and then read the answers of
-    a server there. It cannot do so with an IP address, nor with localhost or *.localhost.
-    """
+    a server there. It cannot do so with an IP address, nor with localhost or *.localhost."""
 
     def __init__(self, host: str, allowed: Iterable[str] = ()) -> None:
         self._names = {"localhost", *(name.lower().removesuffix(".") for name in (host, *allowed))}
@@ -78,10 +76,8 @@ class OwnNames:
 
 def json_only(scope: Scope) -> Response | None:
     """Answer 415 to a request with a body that is not declared as `application/json`. Without a body: no check.
-
-    This protects servers on a visitor's machine: a browser lets any web page send them a body of another type, or of
-    no type, without asking; for JSON it asks the server first (CORS preflight).
-    """
+    This protects servers on a visitor's machine: a browser lets any web page send them a body of another type, or of no
+    type, without asking; for JSON it asks the server first (CORS preflight)."""
     if scope["method"] not in WITH_BODY or scope["path"] in OPEN_PATHS:
         return None
     headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -95,18 +91,14 @@ def json_only(scope: Scope) -> Response | None:
 
 def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
     """Return the one of `keys` that the request has; None without a valid one.
-
-    Every pair is compared, each in constant time, so that the response time tells nothing about the keys.
-    """
+    Every pair is compared, each in constant time, so that the response time tells nothing about the keys."""
     given = _shown_keys(scope)
     return next(iter([key for key in keys for one in given if hmac.compare_digest(key, one)]), None)
 
 
 def tenant_of(scope: Scope, http: HttpConfig) -> str:
     """Return the tenant of a request: a digest of its API key.
-
-    Returns "" when all callers are one tenant: with fewer than two keys, or with `share_prefix_cache_across_keys`.
-    """
+    Returns "" when all callers are one tenant: with fewer than two keys, or with `share_prefix_cache_across_keys`."""
     if len(set(http.api_key)) < 2 or http.share_prefix_cache_across_keys:
         return ""
     return sha256(shown_key(scope, [key.encode() for key in http.api_key]) or b"").hexdigest()

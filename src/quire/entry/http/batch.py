@@ -77,15 +77,12 @@ class Outcome(NamedTuple):
 class Batch:
     """A run over an input file.
 
-    total   number of valid requests in the file
-    done    number of these that are answered
+    total   number of valid requests in the file;  done  number of these that are answered
     """
 
     def __init__(self, source: Path, target: Path, most: int) -> None:
         """Read the input once, to check it. `most`: maximum bytes of a line, as of a server's request body.
-
-        Raises `ConfigError` when a file cannot be used, or when two requests have the same custom_id.
-        """
+        Raises `ConfigError` when a file cannot be used, or when two requests have the same custom_id."""
         if target.exists() and not target.is_file():
             raise ConfigError(f"{target} is not a regular file, and the output is replaced at the end: choose another "
                               "file.")
@@ -110,9 +107,7 @@ class Batch:
 
     async def run(self, app: App, report: Callable[[], None]) -> None:
         """Run all requests that have no answer. `report` is called after each answer.
-
-        Raises `EngineError` when the engine has died. The answers up to then are kept.
-        """
+        Raises `EngineError` when the engine has died. The answers up to then are kept."""
         room = asyncio.Semaphore(IN_FLIGHT)
 
         async def answer(line: Line) -> None:
@@ -167,11 +162,8 @@ class Batch:
             self._partial.unlink(missing_ok=True)
 
     def _earlier(self, names: dict[str, tuple[int, str]]) -> dict[str, int]:
-        """Return the file offsets of the answers of earlier runs, by custom_id.
-
-        An interrupted run left a partial file. A finished run left an output, which is copied: the input may have got
-        more lines since.
-        """
+        """Return the file offsets of the answers of earlier runs, by custom_id. An interrupted run left a partial file.
+        A finished run left an output, which is copied: the input may have got more lines since."""
         over = not self._file.tell() and self._target.exists()
         try:
             places = dict(_answered(self._target if over else self._partial, names))
@@ -203,10 +195,8 @@ class Batch:
 
 def _answered(path: Path, names: dict[str, tuple[int, str]]) -> Iterator[tuple[str, int]]:
     """Yield (custom_id, file offset) of the answers of an earlier run to the same requests.
-
     Server errors (status 500 or more) are left out, so that these requests run again. A last line that is incomplete is
-    cut off. Raises `ConfigError` when the file holds something else.
-    """
+    cut off. Raises `ConfigError` when the file holds something else."""
     place = 0
     if not path.exists():
         return

@@ -97,9 +97,7 @@ def stats_text(line: StatsLine) -> str:
 
 def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | None = None) -> list[str]:
     """Return at most 12 lines: the model, its device and kernels, load times, the address, and a curl command.
-
-    seconds   since the start of the process; None = unknown
-    """
+    `seconds`: since the start of the process; None = unknown."""
     model, names = config.engine.model, config.model_names
     source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
     tokens = ready.num_blocks * ready.block_size
@@ -133,9 +131,7 @@ def _at_once(ready: Ready) -> str:
 
 def _kernels(ready: Ready) -> str:
     """Name the kernel of each operation with the reason. A long line leaves the reasons out.
-
-    Operations with the same kernel and reason share an entry.
-    """
+    Operations with the same kernel and reason share an entry."""
     ops: dict[str, list[str]] = {}
     for name, text in ready.plans.items():
         if name not in ELSEWHERE:

@@ -51,8 +51,7 @@ class ServerContext:
     unknown_fields   unknown request fields that were logged already
     huge_text        lock that is held while a very long text is tokenized
     sandboxes        semaphore of chat templates rendered in child processes
-    responses        stored responses of /v1/responses
-    memory           returns the memory of long texts to the system
+    responses        stored responses of /v1/responses;  memory  returns the memory of long texts to the system
     """
 
     engine: ServedEngine

@@ -54,8 +54,7 @@ class ServedEngine:
     """An engine core and the requests that wait for it. All methods are called on the event loop of `start`.
 
     launch               function that starts the core (default: in its own process)
-    config               the engine's configuration
-    text, ready, front   None until the engine is loaded
+    config               the engine's configuration;  text, ready, front  None until the engine is loaded
     loading              last message about the progress of loading
     failure              reason of the state DEAD: the engine could not start, died or was closed
     """
@@ -104,9 +103,7 @@ class ServedEngine:
 
     async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
         """Find the model, start the core, and load tokenizer and chat template at the same time.
-
-        Raises the error of a failed start, with the class it had in the core's process. Everything is closed then.
-        """
+        Raises the error of a failed start, with the class it had in the core's process. Everything is closed then."""
         self._on_loading = on_loading
         starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
@@ -251,9 +248,7 @@ class ServedEngine:
 
     def _abort(self, stream: RequestStream, cause: str | None) -> None:
         """End the unfinished prompts of a stream, here and in the core.
-
-        cause   for the metrics; None = the core refused the request
-        """
+        `cause`: for the metrics; None = the core refused the request."""
         assert self.front is not None
         self._queued.pop(stream, None)
         dropped: list[int] = []
@@ -382,8 +377,6 @@ class ServedEngine:
 
 def core_config(config: EngineConfig) -> EngineConfig:
     """Return the configuration of the core's process: no text side, no downloads, no progress bar.
-
-    The front end tokenizes, so the core needs a tokenizer only for grammars. The model is on this machine already.
-    """
+    The front end tokenizes, so the core needs a tokenizer only for grammars. The model is on this machine already."""
     return replace(config, model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
                    load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False))

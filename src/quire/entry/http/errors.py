@@ -31,8 +31,7 @@ DETERMINISTIC = (("x-should-retry", "false"),)
 class HttpError(errors.QuireError):
     """An error response. Routes raise it, or `http_error` makes it from another error.
 
-    kind      "type" of the body
-    headers   further response headers, (name, value) in ASCII
+    kind      "type" of the body;  headers  further response headers, (name, value) in ASCII
     """
 
     def __init__(self, status: int, message: str, *, kind: str = INVALID_REQUEST, code: str | None = None,

@@ -66,8 +66,7 @@ class Watch:
 class Exchange:
     """A request that is being answered.
 
-    size       bytes of its body, once the body was read
-    warnings   texts for `x-quire-warning` headers
+    size       bytes of its body, once the body was read;  warnings  texts for `x-quire-warning` headers
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -30,9 +30,7 @@ class _Server(uvicorn.Server):
 
 class HttpListener:
     """Accepts connections on a listening socket and gives their requests to an application.
-
-    Raises `ConfigError` when the certificate cannot be used.
-    """
+    Raises `ConfigError` when the certificate cannot be used."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, metrics: Metrics) -> None:
         self.socket = listener

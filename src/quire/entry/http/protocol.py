@@ -113,9 +113,7 @@ class ChunkedBody:
 
 class _Unchunked:
     """The application for one HTTP/1.0 request, which has no chunked encoding.
-
-    A body of unknown length is sent as it is, and ends with the connection.
-    """
+    A body of unknown length is sent as it is, and ends with the connection."""
 
     def __init__(self, app: Any, cycle: RequestResponseCycle) -> None:
         self._app, self._cycle = app, cycle
@@ -290,10 +288,8 @@ class LimitedProtocol(HttpToolsProtocol):
         return True
 
     def _continue_without_upgrade(self, rest: bytes) -> bool:
-        """Serve a request that offers a protocol upgrade (HTTP/2, WebSocket) as an ordinary request.
-
-        The parser stops at such a request and would lose its body, so it is parsed again without the upgrade headers.
-        """
+        """Serve a request that offers a protocol upgrade (HTTP/2, WebSocket) as an ordinary request. The parser stops
+        at such a request and would lose its body, so it is parsed again without the upgrade headers."""
         line, self._upgrade = self._upgrade, None
         assert line is not None
         if line[0] == b"CONNECT":

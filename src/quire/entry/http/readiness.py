@@ -17,8 +17,7 @@ RETRY_AFTER = 5  # seconds in the Retry-After header while the server starts, dr
 class Readiness:
     """Readiness of the server.
 
-    status   ready, starting, draining, dead or hung
-    reason   one sentence; "" when ready
+    status   ready, starting, draining, dead or hung;  reason  one sentence; "" when ready
     """
 
     status: str
@@ -53,9 +52,7 @@ def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
 
 class Gate:
     """A refusal for `auth.Guard`: 503 on every path except `always` while the engine starts, drains or is dead.
-
-    While the server drains, background responses (/v1/responses/ID) can still be fetched and cancelled.
-    """
+    While the server drains, background responses (/v1/responses/ID) can still be fetched and cancelled."""
 
     def __init__(self, engine: ServedEngine, always: Collection[str]) -> None:
         self._engine, self._always = engine, always

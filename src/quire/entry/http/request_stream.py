@@ -24,8 +24,7 @@ Batch = list[tuple[int, RequestOutput]]  # (prompt index, new output)
 class RequestStream:
     """The outputs of all prompts of one request. Iterate it once, and always `close` it.
 
-    generations   by prompt index
-    num_open      number of prompts that have not finished
+    generations   by prompt index;  num_open  number of prompts that have not finished
     """
 
     def __init__(self, request_id: str, on_close: Callable[["RequestStream"], None]) -> None:
@@ -75,9 +74,7 @@ class RequestStream:
 
     def pour_into(self, ready: Callable[[], bool], take: Callable[[Batch], None]) -> None:
         """Set the sink: while the reader waits and `ready()`, `take` gets the outputs of each step at once.
-
-        The last outputs of a request always go to the reader. An exception of `take` is raised in the reader.
-        """
+        The last outputs of a request always go to the reader. An exception of `take` is raised in the reader."""
         self._sink = ready, take
 
     def mark(self, index: int) -> None:

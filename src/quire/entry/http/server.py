@@ -47,10 +47,8 @@ GC_THRESHOLDS = (50_000, 50, 100)
 
 def run(config: ServerConfig, console: Console) -> int:
     """Listen, serve until the end, and return the exit code. An error is printed to stderr as one line.
-
     If a thread hangs in a call that cannot be interrupted (a download), this closes everything and ends the process
-    itself, so that Ctrl-C does not wait for the thread.
-    """
+    itself, so that Ctrl-C does not wait for the thread."""
     if config.serve.enable_log_requests:
         logging.basicConfig(format="%(message)s")
         LOG.setLevel(logging.INFO)
@@ -89,9 +87,7 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console)
 
 class StopRequests:
     """`with` block in which SIGTERM and Ctrl-C set events: `first` means finish, `second` means end now.
-
-    Use it in the main thread, with a running event loop.
-    """
+    Use it in the main thread, with a running event loop."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -204,10 +200,8 @@ class _Life:
 
 def settle_memory() -> None:
     """Tune memory after loading: garbage collection runs less often, and skips the objects that exist now.
-
     They live as long as the process. A full collection over a tokenizer's vocabulary would stop every stream for tens
-    of milliseconds. From now on the C library returns freed memory to the system early.
-    """
+    of milliseconds. From now on the C library returns freed memory to the system early."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

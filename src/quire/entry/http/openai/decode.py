@@ -119,10 +119,8 @@ class RequestDecoder(Generic[T]):
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """Decode a body. Return the request and the first unknown fields, as texts for headers.
-
         Raises `HttpError` 400 for invalid JSON or a feature that is not implemented, `InvalidParameter` for a field of
-        the wrong type or out of its range.
-        """
+        the wrong type or out of its range."""
         try:
             names = NAMES.decode(body)
             self._refuse(names)
@@ -149,9 +147,7 @@ class RequestDecoder(Generic[T]):
 
     def _decoded(self, body: bytes, names: dict[str, msgspec.Raw]) -> T:
         """Decode a body into the type. 2.0 is accepted as an integer, since some clients have only floats.
-
-        Only requests that would be refused otherwise pay for this: they are decoded again.
-        """
+        Only requests that would be refused otherwise pay for this: they are decoded again."""
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:

@@ -87,9 +87,7 @@ class Writer(ABC):
     @abstractmethod
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
         """Return the events for the new part of a choice; b"" when there is nothing to show.
-
-        usage   JSON of the token counts so far, if every event has them; else b""
-        """
+        `usage`: JSON of the token counts so far, if every event has them; else b""."""
 
     @abstractmethod
     def end(self, usage: Usage) -> bytes:
@@ -103,8 +101,7 @@ class Writer(ABC):
 class ChunkWriter(Writer):
     """A writer whose events are chunks of OpenAI's completions and chat routes.
 
-    prefix    prefix of the answer's id
-    kind      "object" of a stream's events
+    prefix    prefix of the answer's id;  kind  "object" of a stream's events
     opening   JSON of a choice after its index
     """
 

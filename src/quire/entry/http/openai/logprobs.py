@@ -68,10 +68,8 @@ class _Characters:
 
     def take(self, data: bytes) -> tuple[int, str]:
         """Decode the bytes of a token. Return (number of characters of earlier tokens, text).
-
         The text is what becomes complete with this token. If earlier bytes are incomplete and this token does not
-        continue them, the text begins with a U+FFFD of the earlier tokens (number 1, else 0).
-        """
+        continue them, the text begins with a U+FFFD of the earlier tokens (number 1, else 0)."""
         held = self._decoder.getstate()[0]
         return int(bool(held) and not _goes_on(held + data[:1])), self._decoder.decode(data)
 
@@ -132,10 +130,8 @@ def prompt_columns(
     names: TokenNames, text: str, tokens: Sequence[int], entries: Sequence[LogprobsByToken | None]
 ) -> LegacyLogprobs:
     """Return the columns of an echoed prompt, with offsets in the given text.
-
     Special tokens that the text does not contain (a BOS that the tokenizer added) take no characters. Neither does a
-    space that the tokenizer put before the text.
-    """
+    space that the tokenizer put before the text."""
     writer = LegacyColumns(names, skip_special=False)
     columns = LegacyLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     tokenizer = names.tokenizer
@@ -162,9 +158,7 @@ def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
 def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[LogprobsByToken],
                   num_top: int | None) -> ChatLogprobs:
     """Return one object per token, with alternatives.
-
-    num_top   number of likeliest tokens; -1 = the whole vocabulary; None = all entries (the requested ids)
-    """
+    `num_top`: number of likeliest tokens; -1 = the whole vocabulary; None = all entries (the requested ids)."""
     content = []
     for token, entry in zip(tokens, entries, strict=True):
         others = list(entry.items())

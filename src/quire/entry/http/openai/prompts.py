@@ -42,9 +42,7 @@ T = TypeVar("T")
 
 async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
     """Do the CPU work of a request with `size` bytes: at once if small, else in a thread, huge ones one at a time.
-
-    The time grows with the bytes, whether these are characters, messages (about 18 us each), parts or variables.
-    """
+    The time grows with the bytes, whether these are characters, messages (about 18 us each), parts or variables."""
     if size < LONG:
         return work()
     try:
@@ -66,9 +64,7 @@ def tokenizer_of(text: TextSide, param: str) -> Tokenizer:
 
 async def spell_bad_words(context: ServerContext, exchange: Exchange, params: SamplingParams) -> None:
     """Tokenize the bad words now, in a thread if needed. The tokenizer caches the result for the front end.
-
-    Raises 400 for a word without tokens.
-    """
+    Raises 400 for a word without tokens."""
     words, tokenizer = params.bad_words, context.text().tokenizer
     if words and tokenizer is not None:
         await away(context, exchange.size, lambda: tokenizer.bad_word_ids(words))
@@ -168,10 +164,8 @@ async def conversation_prompt(
 
 def _opening(prompt: str, without: str, row: ReasoningFormat) -> str:
     """Return the text that begins the reasoning, for a model that begins it by itself; else "".
-
     It is found in the prompt `without` reasoning, where the template writes an empty reasoning: begin and end. Returns
-    "" also when the prompt has begun the reasoning already.
-    """
+    "" also when the prompt has begun the reasoning already."""
     added = without.removeprefix(prompt) if without.startswith(prompt) else ""
     before, start, after = added.partition(row.start)
     return before + start if row.end in after else ""
@@ -198,9 +192,7 @@ def _longest(context: ServerContext, request: SamplingFields) -> int | None:
 def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str, *,
             after: str = "") -> Prompt:
     """Encode a text, or the fill-in-the-middle prompt for the gap between it and the text `after`.
-
-    Raises 400 before encoding when the text certainly has more than `longest` tokens.
-    """
+    Raises 400 before encoding when the text certainly has more than `longest` tokens."""
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
         raise HttpError(400, f"this model's maximum context length is {longest} tokens, and the prompt is too long "
                         f"with at least {fewest}: shorten the prompt.", code="context_length_exceeded", param=param)
@@ -227,9 +219,7 @@ def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt"
 def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, prompt: Prompt, asked: int | None,
            param: str, limit: str = "max_tokens") -> Prompt:
     """Return the prompt with its salt, truncated as requested.
-
-    Raises 400 when the prompt (field `param`) and the `asked` tokens (field `limit`) exceed the context.
-    """
+    Raises 400 when the prompt (field `param`) and the `asked` tokens (field `limit`) exceed the context."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
     text = prompt.text
     if keep is not None:
@@ -246,10 +236,8 @@ def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, pro
 def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest,
                defaults: dict[str, Any] | None) -> dict[str, Any]:
     """Return further variables of the template. Raises `InvalidParameter` for names that a request cannot set.
-
     `reasoning_effort` is passed to templates that read it; "none" sets enable_thinking=False for templates that read
-    that. Other templates ignore it, and the client gets a warning.
-    """
+    that. Other templates ignore it, and the client gets a warning."""
     variables = {**(defaults or {}), **(request.chat_template_kwargs or {})}
     for name in (*ARGUMENTS, "documents", *SWITCHES):
         if name in variables:

@@ -15,10 +15,8 @@ from quire.entry.http.errors import HttpError
 class Kept:
     """A stored response.
 
-    owner        API key of its request
-    body         the response as JSON
-    items        items of its input as JSON
-    previous     id of the response that it continues
+    owner        API key of its request;  body  the response as JSON
+    items        items of its input as JSON;  previous  id of the response that it continues
     task, gone   of a response that still runs in the background; setting `gone` cancels it, as a disconnect would
     """
 
@@ -53,9 +51,7 @@ class ResponseStore:
 
     def find(self, name: str, owner: bytes, param: str | None = None) -> Kept:
         """Return a response of this owner. Raises `HttpError` 404 for an unknown one, and for one of another owner.
-
-        param   request field with the name, for the error
-        """
+        `param`: request field with the name, for the error."""
         found = self.running.get(name) or self._kept.get(name)
         if found is None or found.owner != owner:
             raise HttpError(

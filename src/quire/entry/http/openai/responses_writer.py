@@ -110,9 +110,7 @@ class ResponseWriter(Writer):
 
     def fail(self, status: int, body: bytes) -> bytes:
         """End the response with an error. Return the last events: the object, then the error, which clients raise.
-
-        Signature of `Exchange.ending`.
-        """
+        Signature of `Exchange.ending`."""
         error = msgspec.json.decode(body)["error"]
         # OpenAI's codes are an enumeration; "invalid_prompt" is the one for invalid requests.
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(status, "server_error")

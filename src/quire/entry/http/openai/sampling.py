@@ -72,10 +72,8 @@ def structured(request: SamplingFields) -> StructuredOutputsParams | None:
 def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams,
                tools: bool) -> QuireError:
     """Rewrite an engine error about the grammar or the allowed tokens so that it names fields of the request.
-
     The engine knows one grammar only, which may have been made from schemas in the request. Other errors are returned
-    unchanged. `tools`: the model may call some.
-    """
+    unchanged. `tools`: the model may call some."""
     form = request.response_format
     names = ["tools"] * tools + ["response_format"] * (form is not None and form.type != "text") + (
         ["structured_outputs"] * (request.structured_outputs is not None))

@@ -171,9 +171,7 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A message of a conversation. The reasoning of an earlier turn may have either name.
-
-    role   system, developer, user, assistant, tool, or another that the chat template knows
-    """
+    `role`: system, developer, user, assistant, tool, or another that the chat template knows."""
 
     role: str
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
@@ -437,9 +435,7 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
     """Answer of /tokenizer_info, with which a client can count tokens and render chats itself.
-
-    tokenizer_class   name of the class in transformers
-    """
+    `tokenizer_class`: name of the class in transformers."""
 
     tokenizer_class: str
     bos_token: str | None

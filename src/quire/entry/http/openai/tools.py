@@ -27,8 +27,7 @@ class ToolUse:
 
     shown      tools shown to the model, in the format of templates; None = no tools
     callable   tools that may be called; () = the answer is not parsed for calls
-    must       the model must call a tool
-    named      tool_choice names the only tool that may be called
+    must       the model must call a tool;  named  tool_choice names the only tool that may be called
     bound      a grammar must force the model to follow the request
     """
 
@@ -41,9 +40,7 @@ class ToolUse:
 
 def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
     """Return the use of tools that a request asks for. Raises 400.
-
-    hide_idle   with tool_choice="none", do not show the tools to the model
-    """
+    `hide_idle`: with tool_choice="none", do not show the tools to the model."""
     tools = plain_tools(request.tools or ())
     by_name = {tool["function"]["name"]: tool for tool in tools}
     choice = request.tool_choice or ("auto" if tools else "none")
@@ -89,9 +86,7 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 
 def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: str) -> TurnPlan:
     """Return the plan for parsing the answer to the rendered `prompt`. Sets the grammar of the answer in `params`.
-
-    Raises 400 for a structured output that cannot be combined with tool calls.
-    """
+    Raises 400 for a structured output that cannot be combined with tool calls."""
     styles, row, form = text.styles, text.styles.reasoning, params.structured_outputs
     plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
                     named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,

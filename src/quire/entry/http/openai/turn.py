@@ -22,8 +22,7 @@ class TurnPlan:
 
     styles     formats of the model's reasoning and calls; None = all text is content
     tools      tools that the model may call, in the API's format; () = the text is not parsed for calls
-    thinking   the prompt has begun the reasoning
-    parallel   the model may make several calls
+    thinking   the prompt has begun the reasoning;  parallel  the model may make several calls
     must       the model must make a call
     named      the call is of one given function; then the finish reason is "stop", not "tool_calls"
     thoughts   return the reasoning
