@@ -64,7 +64,7 @@ def test_a_busy_port_is_said_in_one_line() -> None:
         with running_server(*MOCK, "--port", str(port), wait="") as server:
             assert server.exit_code() == 3
             (line,) = server.stderr.splitlines()
-            assert line.startswith(f"quire: error: port {port} of 127.0.0.1 is taken by ") and "--port" in line
+            assert line.startswith(f"quire: error: port {port} of 127.0.0.1 is in use by ") and "--port" in line
             if sys.platform == "linux":
                 assert f"process {os.getpid()} (" in line
 

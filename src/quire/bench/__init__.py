@@ -1,4 +1,4 @@
-"""Speed, measured: the workloads, the model configurations and the result format that every compared engine shares.
+"""Benchmarks: the workloads, the model configurations and the result format that all compared engines share.
 
-Knows nothing of how an engine works inside; of the product only `entry/cli` imports it.
+Knows nothing of an engine's internals. Of the product only `entry/cli` imports it.
 """

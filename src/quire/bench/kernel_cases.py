@@ -1,7 +1,7 @@
-"""What `quire bench kernels` measures: operations with the shapes of a model, and what the vendor's library offers.
+"""Cases of `quire bench kernels`: operations with the shapes of a model, each beside the library's version.
 
-A new operation is one generator here and a name in `OPERATIONS`. Bytes are those that must move (inputs once, outputs
-once), flops those that must be done; a time below the floor that they give would be a mistake in this file.
+A new operation is one generator here and a name in `OPERATIONS`. `num_bytes` are the bytes that must move (inputs once,
+outputs once), `flops` the operations that must be done. They give the floor; a time below it shows a mistake here.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.upload import Change
 
-# a request's parameters, and what the library does for them
+# kind -> (sampling parameters, the PyTorch operations of the baseline)
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
     "greedy": ({"temperature": 0.0}, "argmax"), "plain": ({}, "softmax, noise, argmax"),
     "top-p": ({"top_p": 0.9}, "sort, cumsum, noise"),
@@ -42,7 +42,7 @@ EPS = 1e-6
 
 
 def norm_cases(setup: Setup) -> Iterator[KernelCase]:
-    """RMS norm of the hidden states."""
+    """Yield cases of the RMS norm of hidden states."""
     dim = setup.args.hidden_size
 
     def pair(rows: int) -> Pair:
@@ -55,7 +55,7 @@ def norm_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def activation_cases(setup: Setup) -> Iterator[KernelCase]:
-    """silu(gate) * up."""
+    """Yield cases of silu(gate) * up."""
     size = setup.args.intermediate_size
 
     def pair(rows: int) -> Pair:
@@ -68,7 +68,8 @@ def activation_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def heads_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Norm and rotation of the heads, and their keys and values into the cache, which is compared, too."""
+    """Yield cases of norm and rotation of the heads, and of writing keys and values to the cache.
+    The written cache is compared, too."""
     args, size = setup.args, setup.block_size
     heads, kv_heads, dim = args.num_heads, args.num_kv_heads, args.head_dim
     turned = heads + kv_heads
@@ -83,7 +84,7 @@ def heads_cases(setup: Setup) -> Iterator[KernelCase]:
         def pair(kv: KVView, other: KVView) -> Pair:
             qkv = setup.randn(rows, turned + kv_heads, dim)
             for part in (kv.k, kv.v, other.k, other.v):
-                part.zero_()  # the error is one of what was written
+                part.zero_()  # so that the error depends only on what was written
 
             def library() -> Result:
                 x = qkv[:, :turned]
@@ -107,7 +108,7 @@ def heads_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def linear_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Every projection of a layer, and the head."""
+    """Yield cases of all projections of a layer, and of the head."""
     kernel, shapes = setup.kernels.linear, _weights(setup.args)
 
     def pair(name: str, rows: int) -> Pair:
@@ -128,7 +129,7 @@ def linear_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def layer_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Projections with the norm, the gate or the sum around them, as a decoder's layer runs them for few rows."""
+    """Yield cases of projections fused with norm, gate or residual, as a decoder layer runs them for few rows."""
     shapes = _weights(setup.args)
     build = setup.build(*(Param(f"{name}.weight", shape, ()) for name, shape in shapes.items()))
 
@@ -156,7 +157,7 @@ def layer_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Rows of the embedding."""
+    """Yield cases of the embedding."""
     vocab, dim = setup.args.vocab_size, setup.args.hidden_size
     build, weight = setup.build(Param("embed.weight", (vocab, dim), ())), setup.randn(vocab, dim)
     layer = VocabEmbedding("embed", None, build)
@@ -172,18 +173,18 @@ def embedding_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def attention_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Decodes, prompts and a chunk of a long prompt; the library reads keys and values that are not paged."""
+    """Yield attention cases: decodes, prompts, a chunk of a long prompt. The library reads unpaged keys and values."""
     return (_attention_case(setup, sizes, 0) for sizes in setup.steps)
 
 
 def shared_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Decodes whose contexts begin alike, beside the same kernel without being told."""
+    """Yield decode cases with a shared prefix. The baseline is the same kernel without shared reads."""
     return (_attention_case(setup, (seqs, 1, context), prefix // setup.block_size)
             for seqs, context, prefix in setup.shared)
 
 
 def _attention_case(setup: Setup, sizes: tuple[int, int, int], front: int) -> KernelCase:
-    """Sequences, new tokens and context of each; `front`: the blocks that all begin with."""
+    """Make an attention case. `sizes`: sequences, new tokens of each, context of each; `front`: shared blocks."""
     (seqs, new, context), size, device = sizes, setup.block_size, setup.device
     heads, kv_heads, dim = setup.args.num_heads, setup.args.num_kv_heads, setup.args.head_dim
 
@@ -229,7 +230,7 @@ def _attention_pair(setup: Setup, kv: KVView, meta: AttentionMeta, sizes: tuple[
 
 
 def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
-    """A token for each row of logits; the reference is the CPU's sampler, because the library draws other noise."""
+    """Yield cases of sampling. The reference is the CPU's sampler, because the library draws other noise."""
     vocab, device = setup.args.vocab_size, setup.device
 
     def pairs(kind: str, rows: int, count: int) -> list[Pair]:
@@ -259,7 +260,8 @@ def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
-    """Tokens of logits [R, V] through PyTorch; noise divides, as in its `multinomial`, which would wait for the GPU."""
+    """Sample tokens of logits [R, V] with PyTorch.
+    It divides by exponential noise, as `torch.multinomial` does. That function itself would wait for the GPU."""
     if not spec.temperature:
         return logits.argmax(-1)
     scaled = logits / spec.temperature
@@ -274,7 +276,8 @@ def _drawn(logits: Tensor, spec: SamplerSpec) -> Tensor:
 
 
 def step_cases(setup: Setup) -> Iterator[KernelCase]:
-    """What surrounds a forward pass: every sequence's new block and length into the tables, the inputs, the results."""
+    """Yield cases of the work around a forward pass: update tables (new block and length), build inputs, keep results.
+    """
     for seqs, new, context in setup.steps:
         yield KernelCase(shape=f"{seqs} x {new} of {context}", num_bytes=28 * seqs * new + 200 * seqs,
                          make=_made(_step_pair, setup, seqs, new, context))
@@ -318,7 +321,7 @@ def _step_pair(setup: Setup, seqs: int, new: int, context: int) -> Pair:
 
 
 def _weights(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a layer's projections, and of the head."""
+    """Return (outputs, inputs) of a layer's projections and of the head, by name."""
     hidden, inner = args.hidden_size, args.intermediate_size
     q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
     return {"qkv": (q + 2 * kv, hidden), "o": (hidden, q), "gate_up": (2 * inner, hidden), "down": (hidden, inner),

@@ -1,4 +1,4 @@
-"""The shapes that `quire bench kernels` measures, and the surroundings in which an operation runs."""
+"""Shapes of `quire bench kernels`, and the setup in which an operation runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ from quire.layers.context import Build
 from quire.models.registry import kv_components, linear_plans
 
 ROWS = (1, 64, 256, 8192)
-FEW_ROWS, LOGIT_ROWS = 64, 512  # that a layer's fused kernels are measured with at most, and that are sampled
+FEW_ROWS, LOGIT_ROWS = 64, 512  # most rows of the cases of fused layer kernels, and of logits
 # (sequences, new tokens of each, context of each with them)
 STEPS = ((1, 1, 768), (64, 1, 768), (256, 1, 512), (16, 1, 16384), (1, 4096, 4096), (4, 2048, 2048), (1, 2048, 32768))
-SHARED = ((64, 4288, 4096), (256, 4288, 4096))  # (sequences, context of each, how much of it all share)
+SHARED = ((64, 4288, 4096), (256, 4288, 4096))  # (sequences, context of each, its shared prefix)
 Result = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Our operation and the library's on the same inputs; both return what is compared.
+    """Our operation and the library's on the same inputs. Both return the results to compare.
 
-    baseline   None: no library has it;  expected   what is compared instead of the library's result, and not timed
+    baseline   the library's operation; None = no library has it
+    expected   reference that is compared instead of the library's result; it is not timed
     """
 
     run: Callable[[], Result]
@@ -37,7 +38,11 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """An operation at one shape. `make(n)` gives n pairs on inputs of their own; `num_bytes` and `flops` of one."""
+    """An operation at one shape.
+
+    num_bytes, flops   bytes moved and operations done by one call
+    make               `make(n)` returns n pairs, each with its own inputs
+    """
 
     shape: str
     num_bytes: int
@@ -48,10 +53,8 @@ class KernelCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A model's arguments, where and in what it is computed, and the kernels that were chosen for it.
-
-    rows, steps, shared   the shapes that are measured (`ROWS`, `STEPS`, `SHARED`)
-    """
+    """A model's arguments with device, dtype and the kernels chosen for it.
+    `rows`, `steps`, `shared`: shapes to measure (`ROWS`, `STEPS`, `SHARED`)."""
 
     args: ModelArgs
     device: torch.device
@@ -68,16 +71,16 @@ class Setup:
         return self.dtype.itemsize
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Random values; never zeros, which run faster than real data."""
+        """Return random values. Zeros would run faster than real data."""
         return torch.randn(shape, dtype=torch.float32, device=self.device).mul_(scale).to(self.dtype)
 
     def build(self, *params: Param) -> Build:
-        """The surroundings of a layer with these parameters."""
+        """Return the `Build` of a layer with these parameters."""
         linears = linear_plans(self.args, params, self.kernels.choices)
         return Build(self.dtype, self.device, self.kernels, {param.name: param for param in params}, linears)
 
     def arena(self, num_layers: int, num_blocks: int) -> list[KVView]:
-        """The caches of that many layers in one arena, as a model has them, filled."""
+        """Return the KV caches of so many layers in one arena, as in a model, filled with random values."""
         geometry = resolve_geometry(kv_components(self.args, str(self.dtype).removeprefix("torch.")), num_layers, None,
                                     self.block_size)
         arena = KVArena(geometry, num_blocks, self.device)

@@ -1,8 +1,8 @@
-"""Every kernel against its floor and against the library it replaces.
+"""Times of all kernels, beside their floor and the library they replace.
 
-The floor is the larger of bytes over the memory's rate and operations over the matrix units' rate, both measured here
-first. Calls go over inputs that together are several times the cache, on a GPU inside a CUDA graph. Every result is
-compared before it is timed, with the library's or with a reference: a wrong kernel has no speed.
+The floor is the larger of bytes / memory rate and operations / matrix rate. Both rates are measured first. Successive
+calls use different inputs, together several times the size of the cache; on a GPU they run in a CUDA graph. Every
+result is compared with the library's or a reference before it is timed: a wrong kernel gets no time.
 """
 
 import math
@@ -29,37 +29,41 @@ MODELS = ("qwen3-0.6b", "qwen3-8b")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative, of the whole result
 ROTATED = 256 << 20  # bytes of all inputs together: several times a cache of 50 to 60 MB
 MAX_SETS = 64
-CALLS, SAMPLES, LONGEST = 24, 9, 0.3  # of a graph, at least; of its replays, until they take so many seconds
-ROW_BY_ROW = ("heads", "attention", "shared")  # whose reference is a loop over rows, for checking only
+CALLS, SAMPLES, LONGEST = 24, 9, 0.3  # least calls of a graph; most replays; most seconds of all replays
+ROW_BY_ROW = ("heads", "attention", "shared")  # the reference is a loop over rows, for checks only
 TRITON_ONLY = ("shared", "sampler", "step")
-CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  # whose kernels others are made of
+CHOSEN_AS = {"layer": "linear", "embedding": "linear", "shared": "attention"}  # operation -> operation of its kernel
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches: bytes read and written per second by a copy, operations per second by a product."""
+    """Measured rates of a device.
+
+    memory   bytes per second, read and written by a copy;  matrix  operations per second of a matrix product
+    """
 
     memory: float
     matrix: float
 
     def floor(self, case: KernelCase) -> float:
-        """Seconds that no kernel can beat."""
+        """Return the seconds that a kernel needs at least."""
         return max(case.num_bytes / self.memory, case.flops / self.matrix)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, size: int | None = None) -> Rates:
-    """The two rates, of a copy of `size`^2 elements and a product of `size`^3; the fastest of several runs."""
+    """Measure both rates, as the fastest of several runs.
+    `size`: the copy has 8 * size^2 bytes, the matrix product 2 * size^3 operations; None = by device."""
     size = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     large = torch.zeros(size * size * 8 // dtype.itemsize, dtype=dtype, device=device)
-    target = torch.empty_like(large)  # by a kernel: a graph's own copies are a third slower than those
+    target = torch.empty_like(large)  # copied by a kernel: copy nodes of a graph are a third slower
     copy = seconds_per_call([lambda: torch.neg(large, out=target)], device, best=True)
     product = seconds_per_call([lambda: a @ b], device, best=True)
     return Rates(2 * large.nbytes / copy, 2 * size**3 / product)
 
 
 def make_setup(model: str, device: str, dtype: str = "bfloat16") -> Setup:
-    """The kernels that an engine would choose for one of the bundled configurations."""
+    """Make the setup of a bundled configuration, with the kernels that an engine would choose."""
     args = read_checkpoint_config(model_folder(model))
     return Setup(args=args, device=torch.device(device), dtype=getattr(torch, dtype),
                  kernels=select_kernels(device, dtype, head_dim=args.head_dim),
@@ -67,7 +71,7 @@ def make_setup(model: str, device: str, dtype: str = "bfloat16") -> Setup:
 
 
 def choose_operations(names: Sequence[str]) -> list[str]:
-    """The operations of these names (all without names); raises `ConfigError` for an unknown one."""
+    """Return these operations; without names, all. Raises `ConfigError` for an unknown name."""
     unknown = [name for name in names if name not in OPERATIONS]
     if unknown:
         raise ConfigError(f"there is no operation {unknown[0]!r}: use {', '.join(OPERATIONS)}.")
@@ -75,8 +79,11 @@ def choose_operations(names: Sequence[str]) -> list[str]:
 
 
 def measure_kernels(setup: Setup, rates: Rates, operations: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each case: times in microseconds, `floor_percent` (100 on the floor), `x_library` (how many times
-    faster than the library), or what is `wrong`."""
+    """Yield a row for each case. Times are in microseconds.
+
+    floor_percent   100 * floor / time;  x_library  time of the library / our time
+    wrong           reason why the case has no times; "" for none
+    """
     chosen = {choice.op: choice.name for choice in setup.kernels.choices}
     for op in operations:
         kernel = chosen.get(CHOSEN_AS.get(op, op), "triton")
@@ -89,7 +96,7 @@ def measure_kernels(setup: Setup, rates: Rates, operations: Sequence[str]) -> It
 
 
 def _untimed(setup: Setup, op: str, kernel: str) -> str:
-    """Why an operation is not measured here, or ""."""
+    """Return the reason why an operation is not measured here; "" if it is."""
     if op in TRITON_ONLY and not INTERPRETED:
         return "only on a GPU" if setup.device.type == "cpu" else missing()
     return "only the reference, which is not timed" if op in ROW_BY_ROW and kernel == "ref" else ""
@@ -110,7 +117,7 @@ def _measure(setup: Setup, case: KernelCase, rates: Rates) -> dict[str, Any]:
 
 
 def _difference(pair: Pair, baseline: str, tolerance: float) -> str:
-    """What is wrong with the result, or ""."""
+    """Return the difference of a result from the expected one as text; "" if it is within the tolerance."""
     found = [part.clone() for part in _parts(pair.run())]
     expected = pair.expected or pair.baseline
     assert expected is not None, "a case without a library has a reference"
@@ -126,8 +133,8 @@ def _parts(result: Result) -> tuple[Tensor, ...]:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected| over all elements, NaN when there is one; of integers the share that is wrong;
-    infinite for another shape."""
+    """Return |found - expected| / |expected| over all elements; NaN if there is a NaN.
+    For integers it is the share of wrong elements. For different shapes it is infinite."""
     if found.shape != expected.shape:
         return math.inf
     if not expected.is_floating_point():
@@ -137,7 +144,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device, *, best: bool = False) -> float:
-    """The median time of one of `calls`, which are made in turn; `best`: the shortest instead."""
+    """Return the median seconds of one call, with `calls` made in turn. `best`: the shortest time instead."""
     for call in calls:
         call()
     samples = _on_gpu(calls) if device.type == "cuda" else _on_cpu(calls)
@@ -154,7 +161,7 @@ def _on_cpu(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def _on_gpu(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Replays of a graph of all calls; what cannot be captured is launched one by one."""
+    """Time replays of a CUDA graph of all calls. Calls that cannot be captured are launched one by one."""
     rounds = math.ceil(CALLS / len(calls))
 
     def all_calls() -> None:

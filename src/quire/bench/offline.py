@@ -1,4 +1,4 @@
-"""Workloads through `LLM`: how long batches take (throughput), and how long one answer takes (latency)."""
+"""Offline benchmarks with `LLM`: time of batches (throughput) and of single requests (latency)."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,11 @@ LATENCY_WORKLOAD = "latency_b1"
 
 
 class OfflineBench:
-    """One `LLM` and the result record that its runs fill; the format is the same for every engine compared."""
+    """An `LLM` and the result of its runs. All compared engines share the format of the result."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         name, given = resolve_target(options)
-        self.advance: Callable[[int], None] = lambda count: None  # told of tokens as they come
+        self.advance: Callable[[int], None] = lambda count: None  # called with numbers of new tokens
         start = time.perf_counter()
         from quire.entry.llm import LLM
 
@@ -40,8 +40,8 @@ class OfflineBench:
         }
 
     def throughput(self, works: Sequence[Workload], repeat: int) -> Iterator[dict[str, Any]]:
-        """Run each workload `repeat` times, the prefix cache emptied between; yields the row of the fastest run, with
-        inter-token times in milliseconds of all runs."""
+        """Run each workload `repeat` times, with an empty prefix cache. Yield the row of the fastest run.
+        The row also has the inter-token times of all runs, in milliseconds."""
         works = self._fitting(works)
         for work in works:
             with watching(self.llm.engine.core, self.advance) as steps:
@@ -51,8 +51,8 @@ class OfflineBench:
             yield row
 
     def latency(self, works: Sequence[Workload], repeat: int) -> Iterator[dict[str, Any]]:
-        """The first request of each workload alone, as a stream: the row of the fastest run, with first-token and
-        inter-token times in milliseconds."""
+        """Run the first request of each workload alone, as a stream. Yield the row of the fastest run.
+        The row also has first-token and inter-token times, in milliseconds."""
         for work in self._fitting(works):
             one = Workload(name=work.name, prompts=work.prompts[:1], outputs=work.outputs[:1])
             row = min((self._stream(one) for _ in range(repeat)), key=lambda row: float(row["seconds"]))
@@ -73,7 +73,7 @@ class OfflineBench:
             | _percentiles(np.diff(times))
 
     def _fitting(self, works: Sequence[Workload]) -> list[Workload]:
-        """Workloads with ids that the model has; raises `ConfigError` before anything runs when one is too long."""
+        """Return the workloads with token ids of the model. Raises `ConfigError` for a workload beyond the context."""
         facts = self.llm.engine.core.facts
         for work in works:
             longest = max(len(p) + n for p, n in zip(work.prompts, work.outputs, strict=True))
@@ -89,7 +89,8 @@ class OfflineBench:
 @contextmanager
 def watching(core: EngineCore, advance: Callable[[int], None] = lambda count: None,
              ) -> Iterator[list[tuple[float, I32]]]:  # fmt: skip
-    """When each step of `core` was confirmed, and for which requests; `advance` is told how many."""
+    """Record the time and the handles of each step of `core` inside the block.
+    `advance`: called with the number of handles of each step."""
     steps: list[tuple[float, I32]] = []
     step = core.step
 
@@ -103,11 +104,11 @@ def watching(core: EngineCore, advance: Callable[[int], None] = lambda count: No
     try:
         yield steps
     finally:
-        del core.step  # the method shows again
+        del core.step  # restores the method
 
 
 def _inter_token(steps: list[tuple[float, I32]]) -> dict[str, float]:
-    """Between the steps that bring tokens of one request, over all requests."""
+    """Return percentiles of the times between successive tokens of a request, over all requests."""
     last = np.full(1 + max((int(handles.max()) for _, handles in steps if len(handles)), default=0), np.nan)
     gaps = [np.empty(0)]
     for now, handles in steps:
@@ -119,7 +120,7 @@ def _inter_token(steps: list[tuple[float, I32]]) -> dict[str, float]:
 
 
 def _percentiles(gaps: np.ndarray) -> dict[str, float]:
-    """p50 and p99 of seconds, in milliseconds; 0 of none."""
+    """Return p50 and p99 in milliseconds of times in seconds; 0 without times."""
     values = np.percentile(gaps, (50, 99)) if len(gaps) else (0.0, 0.0)
     return {f"inter_token_{name}_ms": round(1000 * float(value), 2)
             for name, value in zip(("p50", "p99"), values, strict=True)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where a GPU's time goes in a workload: by kernel, between kernels and between steps. Needs PyTorch's profiler."""
+"""GPU profile of a workload: time by kernel, between kernels and between steps. Needs PyTorch's profiler."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from quire.bench.offline import OfflineBench
 from quire.bench.workload import Workload
 
-LAST_OF_STEP = "_finish_kernel"  # runs once a step, last
+LAST_OF_STEP = "_finish_kernel"  # the last kernel of every step
 
 
 class Event(NamedTuple):
-    """A kernel or a copy on the GPU; nanoseconds."""
+    """A kernel or a copy on the GPU. Times are in nanoseconds."""
 
     name: str
     start: int
@@ -20,24 +20,25 @@ class Event(NamedTuple):
 
 
 def profile_workload(bench: OfflineBench, work: Workload) -> dict[str, Any]:
-    """The row of one run, after one that warms up, with `where_time_goes` added; what is traced takes longer."""
+    """Run a workload twice and trace the second run. Return its row with the fields of `where_time_goes`.
+    A traced run takes longer."""
     from torch.profiler import ProfilerActivity, profile
 
     list(bench.throughput([work], 1))
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         (row,) = bench.throughput([work], 1)
-    found = traced.profiler.kineto_results.events()  # not traced.events(), which makes slow objects of them
+    found = traced.profiler.kineto_results.events()  # traced.events() is slow
     return row | where_time_goes(Event(event.name(), event.start_ns(), event.duration_ns()) for event in found
                                  if event.device_type().name == "CUDA")  # fmt: skip
 
 
 def where_time_goes(events: Iterable[Event]) -> dict[str, Any]:
-    """Times of kernels and of the pauses between them; shares are of the time from the first start to the last end.
+    """Return times of kernels and of the gaps between them. Shares are of the time from first start to last end.
 
-    kernels   name, calls, total_ms, share and us of each, most time first; those that overlap count in full
+    kernels   name, calls, total_ms, share and us of each, most time first; overlapping kernels count in full
     idle      total_ms and share of the time in which nothing ran
-    steps     of those with the usual number of launches (where most decode, those that only decode): us_p50 from end to
-              end, gap_us_p50 and gap_us_p99 from a step's last kernel to the first of the next; None without any
+    steps     of steps with the most common number of launches, which usually only decode: us_p50 from end to end;
+              gap_us_p50 and gap_us_p99 from the last kernel of a step to the first of the next. None without steps
     """
     ordered = sorted(events, key=lambda event: event.start)
     if not ordered:

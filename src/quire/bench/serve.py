@@ -1,6 +1,6 @@
-"""A load on a running server, and what came of it: latencies, throughput, goodput, errors by kind.
+"""Load on a running server, and its result: latencies, throughput, goodput, errors by kind.
 
-The result's names are those of `vllm bench serve`, so that whatever reads its files reads ours.
+The result has the names of `vllm bench serve`, so that tools for its files can read ours.
 """
 
 import asyncio
@@ -22,13 +22,17 @@ from quire.bench.serve_load import Ask, arrivals
 from quire.contracts.errors import ConfigError
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
-MAX_SAID = 3  # different sentences of failed requests that are kept
-BUSY = 0.8  # share of a core above which the client itself may be what limits
+MAX_SAID = 3  # different error messages kept in the result
+BUSY = 0.8  # CPU share of the client above which it may be the bottleneck
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """When requests are sent: at `rate` per second, never more than `max_concurrency` at once."""
+    """Pace of the requests.
+
+    rate              requests per second; inf = all at once;  burstiness  see `arrivals`
+    max_concurrency   requests at once, at most; None = no limit
+    """
 
     rate: float = math.inf
     burstiness: float = 1.0
@@ -38,7 +42,7 @@ class Pace:
 
 @dataclass(kw_only=True)
 class LoadRun:
-    """The requests that ended; those that an interrupt cut off are not among them."""
+    """Records of the finished requests, without those that Ctrl-C cut off."""
 
     records: list[Record] = field(default_factory=list)
     seconds: float = 0.0
@@ -47,7 +51,7 @@ class LoadRun:
 
 
 async def drive(client: Client, asks: Sequence[Ask], pace: Pace, on_end: Callable[[], None] = lambda: None) -> LoadRun:
-    """Send every request at its time and wait for all; Ctrl-C ends it early and keeps what there is."""
+    """Send every request at its time and wait for all. Ctrl-C ends the run early and keeps its records."""
     run, stop = LoadRun(), asyncio.Event()
     gate = asyncio.Semaphore(pace.max_concurrency or len(asks) or 1)
     loop = asyncio.get_running_loop()
@@ -84,7 +88,7 @@ async def drive(client: Client, asks: Sequence[Ask], pace: Pace, on_end: Callabl
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """ "ttft:200" and the like to {name: milliseconds}; e2e means e2el. Raises `ConfigError`."""
+    """Parse pairs like "ttft:200" to {name: milliseconds}; e2e means e2el. Raises `ConfigError`."""
     bounds = {}
     for pair in pairs:
         name, colon, value = pair.partition(":")
@@ -96,7 +100,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def summarize(run: LoadRun, percentiles: Sequence[float], goodput: dict[str, float]) -> dict[str, Any]:
-    """The result of a run: counts, rates per second, latencies in milliseconds, the client's own cost."""
+    """Return the result of a run: counts, rates per second, latencies in milliseconds, CPU use of the client."""
     done = [record for record in run.records if record.error is None]
     seconds, num_events = max(run.seconds, 1e-9), sum(record.num_events for record in run.records)
     num_input, num_output = sum(r.num_input for r in done), sum(r.num_output for r in done)
@@ -130,7 +134,7 @@ def summarize(run: LoadRun, percentiles: Sequence[float], goodput: dict[str, flo
 
 
 def _latency(record: Record, name: str) -> float | None:
-    """Milliseconds; None when the request has no such time."""
+    """Return a latency of a request in milliseconds; None if it has no such time."""
     if name == "e2el":
         return 1000 * (record.ended - record.started)
     if record.first is None:
@@ -150,12 +154,12 @@ def _describe(name: str, values: Sequence[float], percentiles: Sequence[float]) 
 
 
 def percentile(values: Sequence[float], p: float) -> float | None:
-    """The p-th percentile (0 to 100), linear between neighbours; None of nothing."""
+    """Return the p-th percentile (0 to 100), linear between neighbours; None without values."""
     return round(float(np.percentile(values, p)), 3) if values else None
 
 
 def remarks(result: dict[str, Any], asks: Sequence[Ask]) -> list[str]:
-    """What a reader of the result should know before believing it."""
+    """Return notes that a reader of the result needs to interpret it."""
     lines = [f"a request failed: {sentence}" for sentence in result["said"]]
     if result["tokens_counted_by"] == "events":
         lines.append("the server sent no usage: output tokens are events, input tokens are unknown.")
@@ -163,7 +167,7 @@ def remarks(result: dict[str, Any], asks: Sequence[Ask]) -> list[str]:
         lines.append(f"events carry {result['tokens_per_event']} tokens: ITL is the time between events.")
     asked = statistics.fmean(ask.max_tokens for ask in asks) if asks else 0.0
     if result["completed"] and result["total_output_tokens"] / result["completed"] < 0.95 * asked:
-        lines.append("answers ended before their length: --ignore-eos makes them as long as asked.")
+        lines.append("answers are shorter than their max_tokens: --ignore-eos makes them full length.")
     if result["client_cpu_share"] > BUSY:
-        lines.append(f"this client used {result['client_cpu_share']:.0%} of a core: it may be what limits.")
+        lines.append(f"this client used {result['client_cpu_share']:.0%} of a core: it may be the bottleneck.")
     return lines

@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI-compatible server, timed. Knows events and tokens, nothing of arrival rates."""
+"""Client that times streamed requests to an OpenAI-compatible server. Knows nothing of arrival rates."""
 
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -18,11 +18,13 @@ MAX_ERROR_BYTES, MAX_SENTENCE = 1 << 20, 500
 
 @dataclass(kw_only=True)
 class Record:
-    """What became of one request. Times in seconds on one monotonic clock.
+    """Record of one request. Times are seconds on a monotonic clock.
 
-    gaps         between events with text, first to last
-    num_output   tokens, as the server counted them; without its count, events (`counted` is False then)
-    error        what went wrong, as a short kind;  said  in a sentence, the server's own if it gave one
+    late         seconds between its arrival time and the time it was sent
+    gaps         seconds between successive events with text
+    num_output   tokens as the server counted them; without its count, the number of events (`counted` is False)
+    error        short kind of the error; None for none
+    said         message of the error, from the server if it sent one
     """
 
     started: float
@@ -50,7 +52,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def has_token(self) -> bool:
-        """Whether this is more than the announcement of a role; a text completion's choice always is."""
+        """Return True if the choice has text or calls, not only a role. Choices of text completions always have."""
         d = self.delta
         return d is None or bool(d.content or d.reasoning or d.reasoning_content or d.tool_calls)
 
@@ -71,7 +73,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where and how to ask. `extra` is merged into every body."""
+    """The server and the form of the requests. `extra` is merged into every body."""
 
     base_url: str
     endpoint: str
@@ -83,7 +85,7 @@ class Target:
     insecure: bool = False
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """The JSON of one request."""
+        """Return the JSON body of a request."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
             given = isinstance(ask.prompt, list)
@@ -95,10 +97,8 @@ class Target:
 
 
 class Client:
-    """Sends requests over as many connections as there are at once; an async context manager.
-
-    Raises `ConfigError` when aiohttp, the client library of the `bench` extra, is not installed.
-    """
+    """HTTP client with one connection per concurrent request; an async context manager.
+    Raises `ConfigError` when aiohttp, the client library of the `bench` extra, is not installed."""
 
     def __init__(self, target: Target) -> None:
         try:
@@ -120,7 +120,7 @@ class Client:
         await self._session.close()
 
     async def first_model(self) -> str:
-        """The name of the first model that the server lists; `ConfigError` when it does not say."""
+        """Return the name of the first model that the server lists. Raises `ConfigError` if it lists none."""
         url = f"{self.target.base_url}/v1/models"
         try:
             async with self._session.get(url) as response:
@@ -132,10 +132,10 @@ class Client:
         except (self._errors, TimeoutError, OSError) as error:
             raise ConfigError(_unreachable(error, self.target.base_url)) from None
         except (ValueError, LookupError, TypeError):
-            raise ConfigError(f"{url} lists no model: name one with --model.") from None
+            raise ConfigError(f"{url} lists no model: name a model with --model.") from None
 
     async def send(self, ask: Ask, late: float = 0.0) -> Record:
-        """Run one request to its end. Never raises for what the server does: see `Record.error`."""
+        """Run one request to its end. Errors of the server are not raised; they are in `Record.error`."""
         target = self.target
         body = msgspec.json.encode(target.body(ask))
         record = Record(started=perf_counter(), late=late)
@@ -150,7 +150,7 @@ class Client:
         except (self._errors, OSError) as error:
             record.error, record.said = type(error).__name__, _unreachable(error, target.base_url)
         except msgspec.MsgspecError:
-            record.error = "an event that is no completion"
+            record.error = "invalid event"
         record.ended = perf_counter()
         if not record.counted:
             record.num_output = record.num_events
@@ -180,7 +180,7 @@ async def _read(content: "aiohttp.StreamReader", record: Record) -> None:
 
 
 def _note(event: _Event, record: Record) -> bool:
-    """Take an event's usage and error; returns whether it brought tokens."""
+    """Record an event's usage and error. Return True if the event has tokens."""
     if event.error is not None:
         kind = event.error.get("type") if isinstance(event.error, dict) else None
         record.error, record.said = f"error event {kind or ''}".strip(), _message(event.error)
@@ -194,15 +194,15 @@ def _note(event: _Event, record: Record) -> bool:
 
 
 def _unreachable(error: Exception, where: str) -> str:
-    """What a connection that failed means, in one sentence."""
+    """Return the message of a failed connection."""
     cause = error.__cause__ or error
     if isinstance(error, ConnectionRefusedError) or isinstance(cause, ConnectionRefusedError):
-        return f"nobody listens at {where}: start `quire serve`, or correct --base-url."
+        return f"no server listens at {where}: start `quire serve`, or correct --base-url."
     return f"{where} cannot be reached ({type(error).__name__}: {error}): correct --base-url."
 
 
 def _sentence(body: bytes) -> str:
-    """The message of an error answer; "" when it has none."""
+    """Return the message of an error response; "" if it has none."""
     try:
         answer = msgspec.json.decode(body[:MAX_ERROR_BYTES])
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""What a server is asked in a benchmark, and when: random prompts or a file of them, arrivals at a rate.
+"""Requests of a server benchmark and their arrival times: random prompts or a file of prompts, at a rate.
 
-Knows nothing of HTTP. Prompts for completions are token ids, so that their length is exact with any tokenizer; prompts
-for chat are words, and the server's own count is what gets reported.
+Knows nothing of HTTP. Prompts for completions are token ids, so that their length is exact with any tokenizer. Prompts
+for chat are words; the result reports the server's count of their tokens.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.contracts.errors import ConfigError
 
-LOW_ID, HIGH_ID = 1000, 8000  # ids that nearly every vocabulary has, above special tokens
+LOW_ID, HIGH_ID = 1000, 8000  # ids in nearly every vocabulary, above its special tokens
 WORDS = ("time year people way day man thing woman life child world school state family student group country problem "
          "hand part place case week company system program question work night point home water room mother area "
          "money story fact month lot right study book eye job word business issue side kind head house service friend "
@@ -24,7 +24,7 @@ WORDS = ("time year people way day man thing woman life child world school state
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request: a text, token ids, or a conversation's messages, and how many tokens to answer at most."""
+    """A request: a text, token ids or chat messages, and the maximum number of output tokens."""
 
     prompt: str | list[int] | list[dict[str, Any]]
     max_tokens: int
@@ -32,7 +32,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLoad:
-    """Random prompts. Lengths are drawn from [len * (1 - ratio), len * (1 + ratio)]; the prefix is one for all."""
+    """Random prompts with a common prefix. Lengths are drawn from [len * (1 - ratio), len * (1 + ratio)]."""
 
     input_len: int = 1024
     output_len: int = 128
@@ -42,7 +42,7 @@ class RandomLoad:
     as_text: bool = False
 
     def draw(self, count: int, seed: int) -> list[Ask]:
-        """The same `count` requests for the same seed."""
+        """Draw `count` requests; the same seed gives the same requests."""
         rng = random.Random(seed)
         prefix = self._piece(rng, self.prefix_len)
         asks = []
@@ -62,18 +62,16 @@ def _spread(rng: random.Random, length: int, ratio: float) -> int:
 
 
 def read_load(path: Path, output_len: int, count: int, *, chat: bool) -> list[Ask]:
-    """`count` requests of a JSON-lines file, from the start again when it has fewer.
-
-    A line is {"prompt": text or ids} or, for chat, {"messages": [...]}, with "max_tokens" or "output_tokens" if its
-    own bound is to hold instead of `output_len`. Raises `ConfigError` with the line that is wrong.
-    """
+    """Read `count` requests from a JSON-lines file. A shorter file is repeated.
+    A line is {"prompt": text or ids} or, for chat, {"messages": [...]}. Its "max_tokens" or "output_tokens" replaces
+    `output_len`. Raises `ConfigError` with the number of the wrong line."""
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset-path {path}: {error}.") from None
+        raise ConfigError(f"--dataset-path {path}: {error}: choose another file.") from None
     asks = [_parse(line, f"{path}:{number}", output_len, chat) for number, line in enumerate(lines, 1)]
     if not asks:
-        raise ConfigError(f"--dataset-path {path}: the file holds no request.")
+        raise ConfigError(f"--dataset-path {path}: the file has no requests: choose another file.")
     return [asks[i % len(asks)] for i in range(count)]
 
 
@@ -90,8 +88,8 @@ def _parse(line: str, where: str, output_len: int, chat: bool) -> Ask:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> Sequence[float]:
-    """Seconds after the start at which each request is sent: a Poisson process for burstiness 1 (gamma-distributed
-    gaps otherwise: below 1 in bursts, above 1 more evenly); all at once for an infinite rate."""
+    """Return the time of each request, in seconds after the start. An infinite rate sends all at once.
+    `burstiness`: 1: a Poisson process; otherwise gamma-distributed gaps, below 1 in bursts, above 1 more even."""
     if math.isinf(rate):
         return [0.0] * count
     rng, now, times = random.Random(seed), 0.0, []

@@ -1,4 +1,4 @@
-"""Seconds from the start of a process to its first token, by phase, measured from outside."""
+"""Start-up benchmark: seconds from the start of a process to its first token, by phase, measured from outside."""
 
 import json
 import subprocess
@@ -13,16 +13,14 @@ from quire.bench.workload import printable, resolve_target
 from quire.contracts.errors import ConfigError, EngineDead, UserError
 
 NUM_PROMPT = 8
-# The child finds this very package, wherever it was imported from.
+# The child imports the same package as this process.
 CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from quire.bench.startup import child; child(sys.stdin.read())"
 
 
 def measure_startup(options: dict[str, Any], repeat: int, on_run: Callable[[], None]) -> dict[str, Any]:
-    """Start `repeat` processes one after the other: all runs, and the phases of the fastest.
-
-    on_run   called after each
-    Raises `ConfigError` for what a child refused, `EngineDead` with the last line of one that failed.
-    """
+    """Start `repeat` processes one after the other. Return all totals, and the phases of the fastest run.
+    `on_run`: called after each run. Raises `ConfigError` with a child's user error, `EngineDead` with the last line of
+    a child that failed."""
     name, given = resolve_target(options)
     runs = []
     for _ in range(repeat):
@@ -41,7 +39,7 @@ def _start(options: dict[str, Any]) -> dict[str, float]:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(json.dumps({"options": options, "started": started}))  # not argv: it may hold a token
             process.stdin.close()
-            line = process.stdout.readline()  # comes with the first token; what follows is the child's end
+            line = process.stdout.readline()  # printed at the first token, so the child's exit is not measured
             total = time.monotonic() - started
         errors.seek(0)
         reason = (errors.read().strip().splitlines() or ["no output"])[-1]
@@ -54,7 +52,7 @@ def _start(options: dict[str, Any]) -> dict[str, float]:
 
 
 def child(request: str) -> None:
-    """What the measured process does: make a first token, print the phases (or why not) as one JSON line."""
+    """Run the measured process: generate one token, and print the phases, or the error, as one line of JSON."""
     task: dict[str, Any] = json.loads(request)
     phases = {"python": time.monotonic() - task["started"]}
     try:

@@ -1,7 +1,7 @@
-"""Token-id workloads and the JSON row that comes of one, the same for every engine that is compared.
+"""Workloads of token ids, and the JSON rows of their results, the same for all compared engines.
 
-Nothing but the standard library and our errors: the peer's environment imports this file too. Prompts are random ids
-from a fixed seed, outputs have fixed lengths (greedy, end-of-text ignored), so that two engines do the same work.
+Imports only the standard library and our errors, because vLLM's environment imports this file, too. Prompts are random
+ids from a fixed seed; outputs have fixed lengths (greedy, end of sequence ignored). So all engines do the same work.
 """
 
 import json
@@ -18,12 +18,12 @@ HERE = Path(__file__).parent
 DEFAULT_MODEL = "qwen3-0.6b"
 DUMMY = {"load_format": "dummy", "skip_tokenizer_init": True}
 SECRET = ("hf_token",)
-LOW_ID, HIGH_ID = 1000, 30_000  # ids every vocabulary of the compared models has, above their special tokens
+LOW_ID, HIGH_ID = 1000, 30_000  # ids in the vocabularies of all compared models, above their special tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests of one kind: `prompts[i]` (token ids) is to be continued by exactly `outputs[i]` tokens."""
+    """Requests of one kind. An engine continues `prompts[i]` (token ids) by exactly `outputs[i]` tokens."""
 
     name: str
     prompts: list[list[int]]
@@ -31,14 +31,12 @@ class Workload:
 
     @property
     def num_input_tokens(self) -> int:
-        """Prompt tokens of all requests."""
+        """Number of prompt tokens of all requests."""
         return sum(map(len, self.prompts))
 
     def summary(self, seconds: float, produced: int) -> dict[str, Any]:
-        """The row of a result file: counts, seconds and tokens per second.
-
-        Raises ValueError when `produced` output tokens are not what was asked for: such a run may not be compared.
-        """
+        """Return the row of a result file: counts, seconds and tokens per second.
+        Raises ValueError when the number of output tokens is wrong, since such a run cannot be compared."""
         asked = sum(self.outputs)
         if produced != asked:
             raise ValueError(f"{self.name}: {produced} tokens came out, {asked} were asked for.")
@@ -56,10 +54,10 @@ class Workload:
 def load_workloads(
     names: Sequence[str] | None = None, scale: float = 1.0, max_len: int | None = None
 ) -> Iterator[Workload]:
-    """Workloads of `workloads.json`, all of them or `names`, in the file's order.
+    """Yield the workloads of `workloads.json`, all or `names`, in the file's order.
 
-    scale     factor on the number of requests (at least one stays), for a small machine
-    max_len   bound on every prompt, prefix and output length, in tokens
+    scale     factor on the number of requests, for a small machine; at least one request stays
+    max_len   maximum of every prompt, prefix and output length, in tokens
 
     Raises `ConfigError` for a name that is not in the file.
     """
@@ -72,7 +70,7 @@ def load_workloads(
 
 
 def _draw(name: str, spec: dict[str, Any], scale: float, max_len: int | None) -> Workload:
-    # The order of draws is part of the format: results are compared with files that hold it.
+    # Keep the order of draws: recorded results depend on it.
     rng = random.Random(0)
     count = max(1, round(spec["requests"] * scale)) if spec["requests"] > 1 else 1
 
@@ -92,8 +90,9 @@ def _draw(name: str, spec: dict[str, Any], scale: float, max_len: int | None) ->
 
 
 def fastest_run(llm: Any, make_params: Any, work: Workload, repeat: int) -> dict[str, Any]:
-    """The row of the fastest of `repeat` runs, the prefix cache emptied before each, and `first_seconds` of the first.
+    """Run a workload `repeat` times, each with an empty prefix cache. Return the row of the fastest run.
 
+    The row also has `first_seconds`, the time of the first run.
     llm           an offline class with `generate` and `reset_prefix_cache`
     make_params   the class of its sampling parameters
     """
@@ -111,23 +110,21 @@ def fastest_run(llm: Any, make_params: Any, work: Workload, repeat: int) -> dict
 
 
 def model_names() -> list[str]:
-    """Names of the model configurations that ship for benchmarks (random weights are enough for speed)."""
+    """Return the names of the bundled model configurations for benchmarks, which run with random weights."""
     return sorted(path.parent.name for path in (HERE / "models").glob("*/config.json"))
 
 
 def model_folder(name: str) -> Path:
-    """Folder of a model configuration by name, as in `model_names`; raises `ConfigError` for any other name."""
+    """Return the folder of a model configuration of `model_names`. Raises `ConfigError` for any other name."""
     if name not in model_names():
         raise ConfigError(f"unknown benchmark model {name!r}: the models are {', '.join(model_names())}.")
     return HERE / "models" / name
 
 
 def resolve_target(options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(name, engine options) of the model to measure.
-
-    A name of `bench/models` means that configuration with random weights and without a tokenizer; a folder or hub id is
-    loaded as it is. What the caller gave explicitly wins.
-    """
+    """Return (name, engine options) of the model to measure.
+    A name of `bench/models` means that configuration with random weights and without a tokenizer. A folder or hub id is
+    loaded as it is. Options of the caller override these."""
     model = options.get("model") or DEFAULT_MODEL
     if model in model_names() and not Path(model).is_dir():
         return model, DUMMY | options | {"model": str(model_folder(model))}
@@ -135,5 +132,5 @@ def resolve_target(options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def printable(options: dict[str, Any]) -> dict[str, Any]:
-    """Options for a result file: no secrets, no path of the model."""
+    """Return the options for a result file, without secrets and the path of the model."""
     return {name: value for name, value in options.items() if name not in (*SECRET, "model")}

@@ -1,4 +1,4 @@
-"""Where users come in: the offline classes, the command line, later HTTP.
+"""Entry points for users: the offline classes, the command line, the HTTP server.
 
-Knows prompts, texts and outputs; the engine core behind it sees only token ids.
+Knows prompts, texts and outputs. The engine core behind it sees only token ids.
 """

@@ -1,4 +1,5 @@
-"""What callers of other engines' offline class know and `LLM` has not: said by name, with what is there instead."""
+"""Methods and arguments of vLLM's `LLM` that Quire's does not have. Each is refused by name, with what to use instead.
+"""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -7,30 +8,30 @@ from typing import Any
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.named import asks_nothing
 
-POOLED = "embed and score are there; models that classify or reward are not implemented"
-SLEEP = "close the LLM, and make a new one, to give its memory back for a while"
-WORKERS = "code is not run in the engine; `engine` has its configuration and plans"
+POOLED = "use embed or score; classification and reward models are not implemented"
+SLEEP = "call close() to free the memory, and make a new LLM later"
+WORKERS = "functions cannot be run in the engine; read its configuration and plans from `engine`"
 METHODS = {
     "encode": POOLED, "classify": POOLED, "reward": POOLED, "sleep": SLEEP, "wake_up": SLEEP,
-    "collective_rpc": WORKERS, "apply_model": WORKERS, "llm_engine": "`engine` is what is behind",
-    "get_metrics": "outputs have `metrics` of their own, and a server has /metrics",
-    "start_profile": "`quire bench profile` says where the time goes",
-    "stop_profile": "`quire bench profile` says where the time goes"}
+    "collective_rpc": WORKERS, "apply_model": WORKERS, "llm_engine": "use `engine`",
+    "get_metrics": "read `metrics` of each output, or /metrics of a server",
+    "start_profile": "run `quire bench profile`", "stop_profile": "run `quire bench profile`"}
 ARGUMENTS = {  # of methods
-    "lora_request": "adapters (LoRA) are not loaded", "prompt_adapter_request": "adapters are not loaded",
-    "pooling_params": "`dimensions` of embed, and pooler_config, say how texts are embedded",
+    "lora_request": "adapters (LoRA) are not supported", "prompt_adapter_request": "adapters are not supported",
+    "pooling_params": "use `dimensions` of embed, or pooler_config of the LLM",
     "tokenization_kwargs": "tokenize the prompt yourself and give prompt_token_ids",
-    "mm_processor_kwargs": "only text goes in", "guided_options_request": "use SamplingParams(structured_outputs=...)",
-    "chat_template_content_format": "content is given to the template as it is written",
-    "concurrency_limit": "max_num_seqs bounds what runs at once"}
-# Their values beside None that ask for nothing.
+    "mm_processor_kwargs": "prompts are text only",
+    "guided_options_request": "use SamplingParams(structured_outputs=...)",
+    "chat_template_content_format": "text parts are joined into one string",
+    "concurrency_limit": "set max_num_seqs of the LLM"}
+# Values of these arguments that have no effect and are accepted, as None always is.
 HARMLESS: dict[str, tuple[object, ...]] = {
     "chat_template_content_format": ("auto",), "tokenization_kwargs": ({},), "mm_processor_kwargs": ({},)}
 
 
 def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise `InvalidParameter` for the first argument that `method` has not, unless it is known and asks for nothing.
-    """
+    """Raise `InvalidParameter` for the first argument that `method` does not have.
+    Arguments of `ARGUMENTS` are accepted with a value that has no effect: None, or one in `HARMLESS`."""
     name = method.__qualname__
     for argument, value in given.items():
         if (why := ARGUMENTS.get(argument)) is None:
@@ -43,7 +44,7 @@ def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> Non
 
 
 def no_attribute(kind: str, name: str) -> AttributeError:
-    """The error for a name that the class has not."""
+    """Return the error for an attribute that the class does not have."""
     if name in METHODS:
         return AttributeError(f"{kind}.{name} is not implemented: {METHODS[name]}.")
     return AttributeError(f"{kind!r} object has no attribute {name!r}")

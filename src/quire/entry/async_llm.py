@@ -1,4 +1,4 @@
-"""The asynchronous class: one engine thread, any number of callers, outputs as async iterators."""
+"""The asynchronous class `AsyncLLM`: one engine thread serves any number of callers through async iterators."""
 
 import asyncio
 import weakref
@@ -26,31 +26,32 @@ class AsyncLLM:
             async for out in llm.generate("Hello", SamplingParams(max_tokens=16)):
                 print(out.outputs[0].text)
 
-    Options as for `LLM`. The engine runs in a thread of its own; a caller that stops iterating aborts its request.
+    Options as for `LLM`. The engine runs in its own thread. A request is aborted when its caller stops iterating.
     """
 
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
         self._served = EngineThread(assemble(keyword_config(fspath(model), options)))
-        # The thread does not know this object, so one that nobody holds is closed; and so is any at exit.
+        # The thread holds no reference to this object: it is closed when it is garbage-collected, or at exit.
         weakref.finalize(self, self._served.close)
 
     @property
     def engine(self) -> Engine:
-        """The parts behind: configuration, plans, core."""
+        """The engine: its configuration, plans and core. Raises `EngineClosed` after `close`."""
         return self._served.engine
 
     def generate(self, prompt: PromptLike, sampling_params: SamplingParams | None = None, *,
                  request_id: str | None = None, priority: int = 0,
                  timeout: float | None = None) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt: an output whenever there is something new, the last one with `finished`.
+        """Complete one prompt. Yield an output whenever there are new tokens; the last output has `finished` set.
 
-        Raises a `RequestError` when it cannot be served or fails by itself, `EngineDead` when the engine stops.
+        timeout   seconds after which the request fails; None = no limit
+        Raises a `RequestError` when the request cannot be served or fails, `EngineDead` when the engine stops.
         """
         return self._outputs(prompt, sampling_params, [], request_id=request_id, priority=priority, timeout=timeout)
 
     async def embed(self, prompt: PromptLike, *, dimensions: int | None = None, request_id: str | None = None,
                     priority: int = 0, timeout: float | None = None) -> EmbeddingRequestOutput:
-        """The embedding of one prompt; see `LLM.embed`. Raises as `generate` does."""
+        """Embed one prompt; see `LLM.embed`. Raises as `generate` does."""
         plan, started = self.engine.pooling, list[Generation]()
         plan.check(dimensions)
         async for _ in self._outputs(prompt, embed_params(), started, request_id=request_id, priority=priority,
@@ -67,11 +68,11 @@ class AsyncLLM:
         def deliver(item: RequestOutput | Exception) -> None:
             try:
                 loop.call_soon_threadsafe(inbox.put_nowait, item)
-            except RuntimeError:  # the caller's event loop is closed: nobody listens any more
+            except RuntimeError:  # the caller's event loop is closed: abort the request
                 served.abort(started)
 
         ready = parse_prompt(prompt)
-        if ready.token_ids is None and served.front.tokenizer is not None:  # long texts must not stall anyone's stream
+        if ready.token_ids is None and served.front.tokenizer is not None:  # a long text must not block the loop
             ready = await loop.run_in_executor(None, served.front.tokenized, ready)
 
         def start() -> None:
@@ -92,24 +93,24 @@ class AsyncLLM:
     def chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **template_kwargs: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Answer one conversation as a stream."""
+        """Answer one conversation as a stream; see `generate`."""
         return self.generate(render_chat(self.engine, messages, **template_kwargs), sampling_params)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
+        """Return the model's tokenizer. Raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
         return tokenizer_of(self._served.front)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A fresh copy of what is used when no parameters are given: the model's generation_config.json."""
+        """Return a copy of the default sampling parameters, which come from the model's generation_config.json."""
         return self.engine.default_params.clone()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; True when no request was running."""
+        """Forget every cached prefix. Running requests keep their KV blocks. True when no request was running."""
         loop, core = asyncio.get_running_loop(), self.engine.core
         done: asyncio.Future[bool] = loop.create_future()
 
         def tell(answer: bool) -> None:
-            if not done.done():  # the caller may have given up
+            if not done.done():  # the caller may have cancelled
                 done.set_result(answer)
 
         def reset() -> None:
@@ -121,7 +122,7 @@ class AsyncLLM:
         return await done
 
     def close(self) -> None:
-        """Abort everything, stop the thread and free the engine; idempotent."""
+        """Abort every request, stop the thread and free the engine; idempotent."""
         self._served.close()
 
     async def __aenter__(self) -> Self:

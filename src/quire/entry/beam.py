@@ -1,4 +1,4 @@
-"""Beam search over the engine: each round extends every hypothesis by one token; the prefix cache holds the rest."""
+"""Beam search over the engine: each round extends every hypothesis by one token. The prefix cache holds its prefix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ class _Beam:
 def beam_search(
     front: FrontEnd, generate: Generate, prompts: list[Prompt], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
-    """Rank by cumulative logprob / (generated length ** length_penalty), the end of sequence counted, as transformers
-    does with `early_stopping="never"`.
+    """Return the best completions of every prompt, as transformers does with `early_stopping="never"`.
 
-    Each round looks at the candidates of all open hypotheses of a prompt together: an end-of-sequence id among the
-    `beam_width` best completes its hypothesis, and the `beam_width` best of the others stay open. The search of a
-    prompt ends after max_tokens rounds or when nothing is open; what is open then is complete too.
+    Score: cumulative logprob / (generated length ** length_penalty). The length counts the end-of-sequence token.
+    Each round ranks the candidates of all open hypotheses of a prompt together. An end-of-sequence id among the
+    `beam_width` best completes its hypothesis; the `beam_width` best of the others stay open. The search of a prompt
+    ends after max_tokens rounds, or when no hypothesis is open. Hypotheses open after the last round count as complete.
     """
     eos = frozenset() if params.ignore_eos else frozenset(front.limits.eos_ids)
     width = params.beam_width
     starts = [tuple(front.encode(prompt)) for prompt in prompts]
     open_beams = [[_Beam(tokens=s, salt=p.cache_salt)] for s, p in zip(starts, prompts, strict=True)]
     complete: list[list[_Beam]] = [[] for _ in starts]
-    # The best `width` that do not end are among the best `width + len(eos)` of their own hypothesis.
+    # At most len(eos) candidates of a hypothesis end it: its `width` best open ones are in the best width + len(eos).
     alternatives = min(width + len(eos), front.limits.vocab_size)
     if 0 <= front.limits.max_logprobs < alternatives:
-        raise InvalidParameter(f"beam_width={width} looks at {alternatives} alternatives a step, and this engine's "
-                               f"max_logprobs is {front.limits.max_logprobs}: narrow the beam, or start the engine "
+        raise InvalidParameter(f"beam_width={width} needs {alternatives} logprobs per step, and this engine's "
+                               f"max_logprobs is {front.limits.max_logprobs}: lower beam_width, or start the engine "
                                "with a higher max_logprobs.", param="beam_width")
     rooms = [min(params.max_tokens, front.limits.max_model_len - len(start)) for start in starts]
     if min(rooms, default=1) < 1:
@@ -63,7 +63,7 @@ def beam_search(
 
 
 def _grown(beam: _Beam, output: RequestOutput, eos: frozenset[int]) -> list[_Beam]:
-    """A hypothesis with each of its alternatives appended."""
+    """Return a copy of the hypothesis for each alternative of its next token."""
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     return [

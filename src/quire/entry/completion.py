@@ -1,4 +1,4 @@
-"""One prompt and its completions while they are generated: tokens come in, text and outputs go out."""
+"""A prompt and its completions while they are generated: tokens come in, text and outputs go out."""
 
 import sys
 import time
@@ -14,12 +14,12 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(kw_only=True)
 class Completion:
-    """One of the n completions.
+    """A completion of a prompt, the `index`-th of n.
 
-    streamed     outputs hold only what is new: `new_text`, and the tokens from `num_sent` on
-    num_read     tokens that `text` has seen: the others wait until an output is made, unless stop strings need them
-    first_token_time, last_token_time   when its first and its newest token came (monotonic)
-    vector       what it ended with instead of text
+    streamed     each output holds only the new text (`new_text`) and the tokens from `num_sent` on
+    num_read     number of tokens decoded into `text`; the rest is decoded for an output, or at once for stop strings
+    first_token_time, last_token_time   monotonic times of the first and the newest token
+    vector       pooled hidden states, for a request that returns a vector instead of text
     """
 
     handle: int
@@ -42,13 +42,13 @@ class Completion:
 
     @property
     def mean_token_time(self) -> float | None:
-        """Seconds per token after the first; None when there are none."""
+        """Mean seconds per token after the first; None with fewer than two tokens."""
         if self.first_token_time is None or self.last_token_time is None or len(self.token_ids) < 2:
             return None
         return (self.last_token_time - self.first_token_time) / (len(self.token_ids) - 1)
 
     def push(self, token: int, finish: Finish | None) -> bool:
-        """Take one token. Returns True when a stop string ended the completion here: the core has to be told."""
+        """Take one token. Return True when a stop string ended the completion, so that the core must abort it."""
         self.token_ids.append(token)
         if finish is None and (self.text is None or not self.text.stepwise):
             return False  # nearly every call
@@ -61,7 +61,7 @@ class Completion:
         return False
 
     def end(self, finish: Finish) -> None:
-        """The core ended it."""
+        """Finish the completion as the core says, unless it has finished."""
         if self.finish_reason is not None:
             return
         self.finish_reason, self.vector = finish.reason.value, finish.vector
@@ -72,13 +72,13 @@ class Completion:
             self.stop_reason = finish.stop_id
 
     def fail(self, code: str) -> None:
-        """It ends because its own text cannot be made any more; what there was of it is not to be trusted."""
+        """Finish the completion with an error. Its text and logprobs are dropped, since they may be wrong."""
         self.finish_reason, self.stop_reason = FinishReason.ERROR.value, code
         self.text = self.logprobs = None
         self.new_text = ""
 
     def output(self) -> CompletionOutput:
-        """The completion so far, or what is new since the last call."""
+        """Return the completion so far or, when streamed, its new part since the last call."""
         if self.num_read < len(self.token_ids):
             self._read()
         logprobs, sent = self.logprobs, 0
@@ -93,7 +93,7 @@ class Completion:
                                 stop_reason=self.stop_reason, error=self.error)
 
     def _read(self, *, finished: bool = False, by_token: bool = False) -> str | None:
-        """Bring the text up to the tokens; returns the stop string that was found, or None."""
+        """Decode the unread tokens. Return the stop string that was found, or None."""
         unread, self.num_read = self.token_ids[self.num_read :], len(self.token_ids)
         if self.text is None:
             return None
@@ -107,8 +107,9 @@ class Completion:
 class Generation:
     """A prompt and its n completions.
 
-    began   when a step first took it up (monotonic), where that is known;  num_preemptions  of all its completions
-    due     number of tokens of a completion from which on an output is wanted, beside the one at the end; 0: always
+    began             monotonic time when a step first scheduled the prompt, if known
+    num_preemptions   sum over its completions
+    due               the next output is made when a completion has this many tokens, or at the end; 0 = at each token
     """
 
     request_id: str
@@ -132,25 +133,25 @@ class Generation:
             self.due = 1
 
     def wait_on(self, num_tokens: int) -> None:
-        """An output is made at `num_tokens` tokens: set when the next one is due."""
+        """Set when the next output is due, after one was made at `num_tokens` tokens."""
         if self.due and self.params.stream_interval is not None:
             self.due = num_tokens - num_tokens % self.params.stream_interval + self.params.stream_interval
 
     @property
     def wanted(self) -> bool:
-        """Whether an output is to be made now that a completion ended."""
+        """True when an output is due after a completion ended."""
         return self.finished or self.due <= max(len(c.token_ids) for c in self.completions)
 
     @property
     def finished(self) -> bool:
-        """Whether every completion has ended."""
+        """True when every completion has ended."""
         for completion in self.completions:  # not all(...): this runs for every request in every step
             if completion.finish_reason is None:
                 return False
         return True
 
     def add_logprobs(self, completion: Completion, rows: RowLogprobs, row: int) -> None:
-        """Keep one token's alternatives; `logprobs` may be asked for with k = 0: the token's own only."""
+        """Keep the logprobs of one token and its k alternatives. With k = 0 there is only the token's own."""
         if completion.logprobs is None:
             completion.logprobs, completion.cumulative_logprob = [], 0.0
         assert completion.cumulative_logprob is not None
@@ -158,12 +159,12 @@ class Generation:
         completion.cumulative_logprob += float(rows.logprobs[row, 0])
 
     def add_prompt_logprobs(self, rows: RowLogprobs) -> None:
-        """Keep the next prompt tokens' alternatives; the first token has none."""
+        """Keep the logprobs of the next prompt tokens. The first prompt token has none."""
         assert self.prompt_logprobs is not None
         self.prompt_logprobs.extend(self._named(rows, i) for i in range(len(rows.ranks)))
 
     def output(self) -> RequestOutput:
-        """What the user sees now."""
+        """Make the output for the user."""
         return RequestOutput(request_id=self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids,
                              outputs=[c.output() for c in self.completions], finished=self.finished,
                              prompt_logprobs=self.prompt_logprobs, num_cached_tokens=self.num_cached,
@@ -171,7 +172,7 @@ class Generation:
 
     def _named(self, rows: RowLogprobs, row: int) -> LogprobsByToken:
         named: LogprobsByToken = {}
-        by_rank = not self.params.logprob_token_ids  # else the columns are the ids that were asked for
+        by_rank = not self.params.logprob_token_ids  # else the columns are the requested ids, not the best ones
         for i, (token, logprob) in enumerate(zip(rows.ids[row].tolist(), rows.logprobs[row].tolist(), strict=True)):
             if token not in named:
                 text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)

@@ -1,7 +1,7 @@
-"""The core's process: `python -m quire.entry.core_process`, started by a server and by nobody else.
+"""The process of the engine core: `python -m quire.entry.core_process`. Only a server starts it.
 
-Reads its configuration from standard input, whose end later means that the server is gone. Speaks to the server through
-sockets; what it writes goes to the server's standard error.
+It reads its configuration from standard input. End of file there later means that the server is gone. It exchanges
+messages with the server through sockets. Its standard output and error go to the server's standard error.
 """
 
 import gc
@@ -29,8 +29,8 @@ PROGRESS_SECONDS = 0.1  # between two messages about the same phase
 
 def main() -> int:
     """Serve one core until the server says stop; returns the exit code."""
-    # Signals are the server's to handle: it lets requests finish, then says stop. A Ctrl-C does not reach this session,
-    # but a service manager sends SIGTERM to every process of a unit at once. The end of standard input ends us anyway.
+    # The server handles signals: it lets requests finish, then sends stop. Ctrl-C does not reach this session, but a
+    # service manager sends SIGTERM to every process of a unit. If the server dies, standard input ends (_watch_parent).
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.ERROR, format="quire core: %(message)s")  # notes for users travel in `Ready`
@@ -43,12 +43,12 @@ def main() -> int:
 def _build_to_stay(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
     built = build(config, send)
     gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at in every collection
+    gc.freeze()  # objects that live as long as the process are left out of every later collection
     return built
 
 
 def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
-    """The core that a configuration asks for, and what to say of it. Imports torch only when there is a model."""
+    """Build the core of a configuration, and the `Ready` message about it. Imports torch only when there is a model."""
     if config.device.device == "mock":
         return _build_mock(config)
     from quire.assemble import assemble
@@ -73,14 +73,14 @@ def _build_mock(config: EngineConfig) -> tuple[EngineCore, Ready]:
 
 
 def _ready(core: EngineCore, **told: Any) -> Ready:
-    """What is told of a core, beside its own facts."""
+    """Make the `Ready` message from the core's facts and `told`, its other fields."""
     facts = core.facts
     return Ready(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size, num_slots=facts.num_slots,
                  num_blocks=facts.num_blocks, block_size=facts.block_size, depth=facts.depth, **told)
 
 
 def _progress(phase: str, send: Send) -> Callable[[int, int], None]:
-    """Tells of progress in bytes, not too often, and always of the end."""
+    """Return a function that sends progress in bytes: at most every `PROGRESS_SECONDS`, and always at the end."""
     last = float("-inf")
 
     def tell(done: int, total: int) -> None:
@@ -93,7 +93,7 @@ def _progress(phase: str, send: Send) -> Callable[[int, int], None]:
 
 
 def _read_start(descriptor: int) -> CoreStart:
-    """The first line; unbuffered, so that nothing is held by whoever reads on."""
+    """Read the first line, unbuffered: a buffer could hold input that `_watch_parent` must see."""
     line = bytearray()
     while not line.endswith(b"\n"):
         if not (data := os.read(descriptor, 1 << 16)):
@@ -103,7 +103,7 @@ def _read_start(descriptor: int) -> CoreStart:
 
 
 def _watch_parent(descriptor: int, folder: Path) -> None:
-    """End at once, with the sockets' folder, when the server is gone: nobody else would end this process."""
+    """Delete the sockets' folder and end this process when the server is gone."""
     while os.read(descriptor, 1 << 16):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -113,4 +113,4 @@ def _watch_parent(descriptor: int, folder: Path) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # not through the interpreter's end: a thread of some library could hold it up
+    os._exit(code)  # skips the interpreter's shutdown, which a library's thread could block

@@ -1,6 +1,6 @@
-"""Requests that end with a vector instead of text: how they are asked for, what comes of them and how near vectors are.
+"""Embedding requests, which end with a vector instead of text: their parameters, their outputs, similarity of vectors.
 
-Shared by `LLM`, `AsyncLLM` and the server.
+`LLM`, `AsyncLLM` and the server share it.
 """
 
 from collections.abc import Sequence
@@ -19,23 +19,24 @@ First, Second = TypeVar("First"), TypeVar("Second")
 
 
 def embed_params() -> SamplingParams:
-    """The parameters of a request that generates nothing."""
+    """Return the sampling parameters of a request that generates no tokens."""
     return SamplingParams(temperature=0.0, max_tokens=0, detokenize=False, output_kind=OutputKind.FINAL_ONLY)
 
 
 def vector_of(generation: Generation, plan: PoolingPlan, dimensions: int | None = None) -> F32:
-    """The embedding that a finished request has come to; raises why it has none."""
+    """Return the embedding of a finished request.
+    Raises `RequestFailed` when the request failed, `EngineClosed` when it was aborted because the engine stops."""
     ended = generation.completions[0]
     if ended.finish_reason == "error":
         code = str(ended.stop_reason)
         raise RequestFailed(f"request {generation.request_id} failed: {code}.", code=code)
     if ended.vector is None:
-        raise EngineClosed("the request was aborted, because the engine stops: send it again.")
+        raise EngineClosed("the request was aborted because the engine is stopping: send it again.")
     return plan.finish(ended.vector, dimensions)
 
 
 def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int | None) -> EmbeddingRequestOutput:
-    """What callers of `embed` get; a request that failed by itself has no numbers, and says why."""
+    """Make the output of `embed`. A failed request has an empty embedding and the code of its error."""
     ended = generation.completions[0]
     failed = ended.finish_reason == "error"
     outputs = EmbeddingOutput(embedding=[] if failed else vector_of(generation, plan, dimensions).tolist(),
@@ -46,7 +47,8 @@ def embedding_output(generation: Generation, plan: PoolingPlan, dimensions: int 
 
 
 def paired(first: Sequence[First], second: Sequence[Second]) -> list[tuple[int, int]]:
-    """The pairs of two lists by index: one with each, or one by one. Raises `InvalidParameter` for other lengths."""
+    """Return index pairs of two lists: the only text of `first` with each of `second`, or pair by pair.
+    Raises `InvalidParameter` for other lengths."""
     if len(first) not in (1, len(second)) or not first:
         raise InvalidParameter(f"{len(first)} texts cannot be compared with {len(second)}: give one and several, or "
                                "two lists of one length.", param="text_2")
@@ -54,7 +56,7 @@ def paired(first: Sequence[First], second: Sequence[Second]) -> list[tuple[int, 
 
 
 def likeness(one: F32, other: F32) -> float:
-    """The cosine between two vectors, 0 where one has no length."""
+    """Return the cosine similarity of two vectors; 0 when one of them has length 0."""
     a, b = one.astype(np.float64), other.astype(np.float64)
     length = np.linalg.norm(a) * np.linalg.norm(b)
     return float(np.clip(a @ b / length, -1.0, 1.0)) if length else 0.0

@@ -1,6 +1,6 @@
-"""An engine in a thread of its own, which runs what callers send between two steps and hands them their outputs.
+"""An engine in its own thread. Between two steps it runs the commands that callers sent, and delivers their outputs.
 
-Knows one engine, its front end and inboxes. Knows nothing of event loops, nor of who reads an inbox.
+Knows one engine, its front end and the callers' inboxes. Knows nothing of event loops or of the readers of an inbox.
 """
 
 import queue
@@ -20,30 +20,29 @@ Inbox = Callable[[RequestOutput | Exception], None]
 
 
 class EngineThread:
-    """`send`, `close` and `engine` may be used in any thread, the rest only in commands that were sent.
-
-    The thread keeps this object alive until `close`, so it must not hold whoever is to be freed without a `close`.
-    """
+    """A thread that steps one engine and serves its callers. Any thread may use `send`, `close` and `engine`. Only
+    commands given to `send` may use the rest. The thread keeps this object alive until `close`. So this object must not
+    refer to an owner (`AsyncLLM`) that may be garbage-collected without `close`."""
 
     def __init__(self, engine: Engine) -> None:
         self.front = front_end(engine)
         self.inboxes: dict[int, Inbox] = {}  # by first handle
         self._engine: Engine | None = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended: QuireError | None = None  # why no request can be served any more
-        self._gate = threading.Lock()  # no command is sent after the thread has ended
+        self._ended: QuireError | None = None  # set when the thread has ended: the error of every later request
+        self._gate = threading.Lock()  # makes sure that no command is queued after the thread has ended
         self._thread = threading.Thread(target=self._serve, name="quire-engine", daemon=True)
         self._thread.start()
 
     @property
     def engine(self) -> Engine:
-        """The parts behind; raises `EngineClosed` after `close`."""
+        """The engine. Raises `EngineClosed` after `close`."""
         if self._engine is None:
             raise EngineClosed("this AsyncLLM is closed: make a new one.")
         return self._engine
 
     def send(self, command: Callable[[], None], *, quiet: bool = False) -> None:
-        """Have a command run between two steps; raises why when the thread has ended, unless `quiet`."""
+        """Queue a command to run between two steps. When the thread has ended, raise its error, unless `quiet`."""
         with self._gate:
             if self._ended is None:
                 self._commands.put(command)
@@ -51,12 +50,12 @@ class EngineThread:
                 raise self._ended
 
     def close(self) -> None:
-        """End every request, stop the thread and free the engine; idempotent, and can be repeated when interrupted."""
+        """End every request, stop the thread and free the engine. Idempotent; an interrupted call can be repeated."""
         self._commands.put(None)
         if self._thread is threading.current_thread():
-            return  # the garbage collector runs there: the engine is freed when the thread ends
+            return  # called by the garbage collector in this thread: the engine is freed when the thread ends
         self._thread.join()
-        with self._gate:  # whoever comes first frees it
+        with self._gate:  # of several callers, the first frees the engine
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -66,7 +65,7 @@ class EngineThread:
     def start(
         self, prompt: Prompt, params: SamplingParams, deliver: Inbox, started: list[Generation], **options: Any
     ) -> None:
-        """Queue one prompt and add it to `started`; its outputs go to `deliver`, and so does what is wrong with it."""
+        """Queue one prompt and add it to `started`. `deliver` gets its outputs, or the error of the request."""
         try:
             if self._ended is not None:
                 raise self._ended
@@ -74,14 +73,14 @@ class EngineThread:
             started.append(generation)
             for request in requests:
                 self.engine.core.add(request, places=len(requests))
-        except Exception as error:  # whatever is wrong with one request is its caller's alone
+        except Exception as error:  # only this request fails
             self.abort(started)
             deliver(error)
             return
         self.inboxes[generation.completions[0].handle] = deliver
 
     def abort(self, generations: list[Generation]) -> None:
-        """End what still runs of these prompts; nothing more is delivered."""
+        """Abort the unfinished completions of these prompts. Nothing more is delivered for them."""
         for generation in generations:
             self.inboxes.pop(generation.completions[0].handle, None)
             for handle in self.front.drop(generation):
@@ -92,7 +91,7 @@ class EngineThread:
         try:
             while self._take_commands():
                 self._step()
-        except Exception as fault:  # any fault of a step stops the engine: every caller must hear of it
+        except Exception as fault:  # an exception in a step stops the engine: every caller gets the error
             ended = EngineDead(f"the engine stopped: {fault}")
         try:
             with self._gate:
@@ -106,7 +105,7 @@ class EngineThread:
             self.inboxes.clear()
 
     def _take_commands(self) -> bool:
-        """Run what callers have sent; sleep when there is nothing to do. False when the engine is to stop."""
+        """Run the queued commands; sleep while the engine has no work. Return False when the thread is to stop."""
         while not self._commands.empty() or not self.engine.core.has_work:
             command = self._commands.get()
             if command is None:

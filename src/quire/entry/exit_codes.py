@@ -1,20 +1,20 @@
-"""What the exit codes of a Quire process mean, and which error ends in which. No torch.
+"""Exit codes of Quire's processes, and the code of each error. No torch.
 
-    0   done, or stopped as asked           3     a configuration or a model that cannot be served
-    1   anything else that went wrong       4     out of memory
-    2   a command line that makes no sense  130   Ctrl-C        141   nobody reads the output any more
+    0   done, or stopped by request         3     a configuration or a model that cannot be served
+    1   any other error                     4     out of memory
+    2   invalid command line                130   Ctrl-C        141   the reader of the output is gone (SIGPIPE)
 """
 
 from quire.contracts.errors import ConfigError, InvalidParameter, ModelError
 
 DONE, FAILED, MISUSED, REFUSED, NO_MEMORY, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141
-# How Python, PyTorch on a CPU and PyTorch on a GPU say that memory is used up, wherever the message has been.
+# Words for "out of memory" of Python, PyTorch on a CPU and PyTorch on a GPU, also inside another error's message.
 MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError", "OutOfMemory")
 MEMORY_WORDS = ("MemoryError", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "out of memory")
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of an error that ended a command or a server."""
+    """Return the exit code of an error that ended a command or a server."""
     if any(_says_memory(e) for e in (error, error.__cause__) if e is not None):
         return NO_MEMORY
     if isinstance(error, InvalidParameter):

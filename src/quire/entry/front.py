@@ -1,6 +1,6 @@
-"""Between users and the core: prompts become requests, columns of tokens become outputs.
+"""The front end between users and the core: it turns prompts into requests and sampled tokens into outputs.
 
-Shared by `LLM`, `AsyncLLM` and the server. Knows text and parameters; never imports torch.
+`LLM`, `AsyncLLM` and the server share it. Knows text and parameters; never imports torch.
 """
 
 import logging
@@ -29,13 +29,16 @@ from quire.text.sequence import SequenceText
 from quire.text.tokenizer import Tokenizer
 
 LOG = logging.getLogger("quire")
-INTERNAL = "internal"  # code of a request that met a fault of ours
-LONGEST = 1e9  # seconds that a timeout may last
+INTERNAL = "internal"  # error code of a request that failed by a bug in Quire
+LONGEST = 1e9  # longest timeout of a request, in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontLimits:
-    """What the engine behind can take."""
+    """FrontLimits of the engine that requests are checked against.
+
+    by_priority   requests may have a priority (scheduling_policy="priority")
+    """
 
     max_model_len: int
     vocab_size: int
@@ -46,12 +49,16 @@ class FrontLimits:
 
 @dataclass(kw_only=True)
 class Taken:
-    """What one step's outputs changed.
+    """Changes that the outputs of one step made to the live generations.
 
-    touched    have something to hand on;  stopped  handles to abort in the core
-    started    got their first token;  finished  have ended as a whole
-    broken     lost a completion to an exception, once for each;  num_stop_strings  completions that one ended
-    gaps       time of the tokens before -> completions that now got their next;  num_tokens  that counted
+    now                monotonic time of this step's tokens
+    touched            generations with an output to send
+    stopped            handles to abort in the core
+    started            generations that got their first token
+    finished           generations whose completions have all ended
+    broken             generations that lost a completion to an exception in our code, once for each completion
+    gaps               time of a completion's token before -> number of completions that got their next token now
+    num_tokens         tokens taken;  num_stop_strings  completions that a stop string ended
     """
 
     now: float
@@ -66,7 +73,7 @@ class Taken:
 
 
 class FrontEnd:
-    """Keeps every live `Generation`; `start` gives the core its requests, `apply` takes the core's outputs."""
+    """The live `Generation`s of an engine. `start` makes requests for the core, `apply` takes the core's outputs."""
 
     def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0) -> None:
         self.tokenizer = tokenizer
@@ -79,7 +86,7 @@ class FrontEnd:
     @classmethod
     def of(cls, config: EngineConfig, facts: ExecutorFacts | Ready, tokenizer: Tokenizer | None,
            eos_ids: tuple[int, ...]) -> Self:
-        """The front end of an engine of these sizes."""
+        """Make the front end of an engine."""
         limits = FrontLimits(max_model_len=facts.max_model_len, vocab_size=facts.vocab_size,
                         max_logprobs=config.model.max_logprobs, eos_ids=eos_ids,
                         by_priority=config.scheduler.scheduling_policy == "priority")
@@ -92,12 +99,12 @@ class FrontEnd:
         return handle in self._by_handle
 
     def live(self) -> list[Generation]:
-        """The prompts that have not finished."""
+        """Return the generations that have not finished."""
         return list({g.completions[0].handle: g for g, _ in self._by_handle.values()}.values())
 
     def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
               timeout: float | None = None, pool: str = "", tenant: str = "") -> tuple[Generation, list[NewRequest]]:
-        """Make the requests of one prompt; raises `RequestError` and keeps nothing when they cannot be served.
+        """Make the requests of one prompt. Raises `RequestError`, and keeps nothing, when they cannot be served.
 
         timeout   seconds after which the request fails;  pool, tenant  as in `NewRequest`
         """
@@ -146,8 +153,10 @@ class FrontEnd:
         return generation, requests
 
     def apply(self, outputs: StepOutputs) -> tuple[list[tuple[int, RequestOutput]], list[int]]:
-        """Returns (first handle, output) pairs to hand on, and the handles that ended here, by a stop string or by an
-        exception in the handling of their text: abort those."""
+        """Take one step's outputs. Return (first handle, output) pairs, and the handles to abort in the core.
+
+        A handle is to be aborted when a stop string, or an exception in the handling of its text, ended it here.
+        """
         taken = self.take(outputs)
         pairs = []
         for generation in taken.touched:
@@ -160,19 +169,19 @@ class FrontEnd:
         return pairs, taken.stopped
 
     def take(self, outputs: StepOutputs) -> Taken:
-        """Take one step's outputs, and leave making `Generation.output` to the caller."""
+        """Take one step's outputs. The caller makes `Generation.output` of the generations in `touched`."""
         taken = Taken(now=time.monotonic())
         touched: dict[Generation, None] = {}
         finishes = {f.handle: f for f in outputs.finished}
         self._take_prompts(outputs, taken)
         by_handle, now, gaps, handles = self._by_handle, taken.now, taken.gaps, outputs.handles.tolist()
         logprobs, end = outputs.logprobs and {h: (rows, count()) for h, rows in outputs.logprobs.items()}, finishes.get
-        if finishes and len(set(handles)) < len(handles):  # a request ends with the last of its tokens
+        if finishes and len(set(handles)) < len(handles):  # a handle with several tokens ends at its last
             end = _Last(handles, finishes).get
         for handle, token in zip(handles, outputs.tokens.tolist(), strict=True):
             found = by_handle.get(handle)
             if found is None:
-                continue  # ended by a stop string; the core had not heard of it yet
+                continue  # already ended by a stop string, which the core did not know yet
             generation, completion = found
             try:
                 if logprobs and handle in logprobs:
@@ -199,7 +208,7 @@ class FrontEnd:
             if (length := len(completion.token_ids)) >= generation.due:
                 touched[generation] = None
                 generation.wait_on(length)
-        gaps.pop(now, None)  # those that came with the token before
+        gaps.pop(now, None)  # tokens of the same step have no time between them
         for generation in (*self._end(finishes.values(), taken), *taken.finished, *taken.broken):
             if generation.wanted:
                 touched[generation] = None
@@ -207,11 +216,11 @@ class FrontEnd:
         return taken
 
     def drop(self, generation: Generation) -> list[int]:
-        """Forget a prompt; returns the handles to abort in the core."""
+        """Forget a generation. Return the handles to abort in the core."""
         return [c.handle for c in generation.completions if self._by_handle.pop(c.handle, None) is not None]
 
     def fail(self, generation: Generation) -> list[int]:
-        """End a prompt whose output cannot be made; call this while the exception is handled. As `drop`."""
+        """End a generation whose output cannot be made. Return the handles to abort. Call it in an `except` block."""
         LOG.exception("the text of request %s failed; the others go on", generation.request_id)
         for completion in generation.completions:
             completion.fail(INTERNAL)
@@ -232,7 +241,7 @@ class FrontEnd:
                     self._break(*found, taken)
 
     def _break(self, generation: Generation, completion: Completion, taken: Taken) -> None:
-        """End one completion after an exception in the handling of its text (call this while it is handled)."""
+        """End one completion after an exception in the handling of its text. Call it in the `except` block."""
         LOG.exception("the text of request %s failed; the others go on", generation.request_id)
         completion.fail(INTERNAL)
         if self._by_handle.pop(completion.handle, None) is not None:
@@ -262,7 +271,7 @@ class FrontEnd:
         return ended
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, however it was given."""
+        """Return the token ids of a prompt that was given as ids or as text."""
         if prompt.token_ids is not None:
             return prompt.token_ids
         assert prompt.text is not None
@@ -272,13 +281,13 @@ class FrontEnd:
         return self.tokenizer.encode(prompt.text)
 
     def tokenized(self, prompt: Prompt) -> Prompt:
-        """The prompt with its token ids, so that `start` need not encode it; any thread may call this."""
+        """Return the prompt with its token ids, so that `start` need not encode it. Any thread may call this."""
         return replace(prompt, token_ids=self.encode(prompt))
 
     def _check_options(self, priority: int, timeout: float | None) -> None:
-        given: Any = priority  # whatever the caller really gave
+        given: Any = priority  # callers may pass any type
         if not isinstance(given, int) or isinstance(given, bool) or not -(2**31) <= given < 2**31:
-            raise InvalidParameter(f"priority={shown(given)}: must be an integer of 32 bits.", param="priority")
+            raise InvalidParameter(f"priority={shown(given)}: must be a 32-bit integer.", param="priority")
         if given and not self.limits.by_priority:
             raise InvalidParameter(f"priority={given} needs scheduling_policy='priority'; this engine serves first "
                                    "come, first served.", param="priority")
@@ -343,13 +352,13 @@ class FrontEnd:
 
 
 class _Last:
-    """The ends of requests, each with the last token that a step brings."""
+    """Finishes of requests that got several tokens in this step: a finish belongs to the last of them."""
 
     def __init__(self, handles: list[int], finishes: dict[int, Finish]) -> None:
         self._left, self._finishes = Counter(handles), finishes
 
     def get(self, handle: int) -> Finish | None:
-        """To be asked once for each token."""
+        """Return the finish if this is the handle's last token of the step, else None. Call it once per token."""
         self._left[handle] -= 1
         return None if self._left[handle] else self._finishes.get(handle)
 
@@ -363,7 +372,7 @@ def check_ids(name: str, ids: Collection[int], size: int) -> None:
 
 
 def _check_first_token(params: SamplingParams, spec: SamplerSpec, vocab_size: int) -> None:
-    """Raise `InvalidParameter` where a request forbids every token that its answer could begin with."""
+    """Raise `InvalidParameter` when the request forbids every possible first token."""
     words = {word[0] for word in spec.bad_words if len(word) == 1}
     ends = set(spec.stop_ids) if params.min_tokens else set[int]()
     allowed, forbidden = set(spec.allowed_ids), words | ends
@@ -377,7 +386,7 @@ def _check_first_token(params: SamplingParams, spec: SamplerSpec, vocab_size: in
 
 
 def _child(parent: NewRequest, index: int, request_id: str) -> NewRequest:
-    """Another completion of the same prompt: it shares the prompt's blocks, and draws from a seed of its own."""
+    """Return the request of another completion of the same prompt. It shares the prompt's blocks; its seed differs."""
     spec = msgspec.structs.replace(
         parent.sampler, seed=child_seed(parent.sampler.seed, index), num_prompt_logprobs=None)
     return msgspec.structs.replace(parent, handle=parent.handle + index, request_id=request_id, sampler=spec,

@@ -1,4 +1,4 @@
-"""Words for packages that Quire needs and that are not installed. Imports none of them."""
+"""Errors for packages that Quire needs and that are not installed. Imports none of them."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ INSTALL = "run `pip install .` in Quire's folder, where its README.md is"
 
 
 def not_installed(error: ModuleNotFoundError) -> ConfigError:
-    """The line for a package that could not be imported; raises `error` for a module of Python's or Quire's own."""
+    """Return the error for a missing package. Raises `error` itself for a module of Python's or Quire's own."""
     name = (error.name or "").partition(".")[0]
     if name in ("", "quire") or name in sys.stdlib_module_names:
         raise error
@@ -17,6 +17,6 @@ def not_installed(error: ModuleNotFoundError) -> ConfigError:
 
 
 def check_torch() -> None:
-    """Raise `ConfigError` when there is no PyTorch, before another process is started that would need it."""
+    """Raise `ConfigError` when PyTorch is not installed. Called before the core's process, which needs it, starts."""
     if importlib.util.find_spec("torch") is None:
         raise not_installed(ModuleNotFoundError(name="torch"))

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits: a step of the engine is done as a whole or not at all."""
+"""Delayed Ctrl-C, so that it does not interrupt an engine step halfway."""
 
 import signal
 import threading
@@ -9,10 +9,8 @@ from types import FrameType
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """While this is open the first Ctrl-C only sets the event; a second one raises KeyboardInterrupt.
-
-    Outside the main thread, where Python delivers no signals, it does nothing.
-    """
+    """Inside the block the first Ctrl-C only sets the event. A second Ctrl-C raises KeyboardInterrupt.
+    Has no effect outside the main thread, where Python delivers no signals."""
     asked = threading.Event()
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -32,7 +30,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect after the block, with whatever handler was there before."""
+    """Delay Ctrl-C until the end of the block. The handler that was set before then gets the signal."""
     with interruptible() as asked:
         yield
     if asked.is_set():

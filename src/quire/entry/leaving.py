@@ -1,7 +1,7 @@
-"""Ctrl-C before a command can deal with it: while modules are imported it ends the process at once.
+"""Ctrl-C while a command imports its modules: it ends the process at once.
 
-An exception is of no use there: in the middle of an import it is lost in a library's own handling of errors, or leaves
-a module that is half imported. Imports next to nothing, because every command begins here.
+A KeyboardInterrupt in the middle of an import may be swallowed by a library, or leave a half-imported module.
+Every command begins here, so this file imports almost nothing.
 """
 
 import os
@@ -12,13 +12,13 @@ SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
 def leave_on_interrupt() -> None:
-    """From now on Ctrl-C ends the process with exit code 130, without a word. Not where it is ignored (nohup)."""
+    """Make Ctrl-C end the process at once: exit code 130, no message. Has no effect where it is ignored (nohup)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_on_interrupt() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt again; nothing when `leave_on_interrupt` was not in force."""
+    """Make Ctrl-C raise KeyboardInterrupt again, after `leave_on_interrupt`."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""The offline class: prompts in, outputs out, in the caller's thread."""
+"""The offline class `LLM`: it takes prompts and returns outputs. The engine runs in the caller's thread."""
 
 import logging
 from collections import Counter, deque
@@ -30,7 +30,7 @@ from quire.text.tokenizer import Tokenizer
 
 LOG = logging.getLogger("quire")
 ParamsLike = SamplingParams | Sequence[SamplingParams] | None
-Mail = deque[tuple[int, RequestOutput]]  # outputs with the handle of their prompt's first completion
+Mail = deque[tuple[int, RequestOutput]]  # (handle of the prompt's first completion, output)
 
 
 class LLM:
@@ -40,35 +40,36 @@ class LLM:
             for out in llm.generate(["Hello"], SamplingParams(max_tokens=16)):
                 print(out.outputs[0].text)
 
-    `model` unset means the bundled quire-tiny. Keyword arguments are the options of `EngineConfig`, as `quire serve
-    --help` lists them. Raises a `UserError` that names the fix when the model or an option cannot be served. Not
-    thread-safe; `AsyncLLM` is for concurrent callers.
+    model     folder or hub id; "" = the bundled quire-tiny
+    options   fields of `EngineConfig`; `quire serve --help` lists them
+    Raises a `UserError` that names the fix when the model or an option cannot be served.
+    Not thread-safe: concurrent callers use `AsyncLLM`.
     """
 
     def __init__(self, model: str | PathLike[str] = "", **options: Any) -> None:
         self._engine: Engine | None = assemble(keyword_config(fspath(model), options), served=False)
         self._front = front_end(self._engine)
-        self._mail: dict[int, Mail] = {}  # by first handle: streams may be read in turns
-        self._dead: EngineDead | None = None  # why nothing can run any more
+        self._mail: dict[int, Mail] = {}  # by first handle: callers may read several streams in turn
+        self._dead: EngineDead | None = None  # set when the engine has stopped for good
 
     @property
     def engine(self) -> Engine:
-        """The parts behind: configuration, plans, core."""
+        """The engine: its configuration, plans and core. Raises `EngineClosed` after `close`."""
         if self._engine is None:
             raise EngineClosed("this LLM is closed: make a new one.")
         return self._engine
 
     def generate(self, prompts: PromptLike | Sequence[PromptLike], sampling_params: ParamsLike = None, *,
                  use_tqdm: bool = True, priority: Sequence[int] | None = None, **others: Any) -> list[RequestOutput]:
-        """Complete every prompt; outputs in the order of the prompts.
+        """Complete every prompt. Return the outputs in the order of the prompts.
 
         prompts           a string, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these
         sampling_params   one for all, or one per prompt; None = the model's own defaults
         priority          one number per prompt, smaller first (with scheduling_policy="priority")
-        others            what callers of other engines' class give: None, or refused by name; so in all of these
-        Raises a `RequestError` before anything runs when one prompt or its parameters cannot be served. A request that
-        goes wrong alone later (a grammar that cannot be compiled, NaN logits) does not take the others' answers with
-        it: its completion has the finish_reason "error", a code as stop_reason and words as error, which are logged.
+        others            arguments of vLLM's `LLM.generate`: None is accepted, any other value is refused by name
+        Raises a `RequestError` before anything runs when a prompt or its parameters cannot be served.
+        A request that fails later (invalid grammar, NaN logits) fails alone; the other requests go on. Its completion
+        has finish_reason "error", a code in `stop_reason` and the message in `error`. The message is logged.
         """
         check_arguments(LLM.generate, others)
         parsed = parse_prompts(prompts)
@@ -89,10 +90,11 @@ class LLM:
 
     def embed(self, prompts: PromptLike | Sequence[PromptLike], *, dimensions: int | None = None, use_tqdm: bool = True,
               priority: Sequence[int] | None = None, **others: Any) -> list[EmbeddingRequestOutput]:
-        """The embedding of every prompt, as `engine.pooling` says; in `outputs.embedding`, in the order of the prompts.
+        """Embed every prompt as `engine.pooling` says. Return the outputs in the order of the prompts.
 
-        dimensions   keep so many numbers, the first ones, and give them length 1 again
-        Raises and fails as `generate` does; `outputs.error` says what went wrong with one alone.
+        dimensions   keep the first so many numbers of each vector and normalize them to length 1; None = all
+        Each output has its vector in `outputs.embedding`. Errors as in `generate`: a request that fails alone has
+        the code of its error in `outputs.error`.
         """
         check_arguments(LLM.embed, others)
         plan = self.engine.pooling
@@ -101,9 +103,9 @@ class LLM:
 
     def score(self, text_1: PromptLike | Sequence[PromptLike], text_2: PromptLike | Sequence[PromptLike], *,
               use_tqdm: bool = True, **others: Any) -> list[ScoringRequestOutput]:
-        """The cosine between the embeddings of one prompt and each of several, or of two lists, pair by pair.
+        """Return the cosine similarity of text pairs: one text with each of several, or two lists pair by pair.
 
-        Raises `InvalidParameter` for a model that does not say how it embeds, `RequestFailed` for a prompt that fails.
+        Raises `InvalidParameter` when the model does not declare a pooling method, `RequestFailed` when a prompt fails.
         """
         check_arguments(LLM.score, others)
         plan = self.engine.pooling
@@ -119,7 +121,7 @@ class LLM:
              use_tqdm: bool = True, chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
              chat_template_kwargs: dict[str, Any] | None = None, **others: Any) -> list[RequestOutput]:
-        """Answer one conversation, or several: each a list of {"role": ..., "content": ...}."""
+        """Answer one conversation, or several. A conversation is a list of {"role": ..., "content": ...}."""
         check_arguments(LLM.chat, others)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
@@ -132,7 +134,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, an output for every step; with output_kind=DELTA each holds only what is new."""
+        """Complete one prompt and yield an output per step; with output_kind=DELTA each holds only the new tokens."""
         params = self._params(sampling_params, 1)
         with closing(self._run(parse_prompts([prompt]), params, None, [])) as outputs:
             for output, _ in outputs:
@@ -141,14 +143,14 @@ class LLM:
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **template_kwargs: Any
     ) -> Iterator[RequestOutput]:
-        """Answer one conversation as a stream."""
+        """Answer one conversation as a stream; see `stream`."""
         return self.stream(render_chat(self.engine, messages, **template_kwargs), sampling_params)
 
     def beam_search(
         self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, *, use_tqdm: bool = False,
         **others: Any,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` most likely completions of every prompt, best first."""
+        """Return the `beam_width` most likely completions of every prompt, best first."""
         check_arguments(LLM.beam_search, others)
 
         def generate(batch: list[Prompt], step: SamplingParams) -> list[RequestOutput]:
@@ -157,15 +159,15 @@ class LLM:
         return beam_search(self._front, generate, parse_prompts(prompts), params)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
+        """Return the model's tokenizer. Raises `InvalidParameter` when there is none (skip_tokenizer_init)."""
         return tokenizer_of(self._front)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """A fresh copy of what is used when no parameters are given: the model's generation_config.json."""
+        """Return a copy of the default sampling parameters, which come from the model's generation_config.json."""
         return self.engine.default_params.clone()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix."""
+        """Forget every cached prefix. Running requests keep their KV blocks. True when no request was running."""
         return self.engine.core.reset_prefix_cache()
 
     def close(self) -> None:
@@ -180,7 +182,7 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    if not TYPE_CHECKING:  # a checker is to find what is not there
+    if not TYPE_CHECKING:  # a type checker must still report unknown attributes
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(type(self).__name__, name)
@@ -201,7 +203,7 @@ class LLM:
         return list(given)
 
     def _pool(self, prompts: list[Prompt], use_tqdm: bool, priority: Sequence[int] | None = None) -> list[Generation]:
-        """Compute the vectors of all prompts."""
+        """Compute the vectors of all prompts; each `Generation` returned holds its own."""
         started: list[Generation] = []
         params = [embed_params()] * len(prompts)
         with (Progress("Embedding", len(prompts), enabled=use_tqdm, unit="prompt") as progress,
@@ -212,19 +214,19 @@ class LLM:
 
     def _start(self, prompt: Prompt, params: SamplingParams, started: list[Generation], mail: Mail,
                **options: Any) -> None:
-        """Queue one prompt with all of its completions; when one is refused, whoever owns `started` ends the others."""
+        """Queue one prompt with all of its completions. If one is refused, the owner of `started` aborts the others."""
         generation, requests = self._front.start(prompt, params, **options)
         self._mail[generation.completions[0].handle] = mail
         started.append(generation)
         for request in requests:
-            self.engine.core.add(request, places=0)  # the bound of the queue is for callers who know nothing of another
+            self.engine.core.add(request, places=0)  # past the queue's limit, which protects a server from its clients
 
     def _run(self, prompts: list[Prompt], params: list[SamplingParams], priority: Sequence[int] | None,
              started: list[Generation], pool: str = "") -> Generator[tuple[RequestOutput, int], None, None]:
-        """Queue all prompts, or none, and step until they have ended; a caller who stops listening aborts them.
+        """Queue all prompts, or none, and step the engine until they have finished.
 
-        Fills `started`; yields outputs with the handle of their prompt's first completion. What an interrupted run has
-        left in the core is aborted first.
+        Yields (output, handle of the prompt's first completion) and fills `started`. Closing the generator aborts the
+        prompts. Requests that an interrupted run left in the core are aborted first.
         """
         if self._dead is not None:
             raise self._dead
@@ -236,11 +238,11 @@ class LLM:
             with uninterrupted():
                 self._abort_orphans()
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                with uninterrupted():  # nothing is queued that nobody would abort
+                with uninterrupted():  # a queued request is always in `started`, so that it can be aborted
                     self._start(prompt, p, started, ready, priority=priority[i] if priority else 0, pool=pool)
             num_open = len(started)
             while True:
-                while ready:  # filled by any stream's step
+                while ready:  # filled by this stream's steps and by those of other open streams
                     handle, output = ready.popleft()
                     num_open -= output.finished
                     yield output, handle
@@ -255,7 +257,7 @@ class LLM:
                 self._abort_orphans()
 
     def _step(self) -> None:
-        """One step of the engine, its outputs handed to whoever waits for them; a fault of it is final."""
+        """Run one engine step and put each output into its reader's mail. After an exception the engine is dead."""
         core = self.engine.core
         if self._dead is not None:
             raise self._dead
@@ -265,7 +267,7 @@ class LLM:
                 for handle in stopped:
                     core.abort(handle)
                 for handle, output in outputs:
-                    if (mail := self._mail.get(handle)) is not None:  # else its reader has just gone
+                    if (mail := self._mail.get(handle)) is not None:  # None: the reader has closed its stream
                         mail.append((handle, output))
         except Exception as fault:
             self._dead = EngineDead(f"the engine stopped: {fault}")
@@ -276,12 +278,12 @@ class LLM:
             raise
 
     def _abort_orphans(self) -> None:
-        """End every request whose outputs are nobody's mail. Interrupted anywhere, it can be done again."""
+        """Abort every request that has no reader. An interrupted call can be repeated."""
         for generation in self._front.live():
             if generation.completions[0].handle not in self._mail:
                 self._front.drop(generation)
         if self._engine is None or self._dead is not None or self._engine.core.torn:
-            return  # torn without being dead: a stream is collected in the middle of another's step
+            return  # torn but not dead: this stream is garbage-collected during a step of another stream
         core = self._engine.core
         for handle in core.handles:
             if handle not in self._front:

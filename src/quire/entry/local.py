@@ -1,4 +1,4 @@
-"""What the offline classes need of an engine in the same process: its front end, and chat prompts."""
+"""Helpers of the offline classes for an engine in the same process: its front end, its tokenizer, chat prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +14,14 @@ Messages = Sequence[dict[str, Any]]
 
 
 def front_end(engine: Engine) -> FrontEnd:
-    """The front end of an assembled engine."""
+    """Make the front end of an assembled engine."""
     return FrontEnd.of(engine.config, engine.core.facts, engine.tokenizer, engine.eos_ids)
 
 
 def tokenizer_of(front: FrontEnd) -> Tokenizer:
-    """The tokenizer, or `InvalidParameter` when the engine was made without one."""
+    """Return the tokenizer. Raises `InvalidParameter` when the engine was made without one."""
     if front.tokenizer is None:
-        raise InvalidParameter("this engine was made with skip_tokenizer_init=True and has no tokenizer.")
+        raise InvalidParameter("this engine has no tokenizer: make it without skip_tokenizer_init=True.")
     return front.tokenizer
 
 
@@ -29,14 +29,13 @@ def render_chat(engine: Engine, messages: Messages, /, *, chat_template: str | N
                 tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True,
                 continue_final_message: bool = False, chat_template_kwargs: dict[str, Any] | None = None,
                 **variables: Any) -> Prompt:
-    """The prompt of one conversation, its text and token ids (no doubled BOS).
-
-    chat_template_kwargs, variables   what the template sees besides; `InvalidParameter` for the name of an argument
-    """
+    """Render one conversation. Return a prompt with its text and token ids; BOS is not added twice.
+    `chat_template_kwargs`, `variables`: further variables of the template. Raises `InvalidParameter` for a variable
+    with the name of a parameter of this function or a switch of the template."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise InvalidParameter(
-            "chat needs a tokenizer, and this engine has none (skip_tokenizer_init).", param="messages")
+            "chat needs a tokenizer: make this engine without skip_tokenizer_init=True.", param="messages")
     template = engine.chat_template
     if chat_template is not None:
         template = ChatTemplate.load(engine.tokenizer_folder, override=chat_template)
@@ -51,9 +50,9 @@ def render_chat(engine: Engine, messages: Messages, /, *, chat_template: str | N
 def _checked_variables(given: Any) -> dict[str, Any]:
     variables: Any = {} if given is None else given
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
-        raise InvalidParameter("chat_template_kwargs must be a dict of names.", param="chat_template_kwargs")
+        raise InvalidParameter("chat_template_kwargs must be a dict with string keys.", param="chat_template_kwargs")
     for name in (*ARGUMENTS, *SWITCHES):
         if name in variables:
-            raise InvalidParameter(f"chat_template_kwargs may not hold {name}: it is no variable of the template.",
-                                   param="chat_template_kwargs")
+            raise InvalidParameter(f"chat_template_kwargs may not hold {name}, which is not a variable of the "
+                                   "template: pass it as an argument.", param="chat_template_kwargs")
     return variables

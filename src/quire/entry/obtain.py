@@ -1,4 +1,4 @@
-"""Where a server finds its model before the core's process starts. No torch."""
+"""Finds, or downloads, the model of a server before the core's process starts. No torch."""
 
 from pathlib import Path
 
@@ -14,10 +14,9 @@ from quire.weights.folder import absent_weights, resolve_folders
 
 
 def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
-    """The folders of the model and of its tokenizer, downloaded where they are on the hub.
-
-    Raises a `UserError`; all that the small files and the headers of the weights rule out comes before the weights.
-    """
+    """Return the folders of the model and of its tokenizer. Models on the hub are downloaded.
+    Raises a `UserError`. Everything that the small files and the headers of the weights can show is checked before the
+    weights are downloaded."""
     if config.device.device != "mock":
         check_torch()
     folder, tokenizer_folder = resolve_folders(config)

@@ -1,4 +1,4 @@
-"""The prompt spellings that `generate` takes, made one: text or token ids with a cache salt."""
+"""Parsing of the prompts that `generate` takes into `Prompt`: text or token ids, with a cache salt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ MAX_SALT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt: `text`, `token_ids` or both (then the ids count)."""
+    """A prompt as `text`, as `token_ids`, or as both. With both, the engine uses the ids.
+    `cache_salt`: KV blocks are shared only among prompts with the same salt."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -23,7 +24,7 @@ PromptLike = str | Sequence[int] | Mapping[str, object] | Prompt
 
 
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """One prompt or a list of them: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...}."""
+    """Parse one prompt, or a list: a string, token ids, {"prompt": ...} or {"prompt_token_ids": ...} each."""
     if isinstance(prompts, (str, Mapping, Prompt)) or _is_ids(prompts):
         return [parse_prompt(prompts)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
@@ -33,7 +34,7 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
 
 
 def parse_prompt(prompt: object) -> Prompt:
-    """One prompt in any spelling."""
+    """Parse one prompt of any accepted type. Raises `InvalidParameter` for another."""
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, str):
@@ -50,7 +51,7 @@ def _parse_mapping(prompt: Mapping[str, object]) -> Prompt:
     unknown = sorted(set(prompt) - PROMPT_KEYS)
     if unknown:
         raise InvalidParameter(
-            f"prompt key {shown(unknown[0])} is not implemented; known: {', '.join(sorted(PROMPT_KEYS))}.",
+            f"prompt key {shown(unknown[0])} is not implemented: use {', '.join(sorted(PROMPT_KEYS))}.",
             param=unknown[0])
     text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
     if text is None and ids is None:

@@ -1,5 +1,5 @@
-"""Text in, text out: tokenizers, incremental detokenization, stop strings, chat templates, a model's own defaults.
+"""Text: tokenizers, incremental detokenization, stop strings, chat templates, grammars, tool calls, a model's defaults.
 
 Knows token ids, strings and the small JSON files of a checkpoint folder. Knows nothing of requests in flight, slots,
-devices or torch; the engine core never sees text, and this room never sees the engine.
+devices or torch. The engine core never sees text, and this room never sees the engine.
 """

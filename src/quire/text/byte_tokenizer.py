@@ -11,10 +11,8 @@ SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 
 
 class ByteTokenizer(Tokenizer):
-    """Ids 0..255 are the bytes of UTF-8, ids 256.. are `SPECIALS`, matched in text as any tokenizer does.
-
-    `add_bos` makes `encode` begin with <|bos|>, as a post-processor would.
-    """
+    """A tokenizer whose ids 0..255 are bytes of UTF-8, and ids 256.. are `SPECIALS`, which it recognizes in text.
+    `add_bos`: `encode` begins with <|bos|>, as with a post-processor."""
 
     def __init__(self, *, add_bos: bool = False) -> None:
         backend = Backend(models.BPE(vocab=byte_alphabet(), merges=[]))

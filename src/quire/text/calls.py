@@ -1,11 +1,13 @@
-"""How a chat template wants to be told of an assistant's past turns, above all of their tool calls.
+"""The format in which a chat template expects an assistant's past turns, above all their tool calls.
 
-APIs send the arguments of a call as JSON text and no content beside a call. Templates differ: most print a mapping as
-JSON and would quote a text a second time, some join text, some look for an empty content and some for a null one, and
-many drop the call in silence if it comes another way. Instead of a list of models, a template is tried once with each
-form, and the first form in which call, arguments and result reach the prompt is its style; mappings come first, so a
-template that would quote text twice never gets it. Then it is tried with arguments that `max_tokens` cut and with ids
-of several lengths. Such turns stay in a conversation, so a template that refuses them gets a form that it takes.
+APIs send the arguments of a call as JSON text, and no content beside a call. Templates differ. Most expect arguments as
+a mapping, print it as JSON, and would quote a text twice; some expect text. Some expect an empty content, some null.
+Many drop a call silently if its format is wrong. So instead of a list of models, each template is probed once: it
+renders a call in each format. The first format in which call, arguments and result reach the prompt is its style.
+Mappings are tried first, so a template that would quote text twice never gets text.
+
+Then the template is probed with arguments that `max_tokens` cut off, and with call ids of several lengths. Such turns
+stay in a conversation, so a template that refuses them gets a format that it accepts.
 """
 
 import hashlib
@@ -19,16 +21,16 @@ import msgspec
 
 from quire.contracts.errors import InvalidParameter
 
-SHORT_ID = re.compile("[0-9A-Za-z]{9}")  # the ids that Mistral's templates take
+SHORT_ID = re.compile("[0-9A-Za-z]{9}")  # the only call ids that Mistral's templates accept
 
 
 class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """The form in which a template takes past calls.
+    """The format of past calls that a template accepts.
 
     arguments_as_text   arguments are JSON text, else a mapping
-    null_content        None beside a call without text, else ""
-    objects_only        arguments that are no JSON object become {}, else the template gets their text
-    short_ids           ids have nine letters and digits: others become a hash of theirs, in results, too
+    null_content        the content beside a call without text is None, else ""
+    objects_only        arguments that are not a JSON object become {}, else the template gets their text
+    short_ids           call ids have nine letters and digits; others are replaced by a hash, in results, too
     """
 
     arguments_as_text: bool = False
@@ -37,8 +39,8 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
     short_ids: bool = False
 
     def apply(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The form in which templates get an assistant's turn: with content, which may be its refusal or "", and with
-        tool calls in this style, or no such key. Of other messages only the id of a call may change."""
+        """Return a message in this style. An assistant's turn always gets content (its text, its refusal or ""), and
+        tool calls in this style if it has some. In other messages only a call id may change."""
         if message.get("role") != "assistant":
             return self._named(message, "tool_call_id")
         turn = {name: value for name, value in message.items() if name not in ("refusal", "tool_calls")}
@@ -68,13 +70,13 @@ class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(given, str):
             try:
                 given = json.loads(given or "{}")
-            except (ValueError, RecursionError):  # a model may write anything, and `max_tokens` cuts it anywhere
+            except (ValueError, RecursionError):  # models write invalid JSON, and `max_tokens` cuts it anywhere
                 given = None
         return given if isinstance(given, dict) else {} if self.objects_only else arguments
 
 
 PROBE_ARGUMENTS, PROBE_ID = '{"probe_key": "v"}', "probe0001"
-PROBE_TOOL: dict[str, Any] = {"type": "function", "function": {  # some templates fail without any; no call is to it
+PROBE_TOOL: dict[str, Any] = {"type": "function", "function": {  # some templates fail without a tool; never called
     "name": "other", "description": "other",
     "parameters": {"type": "object", "properties": {"other": {"type": "string", "description": "other"}}}}}
 
@@ -84,7 +86,8 @@ ODD_IDS = ("p", "call_0123456789abcdef01234567", "functions.probe_name:0")
 
 
 def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]) -> CallStyle:
-    """The style of a template, given its rendering of (messages, tools); the first style when none carries the call."""
+    """Find the style of a template. `render` renders (messages, tools) by it.
+    Returns the first style when no style brings the call into the prompt."""
 
     def carries(style: CallStyle, arguments: str = PROBE_ARGUMENTS, call_id: str = PROBE_ID) -> bool:
         try:

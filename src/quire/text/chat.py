@@ -1,9 +1,9 @@
-"""Chat templates: a conversation to the one string a model was trained on.
+"""Chat templates: they render a conversation to the prompt format a model was trained on.
 
-Knows Jinja templates and messages as plain JSON values; renders as transformers' `apply_chat_template` does (same
-environment, same variables, same treatment of absent and reasoning fields), which the tests compare with on every
-template. A template is a program over values of a stranger: it renders in this process as long as that is cheap, else
-in a child that can be stopped. Knows nothing of HTTP, of tool-call parsing or of token ids.
+Knows Jinja templates and messages as JSON values. Renders as transformers' `apply_chat_template` does (same
+environment, same variables, same treatment of absent and reasoning fields); tests compare both for every template.
+A template is a program that runs on untrusted values. It renders in this process while that is cheap, else in a child
+process that can be stopped. Knows nothing of HTTP, of tool-call parsing or of token ids.
 """
 
 import functools
@@ -23,16 +23,16 @@ from quire.text.special import SpecialTokens, read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 EXTRA_TEMPLATES = "additional_chat_templates"
-# Names of arguments of rendering, which are no variables of a template.
+# Parameters of `render_here`, which cannot be variables of a template.
 ARGUMENTS = ("messages", "tools", "chat_template", "adapt_turns")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_ASKED = re.compile(r"""role["']?\]?\s*(?:[!=]=|(?:not\s+)?in)\s*[\[(]?((?:\s*["']\w+["']\s*,?)+)""")
 SWITCHES = ("add_generation_prompt", "continue_final_message")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> its field
 MAX_WORDS = 500  # characters of a template's own error, which may hold whole messages
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names in use for one field, in order of precedence
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field, in order of precedence
 CONTINUE_MARK = "QUIRE-CONTINUES-HERE "  # the space shows whether the template trims the message
-# What a template can raise besides Jinja's own errors: it is a program over the caller's values.
+# Errors of a template besides Jinja's own: it is a program that runs on the caller's values.
 PROGRAM_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -42,10 +42,10 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str] | None = None, *,
                  compiler: Callable[[str], jinja2.Template | None] | None = compile_metered,
                  sandbox: Sandbox | None = None) -> None:
-        """`sources` are templates by name; `variables` (bos_token, ...) are visible to them; None for `compiler`: they
-        are a stranger's, and not even compiled in this process.
+        """Compile templates. Raises `jinja2.TemplateSyntaxError`, which `load` turns into a user error.
 
-        Errors: `jinja2.TemplateSyntaxError`; `load` turns it into a user error.
+        sources     templates by name;  variables  visible to the templates (bos_token, ...)
+        compiler    None = untrusted templates, which are compiled and rendered only in a child process
         """
         self.sources = dict(sources)
         self._variables = dict(variables or {})
@@ -55,18 +55,15 @@ class ChatTemplate:
         self._sandbox = sandbox or Sandbox()
 
     def replaced(self, source: str) -> "ChatTemplate":
-        """A stranger's template with this one's variables."""
+        """Return an untrusted template with the variables of this one."""
         return ChatTemplate({"default": source}, self._variables, compiler=None, sandbox=self._sandbox)
 
     @staticmethod
     def load(folder: Path, override: str | Path | None = None, *,
              sandbox: Sandbox | None = None) -> "ChatTemplate | None":
-        """The template of a checkpoint folder, or None if it has none.
-
-        override: a template's text, the path of a template file, or the name of one of the folder's templates.
-        Errors: `ConfigError` for an override that is none of these or does not compile, `UnsupportedModel` when the
-        folder's own template does not compile.
-        """
+        """Load the template of a checkpoint folder; None if it has none. `override`: a template's text, the path of a
+        template file, or the name of one of the folder's templates. Raises `ConfigError` for an override that is none
+        of these or does not compile, `UnsupportedModel` when the folder's own template does not compile."""
         sources = _folder_sources(folder)
         origin = f"the chat template of {folder}"
         if override is not None:
@@ -83,21 +80,21 @@ class ChatTemplate:
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
-        """All names that may be variables in it, and more."""
+        """All words of the templates. The names of their variables are among them."""
         return frozenset(re.findall(r"\w+", " ".join(self.sources.values())))
 
     @functools.cached_property
     def roles(self) -> frozenset[str]:
-        """The roles that a message of its conversations may have: the usual ones, and those that it asks for."""
+        """Roles that a message may have: the usual ones, and those that the template compares a role with."""
         asked = (names for source in self.sources.values() for names in ROLE_ASKED.findall(source))
         return frozenset(ROLES).union(*(re.findall(r"\w+", names) for names in asked))
 
     def source(self, *, tools: bool = False) -> str:
-        """The text of the template used for a request with or without tools."""
+        """Return the text of the template for requests with or without tools."""
         return self.sources[self._choose(tools)]
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-        """The prompt for a conversation, rendered here or, when that is too costly, apart; see `render_here`."""
+        """Render the prompt of a conversation: in this process or, if too costly, in a child. See `render_here`."""
         try:
             return self.render_here(messages, **options)
         except TooCostly:
@@ -105,8 +102,8 @@ class ChatTemplate:
 
     def render_apart(self, messages: Sequence[Mapping[str, Any]], over: Future[None] | None = None, /,
                      **options: Any) -> str:
-        """The same in a process that can be stopped: takes a fraction of a millisecond more, and seconds at most, or
-        until nobody waits for it any more, when `over` is done."""
+        """Render in a child process, which is stopped after some seconds. It costs a fraction of a millisecond more.
+        `over`: stops the rendering when it is done: no one waits for the prompt any more."""
         param = "messages" if self._trusted else "chat_template"
         arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
         return self._sandbox.render((self.sources, self._variables), arguments, param, over)
@@ -114,15 +111,15 @@ class ChatTemplate:
     def render_here(self, messages: Sequence[Mapping[str, Any]], /, *,
                     tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
                     continue_final_message: bool = False, adapt_turns: bool = True, **kwargs: Any) -> str:
-        """The prompt for a conversation. Takes milliseconds at most.
+        """Render the prompt of a conversation in this process. Takes milliseconds at most.
 
         messages   mappings with "role"; "content" is a string, or text parts, which are joined with newlines
         tools      JSON schemas; `kwargs` are further variables of the template (enable_thinking, documents, ...)
         continue_final_message   leave the last message open, to be continued; excludes `add_generation_prompt`
-        adapt_turns   give the assistant's turns in the form that this template reads (see `calls`); transformers does
-                      not
+        adapt_turns   convert the assistant's turns to the format that this template reads (see `calls`), which
+                      transformers does not do
 
-        Errors: `InvalidParameter` with the template's own words when it refuses the messages; `TooCostly`.
+        Raises `InvalidParameter` with the template's message when it refuses the messages, and `TooCostly`.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter("continue_final_message and add_generation_prompt exclude each other: switch one "
@@ -146,7 +143,7 @@ class ChatTemplate:
         return _cut_at_mark(text, str(last)) if continue_final_message else text
 
     def call_style(self, name: str = "default") -> CallStyle:
-        """How the named template wants past tool calls, found by trying it once."""
+        """Return the format of past tool calls that the named template expects, found by probing it once."""
         if name not in self._styles:
             self._styles[name] = probe_style(lambda messages, tools: self._render(name, messages, tools, {}))
         return self._styles[name]
@@ -176,13 +173,13 @@ class ChatTemplate:
 
 
 def no_template(model: str) -> InvalidParameter:
-    """The error for a chat request to a model without a template."""
+    """Return the error for a chat request to a model without a template."""
     return InvalidParameter(f"{model} has no chat template (it is probably a base model): use plain completions, or "
                             "give a template file as chat_template.", param="messages")
 
 
 def _folder_sources(folder: Path) -> dict[str, str]:
-    """Templates by name; files win over tokenizer_config.json, as in transformers."""
+    """Return templates by name. Template files override tokenizer_config.json, as in transformers."""
     files = {"default": folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).is_file() else {}
     files |= {path.stem: path for path in sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))}
     if files:
@@ -219,7 +216,7 @@ def _override_source(override: str | Path, sources: Mapping[str, str]) -> str:
 
 
 def _normal_message(message: Any, at: int) -> dict[str, Any]:
-    """A fresh message: fields that are null left out, content as one string, reasoning under the names in use."""
+    """Return a new message without null fields, with content as one string, and with reasoning under all its names."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidParameter(f"messages[{at}] must be an object with a role.", param="messages")
     where = f"messages[{at}]"
@@ -233,7 +230,7 @@ def _normal_message(message: Any, at: int) -> dict[str, Any]:
 
 
 def _check_texts(chat: Sequence[Mapping[str, Any]]) -> None:
-    """Errors: `InvalidParameter` for a message without a text. An assistant's turn needs none: it may call a tool."""
+    """Raise `InvalidParameter` for a message without text. An assistant's turn needs no text, as it may call a tool."""
     for at, message in enumerate(chat):
         if message["role"] != "assistant" and "content" not in message:
             raise InvalidParameter(f"messages[{at}].content is missing: a message of role {message['role']} needs a "
@@ -260,7 +257,7 @@ def _flat_content(content: Any, where: str) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON values only, so that a template meets no object with methods of its own."""
+    """Return a copy made of JSON values only, so that a template gets no objects with methods of their own."""
     if value is None or type(value) in (str, bool, int, float):
         return value
     if type(value) is dict or isinstance(value, Mapping):
@@ -273,11 +270,11 @@ def _plain(value: Any, where: str) -> Any:
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
-    raise InvalidParameter(f"{where}: {type(value).__name__} is no JSON value.", param="messages")
+    raise InvalidParameter(f"{where}: {type(value).__name__} is not a JSON value.", param="messages")
 
 
 def _cut_at_mark(text: str, last: str) -> str:
-    """The rendered text up to the end of the last message; trimmed there if the template trims messages."""
+    """Cut the rendered text at the end of the last message; trim it there if the template trims messages."""
     at = text.rfind(CONTINUE_MARK.strip())
     if at < 0 or last.strip() not in text:
         raise InvalidParameter("continue_final_message: the chat template drops or changes the last message; use "

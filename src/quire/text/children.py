@@ -1,6 +1,6 @@
-"""Child processes of one kind, each with one caller at a time and kept for the next; started when they are needed.
+"""Pool of child processes of one kind. A child serves one caller at a time, and is kept for the next.
 
-Knows processes and pipes, not what is said through them.
+Children are started on demand. Knows processes and pipes, not the data in them.
 """
 
 import subprocess
@@ -16,9 +16,10 @@ Child = subprocess.Popen[bytes]
 
 
 class Children:
-    """As many as there are callers at once; from any thread. They end with this object, at exit, too.
+    """A pool with as many children as there are callers at once. Any thread may use it.
 
-    idle   wait for a caller;  busy  have one, who gives them back or ends them
+    The children end with this object, and at exit.
+    idle   children without a caller;  busy  children with a caller, which gives them back or ends them
     """
 
     def __init__(self) -> None:
@@ -28,8 +29,8 @@ class Children:
         self._reap = weakref.finalize(self, _end_all, self.idle, self.busy)
 
     def take(self, *arguments: str) -> tuple[Child, bool]:
-        """A child, and whether it has served before; a new one is Python with these arguments. Raises `EngineClosed`
-        after `close`."""
+        """Return (child, used): an idle child, or a new one, which is Python with these arguments.
+        `used`: the child has served before. Raises `EngineClosed` after `close`."""
         with self._lock:
             self._check()
             while self.idle:
@@ -38,7 +39,7 @@ class Children:
                     break
                 _end(child)
             else:
-                # -P: no module of the folder in which the server was started; a session of its own: no Ctrl-C
+                # -P: no modules from the working directory. Its own session: Ctrl-C does not reach it.
                 child, used = subprocess.Popen(
                     [sys.executable, "-P", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     start_new_session=True, env=child_variables()), False
@@ -46,7 +47,7 @@ class Children:
             return child, used
 
     def give(self, child: Child) -> None:
-        """One that has answered well is free again."""
+        """Give back a child that has answered well."""
         with self._lock:
             self.busy.discard(child)
             if not self._closed:
@@ -54,13 +55,13 @@ class Children:
         _end(child)
 
     def end(self, child: Child) -> None:
-        """One that has not is no more. Raises `EngineClosed` after `close`, which may be why."""
+        """Kill a child that has not answered well. Raises `EngineClosed` after `close`, which may be the cause."""
         self.busy.discard(child)
         _end(child)
         self._check()
 
     def close(self) -> None:
-        """End all, and start none any more; idempotent."""
+        """Kill all children, and start no more; idempotent."""
         with self._lock:
             self._closed = True
         self._reap()
@@ -72,12 +73,12 @@ class Children:
 
 def _end(child: Child) -> None:
     child.kill()
-    with suppress(OSError):  # what was never sent
+    with suppress(OSError):  # data that was not sent yet
         child.communicate()
 
 
 def _end_all(idle: list[Child], busy: set[Child]) -> None:
-    for child in list(busy):  # whoever reads from it sees to the rest
+    for child in list(busy):  # its caller notices, and calls `end`
         child.kill()
     while idle:
         _end(idle.pop())

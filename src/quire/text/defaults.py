@@ -1,6 +1,6 @@
-"""What a checkpoint says of its own generation: end-of-sequence ids and default sampling parameters.
+"""End-of-sequence ids and default sampling parameters of a checkpoint.
 
-Knows `config.json`, `generation_config.json` and a tokenizer's eos. Knows nothing of one request.
+Knows `config.json`, `generation_config.json` and a tokenizer's eos. Knows nothing of requests.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,9 @@ FIELDS = {name: name for name in SAME_NAME} | {"max_new_tokens": "max_tokens"}
 
 
 def load_eos_ids(folder: Path, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
-    """Ids that end a sequence, without repeats: the tokenizer's, then `generation_config.json`, then `config.json`.
-
-    A checkpoint often lists some of them in one place only (an end of turn beside an end of text), so all count.
-    Errors: `UnsupportedModel` when one is no token id.
-    """
+    """Return the ids that end a sequence: the tokenizer's, then `generation_config.json`, then `config.json`.
+    A checkpoint often lists an id in one place only (an end of turn beside an end of text), so all places count. Raises
+    `UnsupportedModel` when one is not a token id."""
     found = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for file in (GENERATION_FILE, MODEL_FILE):
         config = read_json(folder / file)
@@ -37,12 +35,12 @@ def load_eos_ids(folder: Path, tokenizer: Tokenizer | None = None) -> tuple[int,
 def load_generation_defaults(
     folder: Path, *, read: bool = True, override: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`SamplingParams` fields that `generation_config.json` sets; {} without the file, or when it is not `read`.
+    """Return the `SamplingParams` fields that `generation_config.json` sets; {} without the file.
 
-    `override` replaces single entries, under the names of that file; `InvalidParameter` for a name it does not have,
-    `ConfigError` for one that is no string.
-    `do_sample: false` means greedy (temperature 0); when it is absent, the file says nothing of it.
-    Errors: `UnsupportedModel` when a value is out of the range of its field.
+    read       False = ignore the file;  override  replaces single entries, under the names of that file
+    `do_sample: false` means greedy (temperature 0). Without `do_sample` the temperature is as given.
+    Raises `InvalidParameter` for an unknown name in `override`, `ConfigError` for a name that is not a string,
+    `UnsupportedModel` for a value out of the range of its field.
     """
     for name in override or ():
         if not isinstance(name, str):

@@ -1,14 +1,15 @@
-"""Token ids to text while they arrive, one detokenizer per sequence.
+"""Incremental detokenization: token ids to text as they arrive, one detokenizer per sequence.
 
-The text of a sequence is defined here, once, for streamed and unstreamed output alike: all pieces of `push`, then
-`flush`. It is what decoding prompt and output together would show after the prompt (so a leading space of the first
-output token is kept when a prompt stands before it), never with part of a character: bytes of an unfinished character
-are held until it is whole, or shown as U+FFFD once it cannot become whole. One difference from `decode` is deliberate:
-SentencePiece decoders turn a whole run of byte tokens to U+FFFD if any byte in it is wrong, also characters that a
-stream showed long ago; here whole characters stay, and only the wrong bytes show as U+FFFD.
+This defines the text of a sequence, streamed or not: all pieces of `push`, then `flush`. It equals the text after the
+prompt when prompt and output are decoded together. So a leading space of the first output token is kept after a prompt.
+A piece never has a part of a character: bytes of an unfinished character are held until it is complete, or become
+U+FFFD when it cannot be completed. One difference from `decode` is deliberate: SentencePiece decoders turn a whole run
+of byte tokens to U+FFFD if a byte in it is wrong, also characters that a stream has shown already. Here complete
+characters stay, and only the wrong bytes become U+FFFD.
 
-Why not the `tokenizers` library's DecodeStream: it waits without bound while the text ends in U+FFFD (a token may mean
-exactly that), fails when a character before is taken back, and drops a leading space after skipped special tokens.
+The `tokenizers` library's DecodeStream is not used for three reasons. It waits without limit while the text ends in
+U+FFFD, which may be a token's true text. It fails when an earlier character is taken back. It drops a leading space
+after skipped special tokens.
 """
 
 import codecs
@@ -21,30 +22,30 @@ from quire.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_CHAR_BYTES = 4  # UTF-8
-PROMPT_CONTEXT = 8  # prompt tokens that a decoder without a byte table sees before the output
-MAX_HELD = 16  # tokens such a decoder may hold back without having produced text
+PROMPT_CONTEXT = 8  # prompt tokens before the output, for a decoder without a byte table
+MAX_HELD = 16  # tokens without text that such a decoder may hold back
 
 
 class Detokenizer(Protocol):
-    """Incremental decoding of one sequence."""
+    """Incremental decoder of one sequence."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
 
     def flush(self) -> str:
-        """The rest; an unfinished character shows as U+FFFD. Nothing may be pushed afterwards."""
+        """Return the rest; an unfinished character becomes U+FFFD. Call it last."""
 
 
 def hidden_ids(tokenizer: Tokenizer, skip_special_tokens: bool, shown: Collection[int] | None) -> frozenset[int]:
-    """The special tokens that are left out of a text: none, or all but those `shown`."""
+    """Return the special tokens that are left out of a text: all except those `shown`, or none."""
     special = tokenizer.all_special_ids if skip_special_tokens else frozenset[int]()
     return special.difference(shown) if shown else special
 
 
 def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True,
                     shown: Collection[int] | None = None, spaces_between_special_tokens: bool = True) -> Detokenizer:
-    """A detokenizer for the output that follows `prompt_ids`; only the end of the prompt is looked at. `shown`: see
-    `hidden_ids`."""
+    """Make a detokenizer for the output after `prompt_ids`, of which it reads only the end. `shown`: see `hidden_ids`.
+    """
     skipped = hidden_ids(tokenizer, skip_special_tokens, shown)
     before = (i for i in map(int, reversed(prompt_ids)) if i not in skipped)
     if tokenizer.pieces is not None:
@@ -55,7 +56,7 @@ def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, ski
 
 
 class _ByteDetokenizer:
-    """For tokens that are bytes: a table look-up and a UTF-8 decoder."""
+    """A detokenizer for tokens that stand for bytes: a table and a UTF-8 decoder."""
 
     def __init__(self, pieces: PieceTable, before: Iterable[int], skipped: frozenset[int]) -> None:
         self._bytes_of = pieces.bytes_of
@@ -70,7 +71,7 @@ class _ByteDetokenizer:
             self._utf8.decode(piece)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         if self._first_token:
             data = self._first_data([i for i in token_ids if i not in self._skipped])
         else:
@@ -79,7 +80,7 @@ class _ByteDetokenizer:
         return self._without_first_space(text) if self._first_char else text
 
     def flush(self) -> str:
-        """The rest, an unfinished character as U+FFFD."""
+        """Return the rest; an unfinished character becomes U+FFFD."""
         text = self._utf8.decode(b"", True)
         return self._without_first_space(text) if self._first_char else text
 
@@ -100,7 +101,7 @@ class _Utf8(Protocol):
 
 
 class _FallbackUtf8:
-    """UTF-8 as SentencePiece decoders show it: one U+FFFD for every byte that is part of no character."""
+    """A UTF-8 decoder that acts as SentencePiece's: each byte that is not part of a character becomes one U+FFFD."""
 
     def __init__(self) -> None:
         self._held = b""
@@ -129,10 +130,8 @@ class _FallbackUtf8:
 
 
 class _WindowDetokenizer:
-    """For other decoders: decode a short window twice, before and after, and emit the difference.
-
-    window = tokens already emitted, as context [0, read) | tokens not yet emitted [read, end)
-    """
+    """A detokenizer for other decoders: it decodes a short window before and after a token, and emits the difference.
+    window = emitted tokens, as context [0, read) | tokens not yet emitted [read, end)"""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int], skipped: frozenset[int], joined: bool) -> None:
         self._tokenizer = tokenizer
@@ -144,11 +143,11 @@ class _WindowDetokenizer:
         self._shown = self._decode(context)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         return "".join([self._step(i) for i in token_ids if i not in self._skipped])
 
     def flush(self) -> str:
-        """The rest."""
+        """Return the rest."""
         return self._decode(self._window)[len(self._shown) :]
 
     def _step(self, token_id: int) -> str:
@@ -174,7 +173,8 @@ class _WindowDetokenizer:
 
 
 def _last_pieces(pieces: PieceTable, before: Iterable[int]) -> list[bytes]:
-    """The last pieces of the prompt, from `before` (its ids, last first): enough bytes to hold an unfinished one."""
+    """Return the bytes of the prompt's last tokens, at least as many as a character has.
+    `before`: ids of the prompt, last first."""
     found: list[bytes] = []
     num_bytes = 0
     for token_id in before:

@@ -1,6 +1,8 @@
-"""The process that encodes one long text: `python -m quire.text.encode_child FOLDER SPECIAL`, started by
-`Tokenizer.encode`. Reads the text as UTF-8 from standard input, writes its token ids as uint32, and ends: the system
-has all the memory back that the encoding took."""
+"""The process that encodes one long text: `python -m quire.text.encode_child FOLDER SPECIAL`.
+
+`Tokenizer.encode` starts it. It reads the text as UTF-8 from standard input, writes the token ids as uint32, and ends,
+so that the system gets back all the memory that the encoding took.
+"""
 
 import sys
 from array import array

@@ -1,4 +1,4 @@
-"""How models that fill in the middle are shown a gap. Knows tokens by name, and nothing of requests."""
+"""Prompts for models that fill in the middle. Knows their tokens by name, and nothing of requests."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -8,8 +8,12 @@ from quire.text.tokenizer import Tokenizer
 
 
 class Gap(NamedTuple):
-    """The tokens before what comes before the gap, before what comes after it, and before what fills it ("": none, and
-    what comes after the gap stands first)."""
+    """Tokens of a fill-in-the-middle prompt.
+
+    before   token before the prefix (the text before the gap)
+    after    token before the suffix (the text after the gap)
+    fill     token before the answer; "" = none, and the suffix comes first in the prompt
+    """
 
     before: str
     after: str
@@ -27,13 +31,14 @@ GAPS = (
 
 
 def around_gap(tokenizer: Tokenizer, before: str, after: str, special: bool) -> list[int]:
-    """The prompt that asks for what stands between two texts; `special`: with what the tokenizer puts before any text.
-    Errors: `InvalidParameter` where the tokenizer has no tokens for that."""
+    """Return the prompt that asks for the text between two texts.
+    `special`: begin with the special tokens that the tokenizer puts before any text. Raises `InvalidParameter` when the
+    tokenizer has no tokens for filling in the middle."""
     for gap in GAPS:
         first, second, third = (tokenizer.token_id(name) if name else None for name in gap)
         if first is None or second is None or (third is None and gap.fill):
             continue
-        # A tokenizer that puts a space before every text would put one into the middle of this one.
+        # Some tokenizers put a space before every text. Encoding after "\n" avoids a space in the middle.
         head = tokenizer.encode("\n", False)
         rest = tokenizer.encode("\n" + after, False)[len(head):] if len(head) > 1 else tokenizer.encode(after, False)
         parts = [[first, *tokenizer.encode(before, False)], [second, *rest]]

@@ -1,7 +1,7 @@
-"""Grammars: the form that an output must have becomes what says, token by token, which tokens may come next.
+"""Grammars: a structured output is compiled to a matcher, which says token by token which tokens may come next.
 
-Knows forms, one tokenizer and llguidance, which is imported when the first form comes. Knows nothing of requests and
-steps. Whatever a caller sends is bounded: in size, in what compiling it takes, and in what one mask takes.
+Knows `StructuredOutputsParams`, one tokenizer and llguidance, which is imported for the first grammar. Knows nothing of
+requests and steps. There are limits for the size of a grammar, for its compilation, and for the time of one mask.
 """
 
 import itertools
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
 
     from quire.text.tokenizer import Tokenizer
 
-MAX_GBNF = 16_384  # characters: rewriting takes the square of their number (0.6 s), and nothing can interrupt it
+MAX_GBNF = 16_384  # characters: conversion takes quadratic time (0.6 s), and nothing can interrupt it
 LARK = re.compile(r"^\s*(%llguidance\b|[?!]*start\b[^:\n]*:(?!:=))", re.M)  # its first rule, however modified
-LAYOUT = r" ?(\r?\n[ \t]{0,60})?"  # between the parts of JSON: as it is printed in any style, but without end
-MAX_REASON = 500  # characters of what is wrong with a grammar
-# A form is compiled as often as there are threads, as often as is asked for at most, for up to COPIES_SECONDS.
-# Each copy grows with what its outputs find out, to 50 MB at most (LIMITS).
+LAYOUT = r" ?(\r?\n[ \t]{0,60})?"  # white space between the parts of JSON: all usual styles, with a limit
+MAX_REASON = 500  # characters of a grammar's error message
+# A grammar is compiled once per thread, but not longer than COPIES_SECONDS: matchers of one copy share a lock.
+# Each copy caches lexer states, up to 50 MB (LIMITS).
 MOST_COPIES, COPIES_SECONDS = 8, 0.02
-LEFT_OUT = re.compile(r"\btail\d+_\d+\)?\?")  # an argument that may be left out, as `tool_grammar` writes them
-WIDE = re.compile(r"row has \d+ items|Too many items")  # in an error
-TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text with all of them
-# Of llguidance: a token of an ambiguous grammar takes 0.5 s at most and not 6 s, by the items in a row (those of a step
-# may be many: an object of 100 optional strings needs 200,000 in a vocabulary of 150,000); an object of many properties
-# (3 to 8 symbols each, and time is worse than linear) 3 s and not minutes; a state takes 1 kB.
+LEFT_OUT = re.compile(r"\btail\d+_\d+\)?\?")  # an optional argument, as `tool_grammar` writes it
+WIDE = re.compile(r"row has \d+ items|Too many items")  # in error messages of llguidance
+TAGS = str((REASONING_FORMATS, TOOL_FORMATS))  # a text that contains all tags
+# Limits of llguidance.
+# max_items_in_row   a token of an ambiguous grammar takes at most 0.5 s, instead of 6 s
+# step_max_items     high: an object of 100 optional strings needs 200,000 items with a vocabulary of 150,000
+# max_grammar_size   an object of many properties (3 to 8 symbols each) takes at most 3 s, instead of minutes
+# max_lexer_states   a state takes 1 kB
 LIMITS: dict[str, Any] = {
     "step_max_items": 200_000, "max_items_in_row": 600, "max_lexer_states": 50_000, "max_grammar_size": 20_000,
     "initial_lexer_fuel": 500_000, "verbose_errors": False,
@@ -51,15 +53,16 @@ LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled form. `fork` makes the matcher of one output (None: only its reasoning is held to something); those of
-    one copy of the form share what they find out about it, and a lock: only one of them moves at a time.
+    """A compiled structured output.
 
-    after    bytes that end the reasoning before the form; b"": there is none
-    budget   tokens of reasoning, then `closing`, the tokens of `after`, are forced
-    inside   the form holds in the reasoning, too
-    copies   how many there are
-    names    the tokens of a form of JSON, whose objects have no name twice; None: it is another form
-    patterns   names have patterns, which may leave only few
+    fork       makes the matcher of one output; it returns None when only the reasoning is limited
+    after      bytes that end the reasoning before the structured output; b"" = no reasoning
+    budget     maximum tokens of reasoning; then `closing` is forced
+    closing    tokens of `after`
+    inside     the grammar applies to the reasoning, too
+    copies     number of compiled copies; matchers of one copy share a cache and a lock, so one of them runs at a time
+    names      token index to prevent repeated names in JSON objects; None = the output is not JSON
+    patterns   the schema has patterns for names, which may allow only few names
     """
 
     fork: Callable[[], "LLMatcher | None"]
@@ -74,7 +77,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """A tokenizer as llguidance sees it. `end`: an id that no text has, whose bit says that the text may end here."""
+    """A tokenizer for llguidance. `end`: a token id that no text has; its bit in a mask means that the text may end."""
 
     tokenizer: "Tokenizer"
     words: "_Words"
@@ -83,9 +86,12 @@ class _Vocabulary:
 
 
 class _Words:
-    """A tokenizer in llguidance's terms. Reading a tokenizer.json by itself, it has every added token that looks like
-    <think> for one that no text holds, and yet masks that ask for it; here those are special, but for tags of calls and
-    reasoning, which vocabularies have as either."""
+    """A tokenizer with the interface that llguidance expects.
+
+    llguidance's own reader of tokenizer.json takes every added token like <think> for special, and forbids it even
+    where a grammar asks for it. Here only the tokenizer's special tokens are special, except the tags of calls and
+    reasoning, which are special in some vocabularies and not in others.
+    """
 
     bos_token_id = None
 
@@ -100,18 +106,19 @@ class _Words:
                          if self.tokens[i] and byte_ids.keys() >= {*self.tokens[i]}}
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of a text that a form asks for. A special token that it spells is text, byte by byte."""
+        """Return the ids of a text in a grammar. A special token in it is spelled byte by byte, as text."""
         ids = self._encode(text, False)
         return [one for i in ids for one in self._spelled.get(i, (i,))]
 
 
 class GrammarCompiler:
-    """Compiles forms for a model. `compile` may run in several threads at once, beside `masks` in one.
+    """Compiler of structured outputs for a model. `compile` may run in several threads, beside `masks` in one thread.
 
-    load   the tokenizer, called when the first form comes;  vocab_size  of the model: it may be wider than the
-           tokenizer's, whose ids are then the only ones that may come
-    trial  where a form is tried before it is compiled here; None: nowhere, and one that hurts hurts this process
-    threads   that compute masks
+    load         loads the tokenizer; called for the first grammar
+    vocab_size   of the model; ids beyond the tokenizer's vocabulary are always forbidden
+    trial        tries a grammar in a child process before it is compiled here; None = no trial, and a grammar that
+                 takes too much stack or time harms this process
+    threads      number of threads that compute masks
     """
 
     def __init__(self, load: "Callable[[], Tokenizer]", vocab_size: int, trial: GrammarTrial | None = None,
@@ -123,8 +130,8 @@ class GrammarCompiler:
         self._executor: LLExecutor | None = None
 
     def compile(self, spec: str, most_copies: int = MOST_COPIES) -> Grammar:
-        """The grammar of `StructuredOutputsParams.spec`, in at most `most_copies`; raises `InvalidParameter` that says
-        what is wrong with it."""
+        """Compile a `StructuredOutputsParams.spec`, in at most `most_copies` copies.
+        Raises `InvalidParameter` with the grammar's error."""
         from llguidance import LLMatcher, LLParserLimits
 
         form = msgspec.json.decode(spec, type=StructuredOutputsParams)
@@ -145,7 +152,7 @@ class GrammarCompiler:
         until, limits = time.perf_counter() + COPIES_SECONDS, LLParserLimits(**bounds)
         copies = [matcher := LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)]
         if not matcher.is_error():
-            matcher.compute_bitmask()  # a grammar that no text matches is found out here
+            matcher.compute_bitmask()  # fails for a grammar that no text matches
         if matcher.is_error():
             raise _refusal(error_of(matcher))
         while len(copies) < min(self._threads, most_copies) and time.perf_counter() < until:
@@ -156,14 +163,16 @@ class GrammarCompiler:
                        patterns=reading.patterns)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text, special ones included."""
+        """Return the bytes of a token; special tokens have bytes, too."""
         return self._vocabulary().tokenizer.token_bytes(token)
 
     def masks(self, matchers: "Sequence[LLMatcher | None]", enders: Sequence[Sequence[int]]) -> tuple[I32, list[int]]:
-        """The masks [R, ceil(V / 32)] int32 of the tokens that may come next, see `Executor.release`; computed in
-        parallel. And the rows that are over: a text that nothing can follow, or a matcher with an error.
+        """Compute the masks of the tokens that may come next, in parallel. Return (masks, ended rows).
 
-        matchers   one per row; None: any token may come;  enders  ids that may come where the text may end
+        matchers     one per row; None = any token may come
+        enders       per row, ids that may come where the text may end
+        masks        [R, ceil(V / 32)] int32, see `Executor.release`
+        ended rows   rows that nothing can follow, or whose matcher has an error
         """
         width, vocabulary = -(-self._vocab_size // 32), self._vocabulary()
         words = -(-vocabulary.tokens.vocab_size // 32)
@@ -188,7 +197,7 @@ class GrammarCompiler:
         return np.ascontiguousarray(out[:, :width]), over
 
     def _index(self) -> TokenIndex:
-        """Made without the lock, for which masks would wait 0.3 s: two threads may both make it."""
+        """Return the token index. Made without the lock, since masks would wait 0.3 s; two threads may both make it."""
         self._indexed = self._indexed or TokenIndex(self._vocabulary().words.tokens[: self._vocab_size])
         return self._indexed
 
@@ -199,8 +208,9 @@ class GrammarCompiler:
 
                 tokenizer = self._load()
                 if tokenizer.pieces is None:
-                    raise InvalidParameter("structured_outputs: this model's tokenizer is of a kind that grammars are "
-                                           "not implemented for.", param="structured_outputs")
+                    raise InvalidParameter("structured_outputs: grammars are not implemented for the kind of this "
+                                           "model's tokenizer: leave structured_outputs out.",
+                                           param="structured_outputs")
                 end = tokenizer.eos_token_id
                 if end is None:
                     end = min(tokenizer.all_special_ids, default=tokenizer.vocab_size - 1)
@@ -212,25 +222,25 @@ class GrammarCompiler:
 
 
 def only(mask: I32, token: int) -> None:
-    """Let nothing come but one token."""
+    """Allow only one token in a mask."""
     mask[:] = 0
     np.bitwise_or.at(mask, *_bits((token,)))
 
 
 def without(mask: I32, tokens: Sequence[int]) -> None:
-    """Let these tokens not come."""
+    """Forbid these tokens in a mask."""
     words, bits = _bits(tokens)
     np.bitwise_and.at(mask, words, ~bits)
 
 
 def _bits(tokens: Sequence[int]) -> tuple[np.ndarray[Any, np.dtype[np.int64]], I32]:
-    """Where the bits of tokens are in a mask: words, and the bit in each."""
+    """Return the positions of tokens in a mask: indices of words, and the bit in each word."""
     ids = np.array(tokens, np.int64)
     return ids // 32, (np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32)
 
 
 def error_of(matcher: "LLMatcher") -> str:
-    """What a matcher met, in words; "" for one that is sound."""
+    """Return the error message of a matcher; "" without an error."""
     return _reason(matcher.get_error())
 
 
@@ -246,7 +256,7 @@ def _refusal(reason: str) -> InvalidParameter:
 
 
 def notes(form: StructuredOutputsParams) -> list[str]:
-    """Keywords of the form's schemas that are not enforced, each with its path. Errors: `InvalidParameter`."""
+    """Return the keywords of the schemas that are not enforced, each with its path. Raises `InvalidParameter`."""
     reading = Reading()
     if form.json is not None or form.grammar is not None and "%json" in form.grammar:
         _source(msgspec.json.decode(form.spec(), type=StructuredOutputsParams), reading)
@@ -254,14 +264,14 @@ def notes(form: StructuredOutputsParams) -> list[str]:
 
 
 def _limits(reading: Reading) -> dict[str, Any]:
-    """LIMITS, with room for properties that may be left out: where an object begins, each of them may come."""
+    """Return LIMITS, raised for optional properties: at the beginning of an object, each of them may come next."""
     places = min(reading.optional, MOST_OPTIONAL)
     return LIMITS | {"max_items_in_row": LIMITS["max_items_in_row"] + 4 * places,
                      "step_max_items": LIMITS["step_max_items"] + 2_000 * places}
 
 
 def _source(form: StructuredOutputsParams, reading: Reading) -> str:
-    """The form as llguidance takes it; `reading` learns of its schemas."""
+    """Return the grammar for llguidance. `reading` collects findings about its schemas."""
     if form.regex is not None:
         from llguidance import LLMatcher
 
@@ -278,7 +288,7 @@ def _source(form: StructuredOutputsParams, reading: Reading) -> str:
     try:
         schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
-        raise _refusal(f"json is no JSON: {error}") from None
+        raise _refusal(f"json is not valid JSON: {error}") from None
     if schema is False:
         raise _refusal("json is false, which no text matches: send a schema.")
     schema = {} if schema is True else holdable(schema, reading)
@@ -295,11 +305,11 @@ def _grammar(kind: str, source: object) -> str:
 def _lark(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    text = "\n".join(filter(str.strip, text.split("\n")))  # many empty lines cost it the square of their number
+    text = "\n".join(filter(str.strip, text.split("\n")))  # empty lines cost the converter quadratic time
     if LARK.search(text):
         return text
     if len(text) > MAX_GBNF:
-        raise _refusal(f"in GBNF it may have {MAX_GBNF} characters, not {len(text)}: write it in Lark's syntax")
+        raise _refusal(f"it has {len(text)} characters, and GBNF may have {MAX_GBNF}: write it in Lark's syntax")
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare Exception

@@ -1,8 +1,8 @@
-"""A grammar is tried where it can be stopped: in a child process with little memory and time, on the same tokens.
+"""Trial of grammars in a child process with limits of memory and time, with the same tokens.
 
-llguidance runs out of stack on some grammars, which ends a process, and takes minutes for others, which nothing can
-interrupt. What the child survives is compiled again by who asked. There is one child per thread that compiles, started
-when it is needed and killed by the first grammar that does not end well.
+llguidance runs out of stack on some grammars, which ends the process. It takes minutes for others, and nothing can
+interrupt it. A grammar that the child survives is compiled again by the caller. There is one child per thread that
+compiles. It is started on demand, and killed after a grammar that it did not finish.
 """
 
 import marshal
@@ -24,30 +24,30 @@ from quire.text.children import Child, Children
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-SECONDS = 5.0  # for one grammar
-START_SECONDS = 60.0  # for a child
-MEMORY = 512 * 2**20  # bytes that it may take
-STEPS, STEP_SECONDS = 24, 0.5  # tokens that are tried, and what one may take of the CPU
-STACK = 1_500_000  # bytes, less than that of the threads which will do the same in the core
-Vocabulary = tuple[list[bytes], list[int], int]  # tokens, the special ones, the end
+SECONDS = 5.0  # limit for one grammar
+START_SECONDS = 60.0  # limit for the start of a child
+MEMORY = 512 * 2**20  # limit of a child, in bytes
+STEPS, STEP_SECONDS = 24, 0.5  # number of tokens that are tried, and CPU time limit of one
+STACK = 1_500_000  # bytes; less than the stack of the core's threads, which compile the grammar later
+Vocabulary = tuple[list[bytes], list[int], int]  # (tokens, special ids, end id)
 
 
 class GrammarTrial:
-    """Tries grammars in children, as many at once as there are callers; from any thread."""
+    """Trials of grammars in child processes, one per caller at a time. Any thread may use it."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._children = Children()
 
     def run(self, source: str, limits: dict[str, Any], vocabulary: Vocabulary) -> str:
-        """What is wrong with a grammar of llguidance's; "": nothing. Raises `RequestFailed` when the child does not
-        survive it, which it may another time, or when there is no child."""
+        """Try a grammar of llguidance. Return its error; "" for none.
+        Raises `RequestFailed` when the child does not survive the grammar, or cannot be started."""
         child = self._take(vocabulary)
         began, timer = time.monotonic(), threading.Timer(self._seconds, child.kill)
         timer.start()
         answer = _ask(child, marshal.dumps((source, limits)))
         timer.cancel()
-        if answer and time.monotonic() - began < self._seconds:  # else it may be killed now
+        if answer and time.monotonic() - began < self._seconds:  # else the timer may kill it now
             self._children.give(child)
             return str(marshal.loads(answer))
         self._children.end(child)
@@ -66,12 +66,13 @@ class GrammarTrial:
         timer.cancel()
         if not ready:
             self._children.end(child)
-            raise RequestFailed("the process that tries grammars cannot be started, see the log.", code="internal")
+            raise RequestFailed("the process that tries grammars cannot be started: see the server's log.",
+                                code="internal")
         return child
 
 
 class _Tokens:
-    """A vocabulary in llguidance's terms; texts are cut into bytes."""
+    """A vocabulary with the interface that llguidance expects. Texts are tokenized to single bytes."""
 
     bos_token_id = None
 
@@ -84,7 +85,7 @@ class _Tokens:
 
 
 def main() -> None:
-    """Answer jobs of standard input until it ends: the vocabulary first, then grammars."""
+    """Serve jobs from standard input until it ends: first the vocabulary, then grammars."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -98,17 +99,17 @@ def main() -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for kind, limit in ((resource.RLIMIT_AS, used + MEMORY if used else resource.RLIM_INFINITY),
                         (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        with suppress(ValueError, OSError):  # macOS knows no bound of memory
+        with suppress(ValueError, OSError):  # macOS has no limit of memory
             resource.setrlimit(kind, (limit, limit))
     _write(answers, b"ready")
     while job := _read(jobs):
-        signal.alarm(2 * math.ceil(SECONDS))  # nobody may be there any more to end it
+        signal.alarm(2 * math.ceil(SECONDS))  # ends this process if its caller is gone
         _write(answers, marshal.dumps(pool.submit(_try, tokens, *marshal.loads(job)).result()))
         signal.alarm(0)
 
 
 def _try(tokens: "LLTokenizer", source: str, limits: dict[str, Any]) -> str:
-    """Compile, and take some tokens as they may come."""
+    """Compile a grammar and take some allowed tokens at random. Return the error; "" for none."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher, rng = LLMatcher(tokens, source, log_level=0, limits=LLParserLimits(**limits)), random.Random(0)
@@ -116,7 +117,7 @@ def _try(tokens: "LLTokenizer", source: str, limits: dict[str, Any]) -> str:
         began, mask = time.process_time(), b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             error = str(matcher.get_error())
-            return error if not step or " items" in error else ""  # else it may be because the text was made up
+            return error if not step or " items" in error else ""  # else a random text may be the cause
         at = rng.choice([at for at, byte in enumerate(mask) if byte])
         token = 8 * at + rng.choice([bit for bit in range(8) if mask[at] >> bit & 1])
         if token == tokens.eos_token or not matcher.consume_token(token):
@@ -128,7 +129,7 @@ def _try(tokens: "LLTokenizer", source: str, limits: dict[str, Any]) -> str:
 
 
 def _ask(child: Child, job: bytes) -> bytes:
-    """b"" when there is no whole answer."""
+    """Send a job and read the answer; b"" if the answer is not complete."""
     assert child.stdin is not None and child.stdout is not None
     with suppress(OSError, ValueError):
         _write(child.stdin, job)

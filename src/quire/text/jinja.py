@@ -1,8 +1,8 @@
-"""The Jinja environment chat templates are written for.
+"""The Jinja environment that chat templates are written for.
 
-Knows the dialect only: what `transformers` offers templates (block trimming, `break`/`continue`, a `generation` tag
-that here simply shows its body, `raise_exception`, `strftime_now`, a `tojson` that escapes no HTML), inside Jinja's
-immutable sandbox. The sandbox bounds what a template can touch, not how long it runs.
+It has the features of `transformers`: block trimming, `break`/`continue`, a `generation` tag (which here only shows its
+body), `raise_exception`, `strftime_now`, and a `tojson` that does not escape HTML. It runs in Jinja's immutable
+sandbox, which limits the objects that a template can use, not its running time.
 """
 
 import json
@@ -18,20 +18,21 @@ from jinja2.utils import Namespace
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the model wrote, for training; its body is kept as it is."""
+    """The tag `{% generation %}...{% endgeneration %}`, which marks the model's text for training. Only shows its body.
+    """
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """A scope around the body."""
+        """Parse the tag to a scope around its body."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("shown"), [], [], body).set_lineno(lineno)
 
     def shown(self, caller: Any) -> str:
-        """The body's text."""
+        """Return the body's text."""
         return str(caller())
 
 
@@ -57,7 +58,7 @@ class PlainNamespace(Namespace):
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Where chat templates are compiled."""
+    """The Jinja environment in which chat templates are compiled."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], **options)
@@ -67,7 +68,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """A template ready to render, from any thread. Errors: `jinja2.TemplateSyntaxError`."""
+    """Compile a template, which any thread may render. Raises `jinja2.TemplateSyntaxError`."""
     return ChatEnvironment().from_string(source)
 
 
@@ -82,5 +83,5 @@ def _raise_exception(message: str) -> NoReturn:
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    """The filter `tojson`."""
+    """Encode a value as JSON: the filter `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,6 +1,7 @@
-"""Alternatives of `oneOf` in a JSON schema: a proof that no value is of two of them, so that `anyOf` says the same.
+"""Alternatives of `oneOf` in a JSON schema: a proof that no value fits two of them, so that `anyOf` means the same.
 
-Knows types, constants, required properties, references and lists of schemas. What it does not know proves nothing.
+Knows types, constants, required properties, references and lists of schemas. Other keywords are ignored, which is safe:
+they can only make a proof fail.
 """
 
 import json
@@ -9,25 +10,26 @@ from typing import Any
 
 from quire.text.json_parts import Part, SchemaDocument
 
-FUEL = 50_000  # schemas that are looked at, for one form
+FUEL = 50_000  # limit of compared schemas per structured output
 DEPTH = 16
 KINDS = {bool: "boolean", str: "string", list: "array", dict: "object", type(None): "null"}
 NUMBERS = {"integer": ("integer",), "number": ("integer", "fraction")}
 ALL = frozenset((*KINDS.values(), "integer", "fraction"))
-Constants = dict[str, set[str]]  # of a schema: as JSON, by kind
-Skipped = frozenset[tuple[int, str]]  # keywords that are not looked at, by the id of their schema
+Constants = dict[str, set[str]]  # kind -> constants of a schema as JSON
+Skipped = frozenset[tuple[int, str]]  # (id of a schema, keyword) pairs that are ignored
 
 
 class Alternatives:
-    """Compares the alternatives of a schema. `closes`: an object of this schema is written without other names."""
+    """Comparison of the alternatives of `oneOf`.
+    `closes`: True for a schema whose objects are written without names that it does not list."""
 
     def __init__(self, document: SchemaDocument, closes: Callable[[Part], bool]) -> None:
         self._document, self._closes, self._fuel = document, closes, FUEL
-        self._constants: dict[int, Constants] = {}  # of schemas that were looked at
+        self._constants: dict[int, Constants] = {}  # cache by the id of the schema
 
     def clash(self, part: Part) -> tuple[int, ...] | None:
-        """Two alternatives of `oneOf` that one value may be of, after it was written for either; None: there are none;
-        (): there are too many to compare."""
+        """Return the indices of two alternatives that may fit the same output. None = there are none.
+        Returns () when the schemas are too many or too deeply nested to compare."""
         try:
             return self._clash(part, part["oneOf"], frozenset({(id(part), "oneOf")}))
         except RecursionError:  # a constant is nested too deep to be compared
@@ -43,7 +45,8 @@ class Alternatives:
         return None
 
     def _apart(self, one: list[Any], other: list[Any], closed: bool, skipped: Skipped, depth: int = 0) -> bool:
-        """No value is of all schemas of `one` and all of `other`. `closed`: objects of `one` have no other names."""
+        """Return True if provably no value fits all schemas of `one` and all of `other`.
+        `closed`: objects written for `one` have only names that its schemas list."""
         self._fuel -= 1 + len(one) + len(other)
         if self._fuel < 0 or depth > DEPTH:
             return False
@@ -69,7 +72,7 @@ class Alternatives:
         return False
 
     def _spread(self, parts: list[Any], skipped: Skipped) -> list[Any]:
-        """The schemas that all hold where these do, without `True`."""
+        """Return all schemas that apply where these do: theirs, those of `allOf` and of references; without True."""
         stack, found, seen = [*parts], [], set()
         while stack:
             part = stack.pop()
@@ -85,7 +88,7 @@ class Alternatives:
         return found
 
     def _named(self, parts: list[Part], name: str, closed: bool) -> list[Any]:
-        """The schemas of a property of these."""
+        """Return the schemas that apply to a property in objects of these schemas."""
         found: list[Any] = []
         for part in parts:
             properties = part.get("properties")
@@ -106,7 +109,7 @@ class Alternatives:
         return kinds
 
     def _values(self, parts: list[Part], kinds: frozenset[str]) -> set[str] | None:
-        """The values that are left, as JSON; None: any may be."""
+        """Return the possible values as JSON; None = any value."""
         lists = [constants for part in parts if (constants := self._listed(part)) is not None]
         left = [set().union(*(texts for kind, texts in constants.items() if kind in kinds)) for constants in lists]
         return set.intersection(*left) if left else None

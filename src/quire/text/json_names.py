@@ -1,6 +1,6 @@
-"""Names in a JSON text while it is written. A token that would repeat a name within its object must not come next.
+"""Names of JSON objects while the text is generated: a token that would repeat a name of its object is forbidden.
 
-Knows bytes of JSON and of tokens. No grammar can say this: a name is only known once it is written.
+Knows bytes of JSON and of tokens. A grammar cannot do this, since a name is only known once it is generated.
 """
 
 import re
@@ -12,10 +12,10 @@ ESCAPE, QUOTE = ord("\\"), ord('"')
 
 
 class TokenIndex:
-    """The tokens of a vocabulary by how they begin, and by what they hold between quotes.
+    """Index of a vocabulary by the beginnings of tokens and by their quoted parts.
 
-    coded   tokens with an escape like \\u000a: names are written without it, so that each has one spelling
-    whole   by a text between quotes;  last  by what follows the last quote
+    coded   tokens with an escape like \\u000a; forbidden in names, so that each name has one spelling
+    whole   quoted text -> tokens that contain it;  last  text after the last quote -> tokens
     """
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
@@ -31,20 +31,21 @@ class TokenIndex:
                 self.whole.setdefault(quoted, []).append(i)
 
     def being(self, text: bytes) -> list[int]:
-        """The ids of all tokens that are a text."""
+        """Return the ids of all tokens equal to a text."""
         return self._ids[bisect_left(self._texts, text) : bisect_left(self._texts, text + b"\0")]
 
     def beginning(self, text: bytes) -> list[int]:
-        """The ids of all tokens that begin with a text, whose last byte is below 255."""
+        """Return the ids of all tokens that begin with a text. Its last byte must be below 255."""
         end = text[:-1] + bytes([text[-1] + 1])
         return self._ids[bisect_left(self._texts, text) : bisect_left(self._texts, end)]
 
 
 class Names:
-    """The names of one output, up to its last token.
+    """Names of the JSON objects in one output, up to its last token.
 
-    _open      objects and lists that have not ended, outermost first: the names of an object, None for a list
-    _text      a string that has not ended, as it is written;  _is_name  it is a name;  _name_next  the next one is
+    _open        open objects and lists, outermost first: the names of an object, None for a list
+    _text        the open string as written; None outside a string;  _is_name  the open string is a name
+    _name_next   the next string is a name
     """
 
     def __init__(self, index: TokenIndex) -> None:
@@ -54,7 +55,7 @@ class Names:
         self._escaped = self._is_name = self._name_next = False
 
     def add(self, data: bytes) -> bool:
-        """Go on by the bytes of a token. True if they end a name that its object has."""
+        """Append the bytes of a token. Return True if they complete a name that its object has already."""
         repeated = False
         for byte in data:
             if self._text is not None and (self._escaped or byte != QUOTE):
@@ -78,7 +79,7 @@ class Names:
         return repeated
 
     def repeating(self) -> list[int]:
-        """The ids of tokens that would repeat a name."""
+        """Return the ids of tokens that would repeat a name."""
         found: list[int] = []
         if self._text is not None and self._is_name:
             found += self._index.beginning(b"u") if self._escaped else self._index.coded
@@ -90,7 +91,8 @@ class Names:
         return found
 
     def leading(self) -> list[int]:
-        """The ids of tokens that write a part of a name again; of those that begin a name, the ones that may do so."""
+        """Return the ids of tokens after which an open name may become a repetition.
+        Within a name: tokens that continue it to a known name. Elsewhere: tokens whose end may begin a known name."""
         begun = self._text
         if begun is not None:
             rests = [name[len(begun) :] for name in self._names() or () if self._is_name and name.startswith(begun)]
@@ -100,26 +102,27 @@ class Names:
         return [i for part in parts for i in self._index.last.get(part, ())]
 
     def after(self, token: int) -> "Names":
-        """The names after a token more."""
+        """Return the names after one more token."""
         copy = self.copy()
         copy.add(self._index.tokens[token])
         return copy
 
     def place(self) -> object:
-        """What is equal where the same may follow."""
+        """Return a key that is equal for states with the same possible continuations."""
         return *self._open, self._text
 
     def is_again(self) -> bool:
-        """True in a name that may become one of its object."""
+        """Return True within a name that may become a repetition."""
         begun = self._text
         return begun is not None and self._is_name and any(name.startswith(begun) for name in self._names() or ())
 
     def _names(self) -> frozenset[bytes] | None:
-        """Those of the innermost object; None in a list and outside. A token that cannot come may end too much."""
+        """Return the names of the innermost object; None in a list and outside.
+        `_open` may be empty, since `repeating` also tries tokens that cannot come and close too much."""
         return self._open[-1] if self._open else None
 
     def copy(self) -> "Names":
-        """The same names, for tokens that may come."""
+        """Return a copy, on which tokens can be tried."""
         copy = Names(self._index)
         copy.__dict__.update(self.__dict__, _open=[*self._open])
         return copy

@@ -1,6 +1,6 @@
-"""A JSON schema as a document: its parts, and the parts that a reference means.
+"""A JSON schema as a document: its parts (subschemas), and the targets of references.
 
-Knows where schemas stand in a schema. Knows no other keyword, and nothing of llguidance.
+Knows the keywords that contain schemas. Knows no other keyword, and nothing of llguidance.
 """
 
 from collections import deque
@@ -13,17 +13,17 @@ Placed = tuple[str, Any]  # a part with its path
 MAPS = ("properties", "patternProperties")  # from names to schemas
 LISTS = ("allOf", "anyOf", "oneOf")
 INSIDE = (*LISTS, "items", "prefixItems", "additionalItems", "additionalProperties")  # a schema, or a list of schemas
-MOST_NAMESAKES = 8  # schemas of one name: two are a mistake, or documents of several folders
-WHERE = "x-quire-where"  # in a schema that is a part of another: its path there
+MOST_NAMESAKES = 8  # schemas with one name: several are a mistake, or documents of several folders
+WHERE = "x-quire-where"  # keyword in a schema taken from another one: its path there
 
 
 class SchemaDocument:
-    """A schema with everything that is defined in it. `path`: of its root, where it is a part of another."""
+    """A schema with all definitions in it. `path`: path of its root, if it is taken from another schema."""
 
     def __init__(self, root: Part) -> None:
         self.root, self.path = root, str(root.pop(WHERE, ""))
-        self._homes: dict[int, Placed] = {}  # of a part: the nearest one around it that has an $id, or the root
-        self._named: dict[str, list[Placed]] = {}  # by the last part of an $id, and by # and an anchor
+        self._homes: dict[int, Placed] = {}  # id of a part -> the nearest part around it with an $id, or the root
+        self._named: dict[str, list[Placed]] = {}  # by the file name of an $id, and by "#" + anchor
         stack: list[tuple[str, Any, Placed]] = [("", root, ("", root))]
         while stack:
             path, node, home = stack.pop()
@@ -36,7 +36,7 @@ class SchemaDocument:
             stack += [(at, each, home) for at, each in _inner(path, node) if isinstance(each, dict | list)]
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """The schemas that hold anywhere in an output, each once, with its path."""
+        """Yield all schemas that apply somewhere in an output, each once, with its path."""
         queue: deque[Placed] = deque([(self.path, self.root)])
         seen: set[int] = set()
         while queue:
@@ -55,7 +55,7 @@ class SchemaDocument:
                     queue.extend(self.targets(node))
 
     def targets(self, part: Part) -> list[Placed]:
-        """The schemas that the $ref of a part may mean: by a place, an $anchor or an $id. [] where there are none."""
+        """Return the schemas that the $ref of a part may mean: by a JSON pointer, an $anchor or an $id. May be []."""
         if not isinstance(reference := part.get("$ref"), str):
             return []
         base, _, fragment = reference.partition("#")

@@ -1,4 +1,4 @@
-"""JSON schemas, written so that llguidance holds an output to them. Keywords that it cannot hold are refused or noted.
+"""JSON schemas, rewritten so that llguidance can enforce them. Keywords it cannot enforce are refused or noted.
 
 Knows the keywords of JSON schema and the gaps of llguidance. Knows no tokens and no grammar.
 """
@@ -14,7 +14,7 @@ from quire.text.json_apart import Alternatives
 from quire.text.json_parts import LISTS, MAPS, Part, SchemaDocument
 from quire.text.text_formats import FORMATS
 
-# Keywords that llguidance does not implement, and values with which they ask for nothing.
+# Keywords that llguidance does not implement -> values with which they have no effect.
 UNHELD: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,), "unevaluatedItems": (True, {}), "unevaluatedProperties": (True, {}), "not": (False,),
     "propertyNames": (True, {}), "dependencies": ({},), "dependentRequired": ({},), "dependentSchemas": ({},),
@@ -22,39 +22,39 @@ UNHELD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("if", "contains", "minContains", "maxContains", "$dynamicRef", "$dynamicAnchor", "$recursiveRef",
                      "$recursiveAnchor"), ()),
 }  # fmt: skip
-# Keywords that ask for nothing without one of others.
+# Keyword -> keywords of which it needs one to have an effect.
 NEEDS = {"then": ("if",), "else": ("if",), "if": ("then", "else"), "minContains": ("contains",),
          "maxContains": ("contains",)}  # fmt: skip
 UUID = re.compile(r"uuid[1-8]")
-NAMES = {"enum", "const", "pattern", "minLength", "maxLength", "format"}  # of `propertyNames`, which are rewritten
+NAMES = {"enum", "const", "pattern", "minLength", "maxLength", "format"}  # keywords of `propertyNames` we can rewrite
 DATA = ("const", "enum")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 EXACT, LONGEST = 2**53, 2**63 - 1
 WIDEST = {"minimum": -EXACT, "exclusiveMinimum": -EXACT, "maximum": EXACT, "exclusiveMaximum": EXACT}
-MOST_COPIED = 2**20  # characters of schemas of properties that are made of names
-LOOKS = re.compile(r"\(\?<?[=!]|\(\?P=|\\[1-9bBkcGZ]")  # beside classes
-LONGEST_PATTERN = 20_000  # characters; every class of one is compiled
-# Of one object. A mask takes 20 ms with 500 of them and a vocabulary of 150,000, and its time grows with their square.
+MOST_COPIED = 2**20  # characters of property schemas made from the names of `propertyNames`
+LOOKS = re.compile(r"\(\?<?[=!]|\(\?P=|\\[1-9bBkcGZ]")  # outside character classes
+LONGEST_PATTERN = 20_000  # characters; every character class in it is compiled
+# Optional properties of one object. A mask takes 20 ms with 500 and a vocabulary of 150,000; the time is quadratic.
 MOST_OPTIONAL = 512
-MOST_NAMED = 64  # properties of which at least one has to be there
+MOST_NAMED = 64  # properties of an object with minProperties 1
 LONGEST_PATH = 200  # characters of a path in a message
-CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)  # one that does not end takes all
+CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)  # an unclosed class extends to the end
 CONTROLS = [chr(code) for code in range(32) if code != 10]
 LENIENT = 'leave it out, or send "x-guidance": {"lenient": true} in the schema to have it ignored'
 NO_CODES = 'nrbtf\\"'  # escapes without \uXXXX
-CODED = re.compile(r"\\u00|\x7f|\\\\[xuUavpP]")  # in a schema as JSON: texts of it may need such escapes
-UNHELD_HERE = "x-quire-unheld"  # in a schema: keywords of it that its place in a grammar does not hold
+CODED = re.compile(r"\\u00|\x7f|\\\\[xuUavpP]")  # in a schema as JSON: its texts may need \uXXXX escapes
+UNHELD_HERE = "x-quire-unheld"  # keyword in a schema: its keywords that this place in a grammar cannot enforce
 
 
 @dataclass
 class Reading:
-    """Findings about the schemas of a form.
+    """Findings about the schemas of a structured output.
 
     notes      keywords that are not enforced, each with its path
-    optional   properties that may be left out, of all objects
-    patterns   an object has names of a pattern
-    listed     an object has listed names and others
-    lenient    the schema asks that keywords which cannot be held are noted, not refused
+    optional   number of optional properties of all objects
+    patterns   an object has patternProperties
+    listed     an object has listed names and may have others
+    lenient    keywords that cannot be enforced are noted, not refused, as the schema asks
     """
 
     notes: list[str] = field(default_factory=list)
@@ -64,18 +64,18 @@ class Reading:
     lenient: bool = False
 
     def note(self, path: str, keyword: str) -> None:
-        """Remember a keyword that is not enforced; names of properties may hold anything, line breaks too."""
+        """Remember a keyword that is not enforced. The path is escaped, since names of properties may have any text."""
         self.notes.append(f"{_shown(path)}{ascii(keyword)[1:-1][:LONGEST_PATH]}")
 
     def cannot(self, path: str, keyword: str, reason: str) -> None:
-        """Refuse a keyword that cannot be held, or note it if the schema is lenient."""
+        """Refuse a keyword that cannot be enforced, or note it if the schema is lenient."""
         if not self.lenient:
             raise refusal(path, f"{reason}: {LENIENT}")
         self.note(path, keyword)
 
 
 def holdable(schema: Any, reading: Reading | None = None) -> Any:
-    """Return the schema as llguidance holds it; it is changed in place. Errors: `InvalidParameter` with a path."""
+    """Rewrite a schema, in place, so that llguidance enforces it. Raises `InvalidParameter` with a path."""
     if not isinstance(schema, dict):
         return schema
     reading = reading or Reading()
@@ -107,17 +107,17 @@ def holdable(schema: Any, reading: Reading | None = None) -> Any:
 
 
 def holdable_in_lark(text: str, reading: Reading | None = None) -> str:
-    """The same of every `%json` of a grammar."""
+    """Rewrite the schema of every `%json` in a Lark grammar, as `holdable` does."""
     parts, reading = re.split(r"(%json\s*)(?=\{)", text), reading or Reading()
     for at in range(2, len(parts), 2):
         try:
             schema, end = json.JSONDecoder().raw_decode(parts[at])
-        except (ValueError, RecursionError):  # which llguidance says better, if it is no text between quotes
+        except (ValueError, RecursionError):  # llguidance reports it better; or "%json" stands inside quotes
             continue
         reading.listed = False
         schema = holdable(schema, reading)
         own = schema.get("x-guidance", {})
-        # Without escapes like \u0061 no other name repeats a listed one. Some texts have control characters, though.
+        # Forbidding escapes like \u0061 keeps other names from repeating a listed one. Control characters need them.
         if reading.listed and isinstance(own, dict) and not CODED.search(json.dumps(schema, ensure_ascii=False)):
             schema["x-guidance"] = {"json_allowed_escapes": NO_CODES, **own}
         parts[at] = json.dumps(schema) + parts[at][end:]
@@ -125,7 +125,7 @@ def holdable_in_lark(text: str, reading: Reading | None = None) -> str:
 
 
 def _beside(document: SchemaDocument, parts: list[Part]) -> set[int]:
-    """The ids of schemas that hold at one place together with another: none of them can be closed by itself."""
+    """Return the ids of schemas that apply together with another schema: these cannot be closed on their own."""
     stack: list[Part] = []
     members: dict[int, list[Part]] = {}
     for part in parts:
@@ -146,7 +146,7 @@ def _beside(document: SchemaDocument, parts: list[Part]) -> set[int]:
 
 
 def _drop_unheld(document: SchemaDocument, path: str, part: Part, reading: Reading, single: bool) -> None:
-    """Take out keywords that llguidance does not implement. An error names a keyword that asks for something."""
+    """Remove keywords that llguidance does not implement. Those with an effect are rewritten, noted or refused."""
     for key in [key for key in part if key in ("then", "else") and part[key] in UNHELD[key]]:
         del part[key]
     for key in [key for key in part if key in UNHELD]:
@@ -174,7 +174,7 @@ def _drop_unheld(document: SchemaDocument, path: str, part: Part, reading: Readi
 
 
 def _name_properties(document: SchemaDocument, path: str, part: Part, reading: Reading) -> bool:
-    """Write `propertyNames` as properties or as a pattern. False where that is not possible."""
+    """Rewrite `propertyNames` as properties or as a pattern. Return False if that is not possible."""
     names, extra = part["propertyNames"], part.get("additionalProperties", True)
     if isinstance(names, dict) and "$ref" in names:
         names = next((target for _, target in document.targets(names)), None)
@@ -201,7 +201,7 @@ def _name_properties(document: SchemaDocument, path: str, part: Part, reading: R
 
 
 def _one_of(path: str, part: Part, reading: Reading, clash: tuple[int, ...] | None) -> None:
-    """Write `oneOf` as `anyOf`, which says the same of alternatives that exclude each other."""
+    """Rewrite `oneOf` as `anyOf`, which is equivalent for alternatives that exclude each other."""
     if clash or clash is not None and reading.lenient:
         which = " and ".join(map(str, clash))
         reading.cannot(path, "oneOf", f"oneOf: {which} may both hold of a value (write anyOf, or give them a required "
@@ -211,15 +211,14 @@ def _one_of(path: str, part: Part, reading: Reading, clash: tuple[int, ...] | No
 
 
 def _closes(part: Part) -> bool:
-    """True for an object with properties that says nothing of others."""
+    """Return True for an object schema with properties that does not mention other properties."""
     named, required, patterns = part.get("properties", {}), part.get("required", []), part.get("patternProperties")
     return (isinstance(named, dict) and isinstance(required, list) and bool(named or patterns)
             and not {*DATA, "additionalProperties"} & part.keys() and all(name in named for name in required))
 
 
 def _close(path: str, part: Part, reading: Reading, single: bool) -> None:
-    """Let an object with properties have no others where the schema does not speak of others: they could repeat a name
-    without end."""
+    """Forbid further properties where the schema does not mention them: they could repeat a name without end."""
     patterns = part.get("patternProperties")
     named, required = part.get("properties", {}), part.get("required", [])
     if not isinstance(named, dict) or not isinstance(required, list):
@@ -238,7 +237,7 @@ def _close(path: str, part: Part, reading: Reading, single: bool) -> None:
 
 
 def _count_properties(path: str, part: Part, reading: Reading, single: bool) -> None:
-    """Write counts of properties in words that llguidance holds: names that are required, one of several if any."""
+    """Rewrite minProperties and maxProperties as required names, if possible; otherwise refuse or note them."""
     named, required = part.get("properties") or {}, part.get("required") or []
     closed = part.get("additionalProperties") is False and not part.get("patternProperties")
     least, most = part.get("minProperties"), part.get("maxProperties")
@@ -263,7 +262,7 @@ def _check_numbers(path: str, part: Part) -> None:
     for key in (*DATA, *BOUNDS):
         most, value = EXACT if key in BOUNDS else LONGEST, part.get(key)
         if isinstance(value, int | float) and abs(value) > EXACT and value * WIDEST.get(key, 0) > 0:
-            part[key] = value = WIDEST[key]  # a wider range than can be held, as for any number of 64 bits
+            part[key] = value = WIDEST[key]  # a range wider than llguidance supports, such as that of 64-bit integers
         numbers = _numbers(value) if key in DATA or isinstance(value, int | float) else ()
         if any(abs(number) > most for number in numbers):
             raise refusal(path, f"{key} has a number beyond ±{most}, which is not read exactly: give a smaller one, "
@@ -281,8 +280,9 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _pattern(path: str, pattern: str, reading: Reading) -> str:
-    """A class of characters that has all controls also lets a quote and a backslash pass that it excludes: one control
-    less where it excludes anything. A pattern that cannot be held becomes one of any text."""
+    """Return a pattern that llguidance enforces.
+    In llguidance, a negated class that contains all control characters also matches a quote or backslash that it
+    excludes. So one control character is added to the excluded ones. A pattern that cannot be enforced becomes ""."""
     if not (fault := pattern_fault(pattern)):
         return CLASS.sub(lambda found: r"[^\x0b" + found[0][2:] if _leaks(found[0]) else found[0], pattern)
     reading.cannot(path, f"pattern {pattern}", f"pattern: {fault}")
@@ -290,7 +290,7 @@ def _pattern(path: str, pattern: str, reading: Reading) -> str:
 
 
 def pattern_fault(pattern: str) -> str:
-    """Why a pattern cannot be held; "": it can."""
+    """Return the reason why a pattern cannot be enforced; "" if it can."""
     if len(pattern) > LONGEST_PATTERN:
         return f"it has {len(pattern)} characters, at most {LONGEST_PATTERN} are taken"
     outside = CLASS.sub(lambda each: each[0] if LOOKS.match(each[0]) else " ", pattern)
@@ -302,20 +302,20 @@ def pattern_fault(pattern: str) -> str:
 def _leaks(chars: str) -> bool:
     try:
         known = re.compile(chars)
-    except re.error:  # syntax of Rust: a bare quote or backslash in it is taken for excluded
+    except re.error:  # Rust's syntax: assume that a quote or backslash in it is excluded
         return chars[:2] == "[^" and ('"' in chars or r"\\" in chars)
     return chars[0] == "[" and all(map(known.match, CONTROLS)) and not (known.match('"') and known.match("\\"))
 
 
 def _leak(chars: str) -> str:
-    """Why a class cannot be rewritten; ""."""
+    """Return the reason why a character class cannot be rewritten; "" if it can, or need not be."""
     if not _leaks(chars) or chars[:2] == "[^" and chars[:3] != "[^]":
         return ""
     return f"{chars} has control characters, and not both of quote and backslash"
 
 
 def refusal(path: str, reason: str) -> InvalidParameter:
-    """The error about a part of a schema."""
+    """Return the error about a part of a schema."""
     return InvalidParameter(f"structured_outputs: the grammar cannot be used: {_shown(path)}{reason}.",
                             param="structured_outputs")
 

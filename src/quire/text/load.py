@@ -1,4 +1,4 @@
-"""The text half of a model: its tokenizer, chat template, end-of-sequence ids and sampling defaults.
+"""The text side of a model: its tokenizer, chat template, end-of-sequence ids and sampling defaults.
 
 Knows the files that hold them. Knows nothing of weights and devices, so that a server loads it without torch.
 """
@@ -17,15 +17,15 @@ from quire.text.special import read_json
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import OutputStyles, choose_styles
 
-SOURCES = ("auto", "none", "vllm")  # of sampling defaults; the last is what callers of other engines say for none
+SOURCES = ("auto", "none", "vllm")  # values of generation_config; "vllm" is vLLM's name of "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSide:
-    """What turns text into requests and tokens into text.
+    """The text side of a model.
 
-    tokenizer     None with skip_tokenizer_init, and then there is no template either
-    parsers       names of the forms of tool calls and of reasoning; None: what the template shows
+    tokenizer   None with skip_tokenizer_init; then there is no chat template either
+    parsers     names of the formats of tool calls and of reasoning; None = detected in the chat template
     """
 
     tokenizer: Tokenizer | None
@@ -38,19 +38,19 @@ class TextSide:
 
     @cached_property
     def tokenizer_class(self) -> str:
-        """The name of the tokenizer's class in transformers, which reads a tokenizer.json without one as the last."""
+        """Name of the tokenizer's class in transformers, with transformers' default for a folder that names none."""
         given = read_json(self.tokenizer_folder / "tokenizer_config.json").get("tokenizer_class")
         return given if isinstance(given, str) and given else "PreTrainedTokenizerFast"
 
     @cached_property
     def styles(self) -> OutputStyles:
-        """How the model calls tools and reasons; raises `ConfigError` for an unknown name."""
+        """Formats of the model's tool calls and reasoning. Raises `ConfigError` for an unknown name."""
         return choose_styles(self.chat_template, *self.parsers)
 
     @cached_property
     def tag_ids(self) -> tuple[list[int], list[int]]:
-        """The special tokens that are tags, as any tag is in some vocabulary, or in one: of reasoning; of calls, too. A
-        text that is read for these must not leave them out."""
+        """Special tokens that are tags: (tags of reasoning, tags of reasoning and calls). The text must keep them if it
+        is parsed for reasoning or calls. Any tag is a special token in some vocabulary."""
         tokenizer, styles = self.tokenizer, self.styles
 
         def among(*rows: object) -> list[int]:
@@ -64,14 +64,14 @@ class TextSide:
 def load_text(
     config: EngineConfig, folder: Path, *, tokenizer_folder: Path | None = None, apart: bool = False
 ) -> TextSide:
-    """Load the text half of the model in `folder`; the tokenizer may lie in a folder of its own. `apart`: long texts
-    are encoded in a process of their own.
+    """Load the text side of the model in `folder`.
 
+    tokenizer_folder   None = `folder`;  apart  encode long texts in a child process
     Raises a `UserError` that names the fix when a file is missing or damaged, or an option cannot be met.
     """
     model = config.model
     tokenizer_folder = tokenizer_folder or folder
-    pooling = read_pooling(folder, model.pooler_config)  # first: a folder without config.json is no model's
+    pooling = read_pooling(folder, model.pooler_config)  # first, since it fails without config.json
     tokenizer = None if model.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
     if tokenizer is not None and apart:
         tokenizer.apart = tokenizer_folder

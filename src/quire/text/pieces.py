@@ -1,9 +1,9 @@
-"""What each token contributes to a text, as bytes, read off a tokenizer's decoder.
+"""The bytes that each token contributes to a text, derived from a tokenizer's decoder.
 
-Two families cover the decoders of language models, because their tokens mean the same bytes wherever they stand:
-byte-level BPE (GPT-2 alphabet) and SentencePiece with byte fallback. Anything else (WordPiece, CTC, ...) has no table
-and is decoded by the `tokenizers` library itself. Sources: the GPT-2 byte alphabet, and the decoders' behaviour in
-`tokenizers` 0.23, which the tests compare with on random ids.
+Two families of decoders give a token the same bytes wherever it stands: byte-level BPE (GPT-2 alphabet) and
+SentencePiece with byte fallback. Most language models use one of them. Others (WordPiece, CTC, ...) have no table; the
+`tokenizers` library decodes them. Sources: the GPT-2 byte alphabet, and the behaviour of `tokenizers` 0.23, which the
+tests compare with on random ids.
 """
 
 import json
@@ -17,13 +17,13 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class DecoderRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder as facts.
+    """Properties of a decoder.
 
-    byte_level      token characters stand for bytes (GPT-2 alphabet)
+    byte_level      characters of a token stand for bytes (GPT-2 alphabet)
     space           the character that stands for a space in SentencePiece vocabularies, "" for none
-    byte_fallback   tokens such as <0xE2> are single bytes; a byte that is no character shows as one U+FFFD
+    byte_fallback   tokens such as <0xE2> are single bytes; a byte that is not part of a character becomes U+FFFD
     strip_text      drop one leading space of the whole text
-    strip_token     drop every leading-space mark of the very first token
+    strip_token     drop all space characters of the first token
     """
 
     byte_level: bool = False
@@ -34,7 +34,7 @@ class DecoderRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(dict[int, bytes]):
-    """Pieces by token id; one that is missing is computed. A look-up runs no Python code: there is one per token."""
+    """Bytes by token id, computed at the first use. A later look-up, one per token, runs no Python code."""
 
     def __init__(self, compute: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -46,10 +46,8 @@ class _Known(dict[int, bytes]):
 
 
 class PieceTable:
-    """Token id -> bytes, filled as ids are met.
-
-    bytes_of   bytes that a token adds to a text that already has a beginning; b"" if the id names no token
-    """
+    """Table token id -> bytes, filled on demand.
+    `bytes_of`: function: the bytes that a token adds to a text, if it is not the first; b"" for an unknown id."""
 
     def __init__(self, rule: DecoderRule, token: Callable[[int], str | None]) -> None:
         self.rule = rule
@@ -58,7 +56,7 @@ class PieceTable:
         self.bytes_of: Callable[[int], bytes] = _Known(self._compute).__getitem__
 
     def first_bytes_of(self, token_id: int) -> bytes:
-        """Bytes the token adds as the very first of a text, where some decoders drop its leading-space marks."""
+        """Return the bytes of the first token of a text, where some decoders drop space characters."""
         if not self.rule.strip_token:
             return self.bytes_of(token_id)
         return (self._token(token_id) or "").replace(self.rule.space, "").encode()
@@ -76,14 +74,14 @@ class PieceTable:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: the printable Latin-1 characters stand for themselves, the other bytes follow from U+0100."""
+    """Return GPT-2's alphabet, character -> byte: printable Latin-1 for itself, U+0100 and up for the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(others)}}
 
 
 def decoder_rule(backend: Backend) -> DecoderRule | None:
-    """The decoder as facts, or None when its tokens have no bytes of their own."""
+    """Return the properties of a decoder; None when its tokens have no fixed bytes."""
     if backend.decoder is None:
         return None
     spec = json.loads(backend.decoder.__getstate__())

@@ -1,8 +1,8 @@
-"""Rendering where it can be stopped: child processes with little memory and little time, for templates that a request
-brings and for whatever `sandbox_meter` gave up. What goes wrong there ends as an error of that request alone.
+"""Rendering of chat templates in child processes with limits of memory and time.
 
-Knows processes and limits, nothing of templates; `sandbox_child` is the other end of the pipes. A child is started when
-one is first needed, serves one rendering after the other, and is killed by the first that does not end well.
+It serves templates of requests, and renderings that are too costly for `sandbox_meter`. A failure there fails only that
+request. Knows processes and limits, nothing of templates; `sandbox_child` is the other end of the pipes. A child is
+started on demand, renders one template after the other, and is killed after a rendering that it did not finish.
 """
 
 import marshal
@@ -16,19 +16,20 @@ from typing import Any
 from quire.contracts.errors import InvalidParameter, RequestFailed
 from quire.text.children import Child, Children
 
-MOST_TEXT = 16 * 2**20  # bytes of a prompt; twice the largest body
+MOST_TEXT = 16 * 2**20  # bytes of a rendered prompt; twice the largest request body
 CHILD = "quire.text.sandbox_child"
 READY = b"ready 0\n"
 
 
 class TextTooLong(InvalidParameter):
-    """A prompt of more than MOST_TEXT bytes."""
+    """The rendered prompt has more than MOST_TEXT bytes."""
 
 
 class Sandbox:
-    """Renders in children, as many at once as there are callers; from any thread.
+    """Renderings in child processes, one per caller at a time. Any thread may use it.
 
-    seconds   that a rendering may take;  memory  bytes of address space of a child, of which Python takes some 30 M
+    seconds   limit of a rendering
+    memory    limit of a child's address space in bytes, of which Python takes some 30 M
     """
 
     def __init__(self, seconds: float = 5.0, memory: int = 512 * 2**20) -> None:
@@ -37,17 +38,15 @@ class Sandbox:
 
     def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str,
                over: Future[None] | None = None) -> str:
-        """What a template makes of arguments; both go as they are to `sandbox_child.render`. `over` ends it when done.
-
-        Errors: `InvalidParameter`: what the child says, or that a limit was met, of `param`; `RequestFailed`;
-        `EngineClosed` after `close`.
-        """
+        """Render a template. `template` and `arguments` are passed to `sandbox_child.render`.
+        `over`: ends the rendering when it is done. Raises `InvalidParameter` with the child's message, or with `param`
+        when a limit was reached; `RequestFailed` when no child can be started; `EngineClosed` after `close`."""
         job, over = marshal.dumps((marshal.dumps(template), arguments)), over or Future()
         status, used, began = "dead", True, time.monotonic()
         while status == "dead" and used and not over.done():
             (child, used), began = self._take(), time.monotonic()
             status, text = self._run(child, job, over)
-            used &= time.monotonic() - began < self._seconds  # who killed it may have meant what it did before
+            used &= time.monotonic() - began < self._seconds  # died early: an earlier job's timer may have killed it
         if status == "text":
             return text
         if status == "refused":
@@ -60,11 +59,11 @@ class Sandbox:
             f"rendering the chat template {limit} and was ended: send less, or use a simpler template.", param=param)
 
     def close(self) -> None:
-        """End the children, and start none any more; idempotent."""
+        """Kill the children, and start no more; idempotent."""
         self._children.close()
 
     def _run(self, child: Child, job: bytes, over: Future[None]) -> tuple[str, str]:
-        """`_ask` until time is up or it is over; a child that does not answer well is ended."""
+        """Run a job until it ends, until the time limit, or until `over`. Kill the child if it does not answer well."""
         answered = False
 
         def stop(over: object = None) -> None:
@@ -81,17 +80,18 @@ class Sandbox:
         return status, text
 
     def _take(self) -> tuple[Child, bool]:
-        """A child, and whether it has rendered before."""
+        """Return a child, and True if it has rendered before."""
         child, used = self._children.take("-m", CHILD, str(math.ceil(self._seconds) + 1), str(self._memory))
         assert child.stdout is not None
         if not used and child.stdout.readline() != READY:
             self._children.end(child)
-            raise RequestFailed("the process for chat templates cannot be started; the log says more.", code="sandbox")
+            raise RequestFailed("the process for chat templates cannot be started: see the server's log.",
+                                code="sandbox")
         return child, used
 
 
 def _ask(child: Child, job: bytes) -> tuple[str, str]:
-    """(how it ended, text); "dead" when there is no whole answer."""
+    """Send a job and return (status, text). The status is "dead" if the answer is not complete."""
     assert child.stdin is not None and child.stdout is not None
     with suppress(OSError, ValueError):
         child.stdin.write(len(job).to_bytes(8) + job)

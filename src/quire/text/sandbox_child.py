@@ -1,7 +1,7 @@
-"""The process in which `sandbox` renders: `python -m quire.text.sandbox_child`, started by it and by nobody else.
+"""The process in which `sandbox` renders: `python -m quire.text.sandbox_child`. Only `sandbox` starts it.
 
-Reads jobs from standard input and ends with it. Limits itself before it reads: memory, no file or socket that is not
-open by then; a job that nobody waits for any more ends by an alarm.
+It reads jobs from standard input and ends with it. Before the first job it limits its memory, and forbids itself to
+open files and sockets. An alarm ends a job whose caller is gone.
 """
 
 import functools
@@ -19,17 +19,17 @@ from quire.text.chat import ChatTemplate
 from quire.text.jinja import compile_template
 from quire.text.sandbox import MOST_TEXT, READY
 
-# What Python and Jinja read from files, they read when it is first used.
+# Python and Jinja read some files at the first use of a feature: used here, before files are forbidden.
 WARM_UP = (r"{{ '\u00e9' ~ strftime_now('%c') ~ messages | tojson(indent=1) }}", "{{ raise_exception('a') }}")
 
 
 def main(seconds: int, memory: int) -> None:
-    """Answer one job after the other, none of which takes more than seconds; `memory` in bytes."""
+    """Serve one job after the other. `seconds`: limit of one job; `memory`: limit in bytes."""
     for source in WARM_UP:
         render(marshal.dumps(({"default": source}, {})), ([{"role": "user", "content": "a"}], {}))
     for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_NOFILE, 3), (resource.RLIMIT_FSIZE, 0),
                         (resource.RLIMIT_CORE, 0)):
-        with suppress(ValueError, OSError):  # macOS knows no bound of memory
+        with suppress(ValueError, OSError):  # macOS has no limit of memory
             resource.setrlimit(kind, (limit, limit))
     jobs, answers = sys.stdin.buffer, sys.stdout.buffer
     answers.write(READY)
@@ -47,7 +47,12 @@ def main(seconds: int, memory: int) -> None:
 
 
 def render(template: bytes, arguments: tuple[Any, dict[str, Any]]) -> tuple[str, str]:
-    """How it ended ("text", "refused", "memory"), and the text, or the name of the parameter and the message."""
+    """Render a template. Return (status, text).
+
+    text      the rendered prompt
+    refused   name of the parameter, a line break, and the message of the error
+    memory    ""
+    """
     messages, options = arguments
     try:
         return "text", _template(template).render_here(messages, **options)
@@ -57,13 +62,13 @@ def render(template: bytes, arguments: tuple[Any, dict[str, Any]]) -> tuple[str,
         return "refused", f"\nthe chat template is not valid Jinja (line {error.lineno}: {error.message}): correct it."
     except MemoryError:
         return "memory", ""
-    except Exception as error:  # which this process survives, and of which nobody else hears
+    except Exception as error:  # reported to the caller; this process goes on
         return "refused", f"\nthe chat template cannot be rendered ({type(error).__name__})."
 
 
 @functools.lru_cache(maxsize=4)
 def _template(template: bytes) -> ChatTemplate:
-    """By what it is made of, so that one which comes again is not compiled again."""
+    """Compile a template, or return a cached one with the same sources and variables."""
     sources, variables = marshal.loads(template)
     return ChatTemplate(sources, variables, compiler=compile_template)
 

@@ -1,8 +1,8 @@
-"""A template's rendering with a bill: what it costs is known before it is spent, and it ends when the bill is too high.
+"""Metered rendering of chat templates: it counts the cost of each operation, and stops when the budget is used up.
 
-Jinja's sandbox bounds what a template can touch; this bounds how long it runs and what it keeps. Calls, iterations and
-text are paid for as they come, and whatever can cost more than it shows (`*` of a text, a width, a filter that nobody
-priced) is not done at all. `TooCostly` says nothing bad: `sandbox` renders the same with time and memory to spare.
+Jinja's sandbox limits the objects that a template can use; this limits its time and memory. Calls, iterations and text
+are paid for before they happen. Operations whose cost cannot be known before (a text times a number, a width, an
+unpriced filter) are refused. `TooCostly` is not an error of the template: `sandbox` renders it in a child process.
 """
 
 from types import BuiltinMethodType, MethodType
@@ -15,9 +15,9 @@ from jinja2.visitor import NodeTransformer
 
 from quire.text.jinja import ChatEnvironment, GenerationTag, PlainNamespace, to_json
 
-BUDGET = 2**21  # of characters that are made; with STEP, at most 16,000 iterations and calls, 0.01 to 0.3 s
-STEP = 128  # an iteration or a call, which take some microseconds
-ITEM = 64  # a value in a list
+BUDGET = 2**21  # in characters made; with STEP, at most 16,000 iterations and calls, 0.01 to 0.3 s
+STEP = 128  # cost of an iteration or a call, which takes some microseconds
+ITEM = 64  # cost of a value in a list
 MOST_SOURCE = 2**17  # characters of a template, which take up to 5 s to compile; the longest in use has 17,000
 FREE_METHODS = frozenset(
     "split rsplit splitlines strip lstrip rstrip startswith endswith removeprefix removesuffix lower upper title "
@@ -26,55 +26,56 @@ FREE_FILTERS = frozenset("trim length count selectattr rejectattr select reject 
                          "lower upper capitalize title int float".split())
 CONSTANT = (nodes.Const, nodes.Pair, nodes.List, nodes.Tuple, nodes.Dict)
 DICT_NAMES = frozenset(dir(dict))
-HARMLESS = (str, LoopContext, PlainNamespace)  # nothing of them is unsafe but what is internal
+HARMLESS = (str, LoopContext, PlainNamespace)  # only their attributes that begin with "_" are unsafe
 
 
 class TooCostly(Exception):
-    """This rendering costs more than can be spent here."""
+    """The rendering costs more than its budget."""
 
 
 class Bill(Context):
-    """The context of one rendering, and what may still be spent in it; most methods are filters."""
+    """The context of one rendering, with the rest of its budget (`left`). Most methods are Jinja filters."""
 
     left = BUDGET
 
     def pay(self, cost: int) -> None:
-        """Errors: `TooCostly`."""
+        """Subtract a cost from the budget. Raises `TooCostly`."""
         self.left -= cost
         if self.left < 0:
             raise TooCostly
 
     @pass_context
     def keep(self, value: Any) -> Any:
-        """Pay for a value that lives on."""
+        """Pay for a value that is stored."""
         if isinstance(value, (str, list, tuple)):
             self.pay(len(value) if isinstance(value, str) else ITEM * len(value))
         return value
 
     @pass_context
     def show(self, value: Any) -> Any:
-        """Pay for a value as text, if it is a plain one."""
+        """Pay for the text of a string or number. Raises `TooCostly` for a value whose text may be long."""
         if not (value is None or isinstance(value, (str, int, float, Undefined))):
             raise TooCostly
         return self.keep(value)
 
     @pass_context
     def build(self, value: Any) -> Any:
-        """Pay for a list or object of plain values: the text of what is nested again and again has no end."""
+        """Pay for a list or dict. Its values must be strings or numbers, since nested values may have endless text."""
         for part in value.values() if isinstance(value, dict) else value:
             self.show(part)
         return value
 
     @pass_context
     def loop(self, values: Any, cost: int) -> Any:
-        """Pay for an iteration over all values."""
+        """Pay for an iteration over all values, `cost` each."""
         values = values if hasattr(values, "__len__") else list(values)
         self.pay(cost * len(values))
         return values
 
     @pass_context
     def json(self, value: Any, *more: Any, **options: Any) -> str:
-        """The filter `tojson`. What a template builds itself is flat, and may hold the same thing often."""
+        """Pay for and return JSON: the filter `tojson`.
+        A list that a template has built may contain the same object many times: such a list is refused."""
         parts = value if isinstance(value, list) else ()
         self.pay(sum(len(part) for part in parts if isinstance(part, str)))
         nested = [id(part) for part in parts if isinstance(part, (list, dict))]
@@ -84,7 +85,7 @@ class Bill(Context):
 
 
 class MeteredEnvironment(ChatEnvironment):
-    """Makes templates that pay."""
+    """The Jinja environment that compiles metered templates."""
 
     context_class = Bill
     intercepted_binops = frozenset(("*", "**", "%"))
@@ -102,23 +103,23 @@ class MeteredEnvironment(ChatEnvironment):
         return super()._generate(_Tolls().visit(source), *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As in Jinja, without its detours: most of what templates ask for are keys of messages."""
+        """Get an attribute or key as Jinja does, with a fast path for keys of messages."""
         if type(obj) is dict and attribute in obj and attribute not in DICT_NAMES:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As in Jinja, sooner."""
+        """Return Jinja's answer, with a fast path for `HARMLESS` types."""
         return not attr.startswith("_") if type(obj) in HARMLESS else super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Numbers only, and none that grows without end."""
+        """Compute with numbers of at most 64 bits. Raises `TooCostly` for other values, and for powers."""
         if operator == "**" or not all(isinstance(side, (int, float)) and abs(side) < 2**63 for side in (left, right)):
             raise TooCostly
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pay for a call, what goes in and what comes out; only macros, and methods and functions of known cost."""
+        """Pay for a call, its arguments and its result. Raises `TooCostly` for functions of unknown cost."""
         kind = type(__obj)
         if kind is BuiltinMethodType:
             known = __obj.__name__ in FREE_METHODS and type(__obj.__self__) in (str, dict, list)
@@ -134,7 +135,7 @@ class MeteredEnvironment(ChatEnvironment):
 
 
 class _Tolls(NodeTransformer):
-    """Puts a toll on what makes a rendering long or large: loops, what is built and what is kept."""
+    """Adds filters that pay for loops, for lists and dicts, and for stored values."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -161,13 +162,13 @@ class _Tolls(NodeTransformer):
     visit_Tuple = visit_Dict = visit_List
 
     def visit_Block(self, node: nodes.Node) -> NoReturn:
-        raise TooCostly  # it has a context of its own
+        raise TooCostly  # such a node makes another context, without the budget
 
     visit_With = visit_Include = visit_Import = visit_FromImport = visit_Extends = visit_Block
 
 
 def compile_metered(source: str) -> jinja2.Template | None:
-    """A template that pays; None when it cannot, or is too much to compile. Errors: `jinja2.TemplateSyntaxError`."""
+    """Compile a metered template; None if it cannot be metered or is too long. Raises `jinja2.TemplateSyntaxError`."""
     try:
         return MeteredEnvironment().from_string(source) if len(source) <= MOST_SOURCE else None
     except (TooCostly, RecursionError):

@@ -1,7 +1,7 @@
 """The text of one generated sequence: detokenizer and stop strings together.
 
-Knows one sequence's parameters and what it has shown so far. Knows nothing of the engine: a stop string found here is
-returned, and the caller cuts the tokens at `num_tokens` and aborts the request.
+Knows the parameters of the sequence and its text so far. Knows nothing of the engine: it returns a stop string that it
+finds, and the caller cuts the tokens at `num_tokens` and aborts the request.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,12 @@ from quire.text.tokenizer import Tokenizer
 
 
 class SequenceText:
-    """Text of one sequence.
+    """The text of one sequence.
 
-    num_tokens   tokens that belong to the output: all that were pushed, or up to and with the one that completed a
-                 stop string
-    stop         the stop string that ended it, or None
-    stepwise     there are stop strings: every token must be pushed when it comes. Else tokens may be pushed together
-                 whenever somebody wants to see the text
+    num_tokens   tokens of the output: all that were pushed, or those up to the end of a stop string
+    stop         the stop string that ended the text, or None
+    stepwise     True with stop strings: every token must be pushed when it comes. Otherwise tokens may be pushed
+                 together, when the text is needed
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -36,7 +35,7 @@ class SequenceText:
 
     @property
     def text(self) -> str:
-        """All text shown so far."""
+        """All text so far, without text that is held back."""
         if len(self._shown) > 1:
             self._shown = ["".join(self._shown)]
         return self._shown[0] if self._shown else ""
@@ -44,11 +43,11 @@ class SequenceText:
     def push(
         self, token_ids: Sequence[int], finished: bool = False, *, ended_by_token: bool = False
     ) -> tuple[str, str | None]:
-        """(new text, stop string found or None). Tokens after a stop string are ignored.
+        """Add tokens. Return (new text, stop string or None). Tokens after a stop string are ignored.
 
-        finished         no more tokens will come: text held back is shown
+        finished         no more tokens will come: return text that was held back, too
         ended_by_token   the last id is the end-of-sequence or stop token that finished the sequence: it counts, but
-                         is no part of the text unless `include_stop_str_in_output`
+                         is not in the text, unless `include_stop_str_in_output`
         """
         if self.stop is not None:
             return "", self.stop
@@ -64,7 +63,7 @@ class SequenceText:
         return delta, self.stop
 
     def _advance(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens; with stop strings they are looked at one by one, up to the one that completes one."""
+        """Return the text of tokens. With stop strings, tokens are taken one by one until a stop string is complete."""
         if not self.stepwise:  # nearly every call
             self.num_tokens += len(token_ids)
             return self._detokenizer.push(token_ids)

@@ -1,7 +1,7 @@
-"""The small JSON files beside a tokenizer: which tokens have a name (bos, eos, pad, ...) and which are special.
+"""The small JSON files beside a tokenizer, with its named tokens (bos, eos, pad, ...) and its special tokens.
 
-Knows the file formats only, not how text is encoded. Precedence follows transformers 5: `tokenizer_config.json` rules;
-`special_tokens_map.json` is consulted only for older folders, whose config has no `added_tokens_decoder`.
+Knows the file formats only, not how text is encoded. Precedence follows transformers 5: `tokenizer_config.json` counts;
+`special_tokens_map.json` is read only for older folders, whose config has no `added_tokens_decoder`.
 """
 
 import json
@@ -17,7 +17,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 class AddedTokenSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of `added_tokens_decoder`: a token matched in text before the model of the tokenizer runs."""
+    """An entry of `added_tokens_decoder`: a token that is found in text before the tokenizer's model runs."""
 
     content: str
     special: bool = True
@@ -28,11 +28,10 @@ class AddedTokenSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What a folder says of its special tokens.
+    """Special tokens of a checkpoint folder.
 
-    named    attribute -> token text, only those that are set; also the variables a chat template sees
-    extra    further special tokens, in file order
-    added    id -> entry of `added_tokens_decoder`
+    named    attribute -> token text, for those that are set; chat templates see them as variables
+    extra    further special tokens, in file order;  added  id -> entry of `added_tokens_decoder`
     """
 
     named: dict[str, str] = {}
@@ -41,7 +40,7 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def read(folder: Path) -> "SpecialTokens":
-        """Read the folder's files; absent files mean no special tokens. `UnsupportedModel` if one is damaged."""
+        """Read the folder's files, which may be absent. Raises `UnsupportedModel` for a damaged file."""
         config = read_json(folder / "tokenizer_config.json")
         older = {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
         both = {**config, **older}
@@ -57,7 +56,7 @@ class SpecialTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Damaged(Exception):
-    """The entry `name` is not what the message says."""
+    """The entry `name` of a file is wrong. The message says what it must be."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(what)
@@ -65,7 +64,7 @@ class _Damaged(Exception):
 
 
 def _content(name: str, value: Any) -> str:
-    """The text of a token given as a string or as a mapping with "content"."""
+    """Return the text of a token that is given as a string or as a mapping with "content"."""
     content = value.get("content") if isinstance(value, dict) else value
     if not isinstance(content, str):
         raise _Damaged(name, 'a token: a string, or an object with "content"')
@@ -79,7 +78,7 @@ def _contents(name: str, values: Any) -> tuple[str, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, {} when the file is absent; `UnsupportedModel` when it is not a JSON object."""
+    """Read a JSON object from a file; {} if the file is absent. Raises `UnsupportedModel` for other content."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

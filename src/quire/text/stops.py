@@ -1,28 +1,26 @@
-"""Stop strings on a text that arrives in pieces.
+"""Stop strings in a text that arrives in pieces.
 
-Knows strings only. The stop that is completed first in the text wins (of those completed by the same character, the
-longest), so the result does not depend on where the text is cut. Only the longest end of the text that could still
-become a stop is held back.
+Knows strings only. The stop that is complete first in the text counts; of several that end at the same character, the
+longest. So the result does not depend on how the text is cut. The end of the text is held back only as far as it may
+still become a stop.
 """
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Finds the first of some stop strings in streamed text."""
+    """Search for stop strings in streamed text; it ends at the first one."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        """`stops` are non-empty strings; `include_stop` keeps the matched one at the end of the text."""
+        """Prepare the search for `stops`, non-empty strings. `include_stop` keeps the found one in the text."""
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._longest = len(self._stops[0]) if self._stops else 0
         self._include = include_stop
         self._held = ""
 
     def push(self, text: str, *, active: bool = True) -> tuple[str, str | None]:
-        """(text that is safe to show, the stop that was found or None); after a stop nothing may be pushed.
-
-        With `active=False` (fewer than min_tokens) no stop may end in this text, but one may begin in it.
-        """
+        """Add text. Return (text that is safe to show, the found stop or None). Do not push after a stop.
+        With `active=False` (fewer than min_tokens) no stop may end in this text, but one may begin in it."""
         if not self._stops:
             return text, None
         whole = self._held + text
@@ -35,12 +33,12 @@ class StopMatcher:
         return whole[:safe], None
 
     def flush(self) -> str:
-        """The text still held back, when the sequence ends without a stop."""
+        """Return the text that is held back, when the sequence ends without a stop."""
         held, self._held = self._held, ""
         return held
 
     def _first(self, whole: str) -> tuple[int, str] | None:
-        """(end, stop) of the match that ends first; only matches that end in the new text count."""
+        """Return (end, stop) of the match that ends first. Only matches that end in the new text count."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
             limit = len(whole) if best is None else best[0] - 1
@@ -50,7 +48,7 @@ class StopMatcher:
         return best
 
     def _safe_length(self, whole: str) -> int:
-        """Length of `whole` without its longest end that begins a stop."""
+        """Return the length of `whole` without its longest end that may begin a stop."""
         safe = len(whole)
         for stop in self._stops:
             at = whole.find(stop[0], max(0, len(whole) - len(stop) + 1))

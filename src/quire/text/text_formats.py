@@ -1,7 +1,7 @@
-"""Texts of JSON schema's formats and patterns, as regular expressions (Rust's syntax) that match a whole text.
+"""Formats and patterns of JSON schema as regular expressions (Rust's syntax) that match a whole text.
 
 llguidance knows the same formats in JSON. The expressions here are for strings without quotes. Those of ipv6, email
-and uri take a part of the texts only.
+and uri match only a part of the valid texts.
 """
 
 import re
@@ -39,7 +39,7 @@ BEGINS, ENDS = ("^", r"\A"), ("$", r"\z")
 
 
 def whole(pattern: str) -> str | None:
-    """The expression of texts in which a pattern is found. None: it has anchors elsewhere than at its ends."""
+    """Return an expression for whole texts that contain a pattern; None if it has anchors other than at its ends."""
     flags = FLAGS.match(pattern)
     begun = flags.end() if flags else 0
     ways: list[list[str]] = [[]]

@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint folder, over the `tokenizers` library.
 
-Knows `tokenizer.json` and the files beside it. Which special tokens an encoding gets (a BOS, say) is decided by the
-post-processor in `tokenizer.json` alone: `add_bos_token` and `add_eos_token` in `tokenizer_config.json` do not count,
-as in transformers 5 for folders that have a `tokenizer.json`. Knows nothing of streams (see `detokenizer`).
+Knows `tokenizer.json` and the files beside it. Only the post-processor in `tokenizer.json` adds special tokens to an
+encoding (a BOS, say). `add_bos_token` and `add_eos_token` in `tokenizer_config.json` have no effect, as in transformers
+5 for folders with a `tokenizer.json`. Knows nothing of streams (see `detokenizer`).
 """
 
 import json
@@ -23,24 +23,24 @@ from quire.text.pieces import PieceTable, byte_alphabet, decoder_rule
 from quire.text.special import AddedTokenSpec, SpecialTokens
 
 TOKENIZER_FILE = "tokenizer.json"
-APART = 2**20  # characters from which a server encodes a text apart: here 7 MB take 1 GB, and leave 600 MB behind
+APART = 2**20  # characters; longer texts are encoded in a child: in the server, 7 MB take 1 GB and leave 600 MB behind
 KEEPING = ("Isolated", "Contiguous", "MergedWithPrevious", "MergedWithNext")  # ways to split that lose no character
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Threads may share it: what changes after loading are answers that it remembers.
+    """A checkpoint's tokenizer. Threads may share it: after loading, only its caches change.
 
-    vocab_size       number of tokens, added ones included (a model's logits may be wider: padding ids mean nothing)
-    bos_token_id, eos_token_id, pad_token_id   None where the folder names none
+    vocab_size       number of tokens, with added ones (a model's logits may be wider: padding ids mean nothing)
+    bos_token_id, eos_token_id, pad_token_id   None if the folder names none
     all_special_ids  ids that `skip_special_tokens` leaves out of a text
-    pieces           token id -> bytes; None for decoders whose tokens have no bytes of their own (WordPiece, ...)
-    fewest_tokens    tokens that an encoding of a text has at least; see `length_bound`
-    apart            texts from APART characters on are encoded in a process of their own, which loads this folder;
-                     None: every text is encoded here
+    pieces           table token id -> bytes; None for decoders whose tokens have no fixed bytes (WordPiece, ...)
+    fewest_tokens    function: minimum number of tokens of a text; see `length_bound`
+    apart            folder of the tokenizer, for child processes that encode texts of at least APART characters;
+                     None = all texts are encoded in this process
     """
 
     def __init__(self, backend: Backend, special: SpecialTokens | None = None) -> None:
-        """Wrap `backend`, adding the tokens that only `special` names; truncation and padding are switched off."""
+        """Wrap `backend`: add the tokens that only `special` names, switch off truncation and padding."""
         self._backend = backend
         special = special or SpecialTokens()
         backend.no_truncation()
@@ -57,15 +57,12 @@ class Tokenizer:
         self.pieces = PieceTable(rule, backend.id_to_token) if rule else None
         self.fewest_tokens = length_bound(backend)
         self.apart: Path | None = None
-        self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # the last ones, spelled
+        self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # last words, ids
 
     @staticmethod
     def load(folder: Path) -> "Tokenizer":
-        """Load a folder's tokenizer.
-
-        Errors: `ModelNotFound` when the folder is missing, `UnsupportedModel` when it holds no `tokenizer.json` or a
-        file that cannot be read.
-        """
+        """Load a folder's tokenizer. Errors: `ModelNotFound` when the folder is missing, `UnsupportedModel` when it
+        holds no `tokenizer.json` or a file that cannot be read."""
         if not folder.is_dir():
             raise ModelNotFound(f"{folder} is not a folder: give a local folder with {TOKENIZER_FILE}, or a hub id.")
         path = folder / TOKENIZER_FILE
@@ -81,19 +78,17 @@ class Tokenizer:
         return Tokenizer(backend, special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; the post-processor adds its special tokens if `add_special_tokens`.
-
-        Errors: `InvalidParameter` when the text holds half of a surrogate pair.
-        """
+        """Return the token ids of a text. The post-processor adds special tokens if `add_special_tokens`.
+        Raises `InvalidParameter` when the text has half of a surrogate pair."""
         if self.apart is not None and len(text) >= APART:
             return encode_apart(self.apart, text, add_special_tokens)
-        try:  # a batch of one: `encode` of the backend keeps every other thread out, for 8 s over a text of 8 MB
+        try:  # a batch of one: the backend's `encode` blocks all other threads, for 8 s with a text of 8 MB
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise invalid_text(text) from error
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts, in order, encoded in parallel. Errors as `encode`."""
+        """Encode several texts in parallel. Return their token ids in order. Raises as `encode`."""
         if self.apart is not None and any(len(text) >= APART for text in texts):
             return [self.encode(text, add_special_tokens) for text in texts]
         try:
@@ -103,10 +98,8 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, as transformers' fast tokenizers decode with `clean_up_tokenization_spaces=False`.
-
-        Ids that name no token give no text. Errors: `InvalidParameter` for an id outside uint32.
-        """
+        """Return the text of token ids, as transformers' fast tokenizers do without clean_up_tokenization_spaces.
+        Unknown ids give no text. Raises `InvalidParameter` for an id outside uint32."""
         try:
             # a batch of one, as in `encode`
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
@@ -114,30 +107,30 @@ class Tokenizer:
             raise InvalidParameter("token ids must be integers in [0, 2^32).", param="token_ids") from error
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token inside a sentence; bytes that are no whole character show as U+FFFD."""
+        """Return the text of one token inside a sentence. Bytes of an incomplete character become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token adds to a text; b"" for an id that names no token."""
+        """Return the bytes that one token adds to a text; b"" for an unknown id."""
         if self.pieces is not None:
             return self.pieces.bytes_of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def to_json(self) -> str:
-        """All of it as the text of a `tokenizer.json`."""
+        """Return the tokenizer as the text of a `tokenizer.json`."""
         return self._backend.to_str()
 
     def token_id(self, token: str) -> int | None:
-        """Id of a vocabulary entry given exactly; None if there is none."""
+        """Return the id of a vocabulary entry; None if there is none."""
         return self._backend.token_to_id(token)
 
     def added_token(self, token_id: int) -> str | None:
-        """Content of an added token (special or not); None for an ordinary one."""
+        """Return the content of an added token (special or not); None for an ordinary token."""
         return self._added.get(token_id)
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences to forbid; see `bad_word_sequences`. Remembers the last answer: every prompt of a request
-        asks the same."""
+        """Return the token sequences to forbid; see `bad_word_sequences`.
+        The last answer is cached, since all prompts of a request have the same words."""
         asked = tuple(words)
         known, sequences = self._bad_words
         if asked != known:
@@ -150,12 +143,12 @@ class Tokenizer:
 
 
 def encode_apart(folder: Path, text: str, add_special_tokens: bool) -> list[int]:
-    """`Tokenizer.encode` in a process that ends with it. Errors: `RequestFailed` when the process fails, too."""
+    """Encode a text as `Tokenizer.encode` does, in a child process. Raises `RequestFailed` when the child fails."""
     try:
         data = text.encode()
     except UnicodeEncodeError as error:
         raise invalid_text(text) from error
-    # -P: no module of the folder in which the server was started; a session of its own: no Ctrl-C
+    # -P: no modules from the working directory. Its own session: Ctrl-C does not reach it.
     child = subprocess.run(
         [sys.executable, "-P", "-m", "quire.text.encode_child", str(folder), str(int(add_special_tokens))], input=data,
         stdout=subprocess.PIPE, start_new_session=True, env=child_variables(), check=False)
@@ -166,11 +159,9 @@ def encode_apart(folder: Path, text: str, add_special_tokens: bool) -> list[int]
 
 
 def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> tuple[tuple[int, ...], ...]:
-    """Forbidden token sequences from (word, ids at the start of a text, ids after a space), without repeats.
-
-    The spelling after a space is dropped when it merely ends with the other one, which already forbids it.
-    Errors: `InvalidParameter` for a word that has no tokens.
-    """
+    """Return the forbidden token sequences, without repeats.
+    `spelled`: (word, its ids at the start of a text, its ids after a space). The ids after a space are left out if they
+    end with the other ids, which already forbid them. Raises `InvalidParameter` for a word without tokens."""
     found: dict[tuple[int, ...], None] = {}
     for word, bare, spaced in spelled:
         if not bare:
@@ -183,11 +174,11 @@ def bad_word_sequences(spelled: Sequence[tuple[str, list[int], list[int]]]) -> t
 
 
 def length_bound(backend: Backend) -> Callable[[str], int]:
-    """A function that says how many tokens an encoding of a text has at least, by the longest token, without encoding.
-    It says 0 where nothing is known, because characters may be lost before or while the text is cut.
+    """Return a function that gives a lower bound of the number of tokens of a text, without encoding it.
 
-    Known for byte-level BPE, where every byte of a text is in a token. Of normalizers only NFC is looked through, on
-    ASCII text, which it does not change.
+    The bound is len(text) / (length of the longest token), for byte-level BPE, where every byte is in a token. It is 0
+    for other tokenizers, which may lose characters. It is also 0 for text that is not ASCII if there is a normalizer;
+    only NFC is supported, which does not change ASCII.
     """
     if not _is_lossless(backend):
         return lambda text: 0
@@ -209,7 +200,7 @@ def _is_lossless(backend: Backend) -> bool:
 
 
 def invalid_text(text: object) -> InvalidParameter:
-    """The error for something that cannot be encoded: not a string, or a string with half of a surrogate pair."""
+    """Return the error for a value that cannot be encoded: not a string, or a string with half of a surrogate pair."""
     if not isinstance(text, str):
         return InvalidParameter(f"a prompt must be a string, not {type(text).__name__}.", param="prompt")
     at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), 0)
@@ -218,7 +209,7 @@ def invalid_text(text: object) -> InvalidParameter:
 
 
 def _add_missing(backend: Backend, special: SpecialTokens) -> None:
-    """Add what the JSON files name and `tokenizer.json` lacks, in transformers' order: by id, named, extra."""
+    """Add tokens that the JSON files name and `tokenizer.json` lacks, in transformers' order: by id, named, extra."""
     have = {(i, t.content, t.special) for i, t in backend.get_added_tokens_decoder().items()}
     for token_id, spec in sorted(special.added.items()):
         if (token_id, spec.content, spec.special) not in have:

@@ -1,13 +1,17 @@
-"""The ways models write reasoning and tool calls, a row each: what is true of one family only is here.
+"""The formats of reasoning and tool calls, one row per model family. Facts about single families stand only here.
 
-Knows tags and their order. `tools` reads a text by a row, `tool_grammar` holds a model to one.
+Knows tags and their order. `tools` parses a text by a row; `tool_grammar` makes a grammar from a row.
 """
 
 import msgspec
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """names: as users know it, ours first;  marks: texts in the chat templates of its models;  start, end: its tags."""
+    """A format of reasoning.
+
+    names        names for users; the first is ours;  marks  texts in the chat templates of its models
+    start, end   tags around the reasoning
+    """
 
     names: tuple[str, ...]
     marks: tuple[str, ...]
@@ -16,15 +20,21 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to write calls: JSON objects, or where a field below says so, names with arguments of some form.
+    """A format of tool calls: JSON objects, or a name followed by its arguments.
 
-    names      as users know it, ours first;  marks: texts in the chat templates of its models, all of them
-    starts     tags that open calls;  opens: what then begins a call, or a list "[";  bare: opens[0] needs no start
-    closes     what may follow a call and is no text;  drops: all text after a call is none
-    before, between   around a name;  python: arguments as in Python
-    key, ...   arguments in tags: before the name of one, after it, before the value if not there, after it, after all;
-               after a name may stand whether the value is a string, after a value the next key where its end is lost
-    printed    as models write it: before calls, a name, the arguments; after those; between calls and after them
+    names        names for users; the first is ours
+    marks        texts in the chat templates of its models; all of them must be there
+    starts       tags before the first call
+    opens        texts that begin a call after a start, or "[" for a list of calls
+    bare         opens[0] may begin a call without a start;  closes  texts after a call that are not content
+    drops        all text after a call is dropped
+    before, between   texts before a name, and between a name and its arguments
+    python       arguments are written as in a Python call
+    key, key_ends, value, value_ends, end   for arguments in tags: text before a key; texts after it, which may say if
+                 the value is a string; text before the value, if not in key_ends; texts after the value (also the next
+                 key, since some models forget the end); text after all arguments
+    printed      text that models write: before the first call, before a name, before the arguments, after the
+                 arguments, between calls, after the last call
     """
 
     names: tuple[str, ...]
@@ -87,11 +97,11 @@ TOOL_FORMATS = (  # in the order in which a chat template is compared with the m
                starts=("<|python_tag|>",), opens=("{",), closes=(";",),
                printed=("", NAME, ', "parameters": ', "}", "; ", "")),
     ToolFormat(names=("plain",), opens=("{",), bare=True, closes=(";",), printed=("", NAME, ARGUMENTS, "}", "; ", "")))
-PLAIN = TOOL_FORMATS[-1]  # what a model without a format of its own is held to
+PLAIN = TOOL_FORMATS[-1]  # for models without a format of their own
 
 
 class OutputStyles(msgspec.Struct, frozen=True):
-    """How a model writes calls and reasoning (None: not at all), and why we think so, in one line."""
+    """The formats of a model's calls and reasoning (None = it has none), and in `why` the reason for the choice."""
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None

@@ -1,6 +1,6 @@
-"""A grammar that holds a model to its format of calls, in Lark's syntax as llguidance reads it.
+"""Grammars that force a model to write tool calls in its format, in llguidance's Lark syntax.
 
-Knows how calls are printed, and what of a free text `tools` would take for a call.
+Knows how calls are written, and which parts of free text `tools` would take for a call.
 """
 
 import json
@@ -16,7 +16,7 @@ from quire.text.text_formats import FORMATS, whole
 from quire.text.tool_formats import PLAIN, OutputStyles, ToolFormat
 from quire.text.tool_values import STRING, branches, kinds_of
 
-# White space as models write it: without a bound some write nothing else.
+# White space as models write it. Without this limit some models write nothing but white space.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 ANYTHING = "/(?s:.*)/"
 MOST_REFERENCES = 8
@@ -26,12 +26,13 @@ SLASH = re.compile(r"(\\.)|[/\n\r]", re.DOTALL)
 
 def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choice: str, *, parallel: bool,
                  thinking: bool = False) -> str:
-    """A grammar of answers that call `tools` (OpenAI's objects) in the model's format, or in `plain`.
+    """Make the grammar of answers that call `tools` (OpenAI's tool objects), in the model's format or in `PLAIN`.
 
-    choice     "required": one or more calls, one if not `parallel`; a tool's name: one call of it; "auto": text, calls
-    thinking   the answer begins within reasoning, which ends first; if not, it may begin with some
-    Arguments obey their schemas. What llguidance does not know of one is an error there if the tool is `strict`, else
-    left out. Errors: `InvalidParameter` when `choice` names no tool.
+    choice     "required": at least one call; a tool's name: one call of it; "auto": text, then calls if any
+    parallel   several calls are allowed
+    thinking   the prompt has begun the reasoning, so the answer ends it first; otherwise it may begin with reasoning
+    Arguments must fit their schemas. Schema keywords that llguidance cannot enforce are an error if the tool is
+    `strict`, else they are ignored. Raises `InvalidParameter` when `choice` names no tool.
     """
     form, reasoning = styles.tools or PLAIN, styles.reasoning
     wanted = [tool["function"] for tool in tools if choice in ("auto", "required", tool["function"]["name"])]
@@ -59,12 +60,12 @@ def _quoted(text: str) -> str:
 
 
 def _without(parts: Sequence[str]) -> str:
-    """A terminal: any text that holds none of these terminals."""
+    """Return a terminal for any text that contains none of these terminals."""
     return f"{ANYTHING} & ~({ANYTHING} ({' | '.join(parts)}) {ANYTHING})"
 
 
 def _starts(form: ToolFormat, names: Sequence[str]) -> list[str]:
-    """Terminals of what begins a call in a text."""
+    """Return the terminals that begin a call in a text."""
     starts = [_quoted(tag) for tag in (*form.starts, *form.opens[: form.bare]) if len(tag) > 1]
     known = f"({' | '.join(map(_quoted, names))})"
     if form.python:
@@ -75,8 +76,9 @@ def _starts(form: ToolFormat, names: Sequence[str]) -> list[str]:
 
 
 def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str, list[str]]:
-    """How calls of a function begin, and the rules, `rule` first, of the rest: an object of arguments, or these one by
-    one, in the schema's order (in Python's form the required first)."""
+    """Return the text that begins a call of a function, and the rules for the rest of the call, `rule` first.
+    The rest is an object of arguments, or the arguments one by one in the schema's order (in Python's format the
+    required ones first)."""
     _, before, between, after, _, _ = form.printed
     root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
     root = _resolved(root) if form.key or form.python else root
@@ -95,7 +97,7 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
 
 
 def _one_by_one(form: ToolFormat, root: dict[str, Any], shared: dict[str, Any], rule: str) -> tuple[str, list[str]]:
-    """Arguments that are no JSON object, and their rules."""
+    """Return the expression for arguments that are not written as a JSON object, and its rules."""
     properties, required = root.get("properties") or {}, root.get("required") or []
     least, most = root.get("minProperties", 0), root.get("maxProperties")
     unheld = [key for key in (*LISTS, "$ref") if root.get(key)]
@@ -122,7 +124,7 @@ def _one_by_one(form: ToolFormat, root: dict[str, Any], shared: dict[str, Any], 
 
 
 def _resolved(root: dict[str, Any]) -> dict[str, Any]:
-    """The schema that the root only refers to."""
+    """Return the root schema with its $ref replaced by the target, if it has no properties of its own."""
     seen = 0
     while "$ref" in root and not root.get("properties") and seen < MOST_REFERENCES:
         targets = [target for _, target in SchemaDocument(root).targets(root) if isinstance(target, dict)]
@@ -137,10 +139,9 @@ def _plus(schema: Any, shared: dict[str, Any]) -> str:
 
 
 def _tagged(form: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule: str) -> list[str]:
-    """The rules of an argument in tags: a string is bare and holds no tag that would end it, the rest is JSON.
-
-    No text comes of the rules `check`. Their schemas are read as in JSON, so that what is not held is told as there.
-    """
+    """Return the rules of an argument in tags. A string has no quotes and contains no end tag; other values are JSON.
+    The rules `..._check` are never used in a text. They only make llguidance read their schemas, so that keywords that
+    cannot be enforced are reported as for JSON."""
     rules, ways, end = [], [], _quoted(form.value_ends[0])
     listed = next((each for each in ("anyOf", "oneOf") if isinstance(schema, dict) and schema.get(each)), None)
     for at, part in enumerate(branches(schema)):
@@ -165,7 +166,7 @@ def _tagged(form: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rul
 
 
 def _bare(part: Mapping[str, Any]) -> list[str | None]:
-    """Expressions that a string without quotes matches, all of them. None: one cannot be written."""
+    """Return regular expressions that a string without quotes must all match. None = one that cannot be written."""
     length = f"(?s:.{{{part.get('minLength', 0)},{part.get('maxLength', '')}}})"
     texts: list[str | None] = [length]
     if isinstance(pattern := part.get("pattern"), str) and not pattern_fault(pattern):

@@ -1,7 +1,7 @@
-"""Reads a text that comes in pieces, each character once, as if it were all there.
+"""Reader of a text that comes in pieces, with methods as if the whole text were there. It reads each character once.
 
-Reading methods are generators that yield where it takes more text to decide; so what is read does not depend on where
-the text was cut. Between two pieces only the beginning of something short (a tag, an escape) is unread.
+Its methods are generators, which yield when they need more text to decide. So the result does not depend on how the
+text is cut. Between two pieces, only the beginning of a tag or an escape stays unread.
 """
 
 import functools
@@ -11,22 +11,25 @@ from collections.abc import Callable, Generator
 
 Reads = Generator[None, None, str]
 Read = Generator[None, None, None]
-Sink = Callable[[str], object]  # gets the pieces of what is read
+Sink = Callable[[str], object]  # gets pieces of the text that is read
 
-MAX_DEPTH = 200  # of arguments: what reads them next may recurse
+MAX_DEPTH = 200  # nesting of arguments, since later readers may recurse
 BLANK, JSON_BLANK, JSON_BARE = re.compile(r"\s*"), re.compile(r"[ \t\n\r]*"), re.compile(r"[-+.0-9A-Za-z]*")
 JSON_WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 JSON_PLAIN, JSON_ESCAPE = re.compile(r'[^"\\\x00-\x1f]*'), re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-CLOSING, MARKS, VALUE = {"{": "}", "[": "]"}, frozenset('"{}[],:'), '"{[0'  # 0: a number or a name
+CLOSING, MARKS, VALUE = {"{": "}", "[": "]"}, frozenset('"{}[],:'), '"{[0'  # 0 stands for a number, true, false or null
 
 
 class Malformed(Exception):
-    """What comes next is not what was begun."""
+    """The text does not continue as its beginning requires."""
 
 
 class Reader:
-    """held: texts read since it was last cleared, which are given back if they turn out to be nothing; read: characters
-    read in all."""
+    """Reader of a text that comes in pieces.
+
+    held   texts read since `held` was last cleared; they become content if they turn out not to be a call
+    read   number of characters read
+    """
 
     def __init__(self) -> None:
         self.held: list[str] = []
@@ -35,28 +38,28 @@ class Reader:
 
     @property
     def at_end(self) -> bool:
-        """Whether everything is read and nothing will come."""
+        """True when the whole text is read and no more will come."""
         return self._over and self._at == len(self._text)
 
     def push(self, text: str, *, over: bool = False) -> None:
-        """More text;  over: the last."""
+        """Add text. `over`: it is the last."""
         self._text, self._at, self._over = self._text[self._at :] + text, 0, over
 
     def take(self, count: int = 1) -> str:
-        """The next characters, which are there."""
+        """Read and return the next characters, which must be there."""
         self.held.append(self._text[self._at : self._at + count])
         self._at += count
         self.read += len(self.held[-1])
         return self.held[-1]
 
     def peek(self, count: int) -> Reads:
-        """The next characters, unread; fewer only at the end."""
+        """Return the next characters without reading them; fewer only at the end of the text."""
         while len(self._text) - self._at < count and not self._over:
             yield
         return self._text[self._at : self._at + count]
 
     def span(self, chars: re.Pattern[str], out: Sink = len) -> Reads:
-        """Reads all that `chars`, a class of characters, matches here; the character after it is returned, unread."""
+        """Read all characters that match `chars`, a character class. Return the next character without reading it."""
         while True:
             found = chars.match(self._text, self._at)
             if found and found[0]:
@@ -66,7 +69,7 @@ class Reader:
             yield
 
     def need(self, *tags: str) -> Reads:
-        """The longest of `tags` that comes after white space; both are read. Errors: `Malformed` if none comes."""
+        """Read white space and the longest of `tags` after it. Return the tag. Raises `Malformed` if none comes."""
         yield from self.span(BLANK)
         longest = max(map(len, tags))
         while True:
@@ -80,7 +83,8 @@ class Reader:
         raise Malformed
 
     def until(self, tags: tuple[str, ...], out: Sink) -> Reads:
-        """The first of `tags` in the text, read; "" at the end. `out` gets what is before, once it can be no tag."""
+        """Read up to and with the first of `tags`. Return the tag, or "" at the end of the text.
+        `out`: gets the text before the tag, as soon as it cannot be part of one."""
         begun, whole = _finders(tags)
         while True:
             found = (whole if self._over else begun).search(self._text, self._at)
@@ -94,7 +98,7 @@ class Reader:
             yield
 
     def string(self, out: Sink) -> Read:
-        """A JSON string. What models forget to escape is: control characters, and a backslash that escapes nothing."""
+        """Read a JSON string. Control characters and wrong backslashes, which models forget to escape, are escaped."""
         if (yield from self.span(JSON_BLANK, out)) != '"':
             raise Malformed
         out(self.take())
@@ -110,8 +114,8 @@ class Reader:
         out(self.take())
 
     def json(self, out: Sink, opened: str = "") -> Read:
-        """A JSON value, or the rest of one whose first brace, `opened`, is read. Errors: `Malformed`."""
-        stack, legal = list(opened), '"}' if opened else VALUE  # legal: what may come
+        """Read a JSON value, or the rest of one whose first brace, `opened`, is read. Raises `Malformed`."""
+        stack, legal = list(opened), '"}' if opened else VALUE  # legal: characters that may come next
         while legal:
             char = yield from self.span(JSON_BLANK, out)
             kind, is_key = char if char in MARKS else "0", "{" not in legal
@@ -140,7 +144,8 @@ class Reader:
 
 @functools.cache
 def _finders(tags: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns for the first of `tags`; the first finds also, as its group, the beginning of one at the text's end."""
+    """Return two patterns that find the first of `tags`. The first pattern also finds, as its group, a beginning of a
+    tag at the end of the text."""
     whole = "|".join(re.escape(tag) for tag in sorted(tags, key=len, reverse=True)) or "(?!)"
     begun = "|".join(re.escape(tag[:size]) for tag in tags for size in range(1, len(tag))) or "(?!)"
     return re.compile(rf"((?:{begun})\Z)|{whole}"), re.compile(whole)

@@ -1,4 +1,5 @@
-"""Arguments that are not written as JSON, as JSON text: bare ones, typed by a schema, and Python's, never evaluated."""
+"""Conversion of arguments to JSON text: bare values, typed by a schema, and Python literals, which are never evaluated.
+"""
 
 import ast
 import json
@@ -7,11 +8,11 @@ from typing import Any
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
          type(None): "null"}
 ANY, STRING = frozenset({"any"}), frozenset({"string"})
-UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)  # what hostile text makes parsers raise
+UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)  # raised by parsers for hostile text
 
 
 def branches(schema: Any) -> list[dict[str, Any]]:
-    """The alternatives of a schema, one level deep; where it names several types, one for each."""
+    """Return the alternatives of a schema, one level deep. A schema with several types gives one for each."""
     if not isinstance(schema, dict):
         return [{}]
     parts, types = schema.get("anyOf") or schema.get("oneOf"), schema.get("type")
@@ -21,7 +22,7 @@ def branches(schema: Any) -> list[dict[str, Any]]:
 
 
 def kinds_of(schema: Any) -> frozenset[str]:
-    """JSON types that a schema allows, with "any" where it does not say."""
+    """Return the JSON types that a schema allows, with "any" where it does not say."""
     found: set[str] = set()
     for part in branches(schema):
         values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
@@ -31,7 +32,7 @@ def kinds_of(schema: Any) -> frozenset[str]:
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:
-    """JSON text of a bare value: as JSON or a Python literal, if that has a type in `kinds`, else a string."""
+    """Return a bare value as JSON text: read as JSON or a Python literal if that fits `kinds`, else as a string."""
     for read in (str.strip, lambda bare: json.dumps(ast.literal_eval(bare.strip()), allow_nan=False)):
         try:
             found = read(text)
@@ -44,19 +45,19 @@ def typed(text: str, kinds: frozenset[str]) -> str:
 
 
 def python_arguments(call: str) -> str:
-    """JSON text of an object of a call's keyword arguments. Errors: those in `UNREADABLE`."""
+    """Return the keyword arguments of a Python call as a JSON object. Raises the errors in `UNREADABLE`."""
     tree = _JsonNames().visit(ast.parse(call, mode="eval").body)
     if not isinstance(tree, ast.Call) or tree.args:
-        raise ValueError("no call with keywords")
+        raise ValueError("not a call with keyword arguments only")
     arguments: dict[str, Any] = {}
     for keyword in tree.keywords:
         value = ast.literal_eval(keyword.value)
-        arguments.update({keyword.arg: value} if keyword.arg else value)  # **{"a-b": 1}: a name that Python has not
+        arguments.update({keyword.arg: value} if keyword.arg else value)  # **{"a-b": 1}: not an identifier
     return json.dumps(arguments, allow_nan=False)
 
 
 class _JsonNames(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """The value of one of JSON's names."""
+        """Replace JSON's true, false and null by their values."""
         names = {"true": True, "false": False, "null": None}
         return ast.Constant(names[node.id]) if node.id in names else node

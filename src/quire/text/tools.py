@@ -1,10 +1,10 @@
-"""What a model wrote, taken apart while it comes: reasoning, content, tool calls.
+"""Parsing of a model's answer as it comes: reasoning, content, tool calls.
 
-The events do not depend on how the text was cut. A call is one when its name is a tool's and its arguments have begun
-(in Python's form: are closed); its arguments are then passed on as they come. What turns out malformed before that is
-content, as it was written, unless the answer had to be a call, or was cut behind the tag of one. After that the call
-stays, its arguments end where the fault is, and what follows is content; we never close arguments, so that half a
-command is no command.
+The events do not depend on how the text is cut. A call begins when its name is a tool's and its arguments have begun
+(in Python's format: are complete). From then on its arguments are passed on as they come. If the text turns out
+malformed before that, it is content, as it was written, unless the answer had to be a call, or was cut after the tag
+of one. If it turns out malformed later, the call stays, its arguments end at the fault, and the rest is content. We
+never complete arguments, so that half a command is not executed.
 """
 
 import json
@@ -26,7 +26,7 @@ from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
 
 TOOL_PARSERS = tuple(name for row in TOOL_FORMATS for name in row.names)
 REASONING_PARSERS = tuple(name for row in REASONING_FORMATS for name in row.names)
-TURN = re.compile(r"<\||<｜|\[/?INST\]")  # what separates the turns of a prompt
+TURN = re.compile(r"<\||<｜|\[/?INST\]")  # begins another turn in a prompt
 NO_QUOTE, PYTHON_ESCAPES = re.compile(r"[^()\[\]{}'\"]*"), "\n\\'\"abfnrtvxuUN01234567"
 QUOTED = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 LONGEST_ID = 64
@@ -35,10 +35,8 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 def choose_styles(template: ChatTemplate | None, tool_parser: str | None = None,
                   reasoning_parser: str | None = None) -> OutputStyles:
-    """The styles of these names ("none": none), else those whose marks are in the chat template.
-
-    Errors: `ConfigError` with the known names for an unknown one.
-    """
+    """Return the formats with these names. None = detect them by their marks in the chat template; "none" = no format.
+    Raises `ConfigError` with the known names for an unknown name."""
     sources = template.sources if template else {}
     text = "\n".join(sources.get(name, "") for name in ("default", "tool_use"))
     tools, why = _choose("--tool-call-parser", tool_parser, TOOL_FORMATS, text)
@@ -53,13 +51,13 @@ def _choose(flag: str, name: str | None, rows: Sequence[Format], text: str) -> t
         if name is None and row.marks and all(mark in text for mark in row.marks):
             return row, f"{row.names[0]}, for {row.marks[0]!r} in the chat template"
     if name in (None, "none"):
-        return None, "none, as asked" if name else "none, no tag that is known is in the chat template"
+        return None, "none, as asked" if name else "none, no known tag is in the chat template"
     known = ", ".join(name for row in rows for name in row.names)
     raise ConfigError(f"{flag} {name!r} is not known, or not implemented yet: give one of {known}, or none.")
 
 
 def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:
-    """Whether a rendered prompt ends within an open block of reasoning."""
+    """Return True if a rendered prompt ends within reasoning."""
     if styles.reasoning is None or styles.reasoning.start not in prompt:
         return False
     after = prompt.rpartition(styles.reasoning.start)[2]
@@ -67,37 +65,42 @@ def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:
 
 
 class OutputParser:
-    """The events of one answer. `num_calls`: calls so far; `thoughts`: where in the text reasoning stands, as [first
-    character, one behind the last]."""
+    """Parser of one answer.
+
+    num_calls   number of calls so far
+    thoughts    places of the reasoning in the text: (first character, one behind the last)
+    """
 
     def __init__(self, styles: OutputStyles, *, tools: Sequence[Mapping[str, Any]] | None = None,
                  thinking: bool = False, parallel: bool = True, must: bool = False) -> None:
-        """tools      OpenAI's tool objects; without any, the text of a call is content. A model without a format is
-                      read in the `plain` one, to which `tool_grammar` holds it
-        thinking   the prompt ended within reasoning;  parallel: if not, calls after the first are left out
-        must       a grammar holds the answer to calls: no text of it is content
+        """Begin an answer.
+
+        tools      OpenAI's tool objects; without tools, the text of a call is content. A model without a format is
+                   parsed by `PLAIN`, which `tool_grammar` forces on it
+        thinking   the prompt ended within reasoning;  parallel  False: calls after the first are left out
+        must       a grammar forces calls: no text is content
         """
         self.num_calls = 0
         self.thoughts: list[tuple[int, int]] = []
         self._tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
         self._form, self._reasoning = styles.tools or PLAIN, styles.reasoning
-        self._thinking = self._lead = thinking and styles.reasoning is not None  # lead: white space here is dropped
-        self._said = self._muted = self._calling = False  # content was; nothing more is; a call's arguments have begun
+        self._thinking = self._lead = thinking and styles.reasoning is not None  # lead: drop white space here
+        self._said = self._muted = self._calling = False  # had content; drop further text; a call's arguments began
         self._parallel, self._must, self._cut = parallel, must, False
-        self._event: Callable[[str], Event] | None = None  # of the call's arguments; None: they are left out
-        self._blank: list[str] = []  # white space that counts when more follows
+        self._event: Callable[[str], Event] | None = None  # makes events of the call's arguments; None: drop them
+        self._blank: list[str] = []  # white space that is kept only if more text follows
         self._out: list[tuple[Callable[[str], Event], str]] = []
         self._in = Reader()
         self._reading = self._read()
         next(self._reading)
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """What the end of the text tells;  cut: the model would have gone on."""
+        """End the text and return its last events. `cut`: the answer was cut off by a token limit."""
         self._cut = cut
         return self.feed("", over=True)
 
     def feed(self, text: str, *, over: bool = False) -> list[Event]:
-        """What more text tells;  over: it is the last."""
+        """Add text and return its events. `over`: it is the last text."""
         self._in.push(text, over=over)
         next(self._reading, None)
         out, self._out = self._out, []
@@ -105,7 +108,7 @@ class OutputParser:
         return [event(text) for event, text in joined if text]
 
     def _say(self, text: str) -> None:
-        """Content or reasoning, without the white space around it, but for that of content without calls."""
+        """Emit content or reasoning without the white space around it. Content without calls keeps its white space."""
         self._in.held.clear()
         text = text.lstrip() if self._lead else text
         if text and not self._muted and (self._thinking or not self._must):
@@ -125,13 +128,13 @@ class OutputParser:
         self._in.held.clear()
 
     def _begin(self, name: str, call_id: str = "") -> None:
-        if self._thinking:  # a call ends it
+        if self._thinking:  # a call ends the reasoning
             self._think(False)
         self._calling, self._event = True, None
         if self._parallel or not self.num_calls:
-            # Mistral's templates take ids of nine characters only
+            # Mistral's templates accept only ids of nine characters.
             drawn = secrets.token_hex(5)[1:] if CALL_ID in self._form.between else f"call_{secrets.token_hex(12)}"
-            own = call_id if call_id.isascii() and len(call_id) <= LONGEST_ID else ""  # a model writes what it likes
+            own = call_id if call_id.isascii() and len(call_id) <= LONGEST_ID else ""  # the model's own id, if usable
             begins = CallBegins(self.num_calls, own or drawn, name)
             self._out.append((lambda _: begins, name))
             self._event = partial(CallArguments, self.num_calls)
@@ -153,7 +156,7 @@ class OutputParser:
             try:
                 yield from self._calls(self._form, tag)
             except Malformed:
-                # The text ended within a call, or behind a tag that begins one: this is no content.
+                # The text ended within a call, or after a tag that begins one: this is not content.
                 if self._in.at_end and (self._calling or (self._cut and len(tag) > 1)):
                     self._in.held.clear()
             self._calling = False
@@ -162,7 +165,7 @@ class OutputParser:
             self._out += [(Words, piece) for piece in self._blank]
 
     def _tags(self) -> tuple[str, ...]:
-        """What may end a run of text. Reasoning stands before content, and no mere bracket ends it."""
+        """Return the tags that may end the current text. Reasoning comes only before content; no "{" or "[" ends it."""
         form, reasoning = self._form, self._reasoning
         tags = form.starts + form.opens[: form.bare] if self._tools else ()
         if reasoning and self._thinking:
@@ -170,7 +173,7 @@ class OutputParser:
         return (reasoning.start, *tags) if reasoning and not self._said else tags
 
     def _calls(self, form: ToolFormat, tag: str) -> Read:
-        """The calls after `tag`, a start or what opens one. Errors: `Malformed`."""
+        """Read the calls after `tag`, which is one of `starts` or `opens`. Raises `Malformed`."""
         opened = (yield from self._in.need(*form.opens)) if tag in form.starts else tag
         again = ","
         while again:
@@ -190,8 +193,8 @@ class OutputParser:
         self._muted = form.drops
 
     def _object_call(self, brace: str, within: dict[str, str] | None = None) -> Read:
-        """{"name": ..., "arguments": {...}}, the members in any order; from `brace` on. It may be the "function" of
-        another object, as tools are: then `within` is what that one holds."""
+        """Read {"name": ..., "arguments": {...}} with its members in any order, beginning with `brace`.
+        `within`: members of the outer object, if this is the object "function" inside another."""
         yield from self._in.need(brace)
         texts, early, more = within or {"name": "", "id": ""}, "", ","
         while more == ",":
@@ -215,7 +218,7 @@ class OutputParser:
             raise Malformed
 
     def _named_call(self, form: ToolFormat) -> Read:
-        """A name and an object."""
+        """Read a name and an object of arguments."""
         yield from self._in.need(form.before)
         name = yield from self._in.need(*self._tools)
         call_id: list[str] = []
@@ -224,7 +227,7 @@ class OutputParser:
         yield from self._arguments(name, "".join(call_id))
 
     def _arguments(self, name: str, call_id: str) -> Reads:
-        """An object of arguments, passed on, or where there is no name yet, returned."""
+        """Read an object of arguments. It is passed on or, if the name is not known yet, returned."""
         yield from self._in.need("{")
         if (name and name not in self._tools) or (yield from self._in.span(BLANK)) not in ('"', "}"):
             raise Malformed
@@ -237,13 +240,13 @@ class OutputParser:
         return "".join(early)
 
     def _text(self) -> Reads:
-        """The value of a JSON string."""
+        """Read a JSON string and return its value."""
         pieces: list[str] = []
         yield from self._in.string(pieces.append)
         return str(json.loads("".join(pieces)))
 
     def _tagged_call(self, form: ToolFormat) -> Read:
-        """A name and arguments in tags, each typed by its tag or its schema; a string is passed on as it comes."""
+        """Read a name and arguments in tags. A tag or the schema gives the type; a string is passed on as it comes."""
         name = yield from self._in.need(*self._tools)
         schema = self._tools[name]
         types = schema.get("properties") if isinstance(schema, dict) else None
@@ -270,14 +273,14 @@ class OutputParser:
         self._send(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _python_call(self) -> Read:
-        """f(a=1), passed on when it is closed: only then is it known to be one."""
+        """Read f(a=1). It is passed on when it is complete, since only then it is known to be a call."""
         name = yield from self._in.need(*self._tools)
         yield from self._in.need("(")
         call, depth = ["f("], 1
         while 0 < depth <= MAX_DEPTH and (char := (yield from self._in.span(NO_QUOTE, call.append))):
             call.append(self._in.take())
             if char in QUOTED:
-                while (yield from self._in.span(QUOTED[char], call.append)) == "\\":  # one that escapes nothing stays
+                while (yield from self._in.span(QUOTED[char], call.append)) == "\\":  # a wrong backslash stays
                     escape = yield from self._in.peek(2)
                     call.append(self._in.take(2) if escape[1:] in PYTHON_ESCAPES else "\\" + self._in.take())
                 call.append(self._in.take())

@@ -1,22 +1,25 @@
-"""What one answer of a model consists of, as events in the order in which a client is to see them."""
+"""Events of a model's answer, in the order in which a client sees them."""
 
 import msgspec
 
 
 class Thought(msgspec.Struct, frozen=True):
-    """More of the reasoning, without its tags."""
+    """Another piece of the reasoning, without its tags."""
 
     text: str
 
 
 class Words(msgspec.Struct, frozen=True):
-    """More of the content."""
+    """Another piece of the content."""
 
     text: str
 
 
 class CallBegins(msgspec.Struct, frozen=True):
-    """A tool is called. `index`: number of the call in this answer, from 0;  call_id: drawn by us, or the model's."""
+    """Beginning of a tool call.
+
+    index     number of the call in this answer, from 0;  call_id  the model's id, or a random one
+    """
 
     index: int
     call_id: str
@@ -24,7 +27,7 @@ class CallBegins(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """More of the arguments of call `index`: all pieces joined are JSON text of an object."""
+    """Another piece of the arguments of call `index`. All pieces joined are the JSON text of an object."""
 
     index: int
     text: str

@@ -69,7 +69,7 @@ def test_nothing_was_traced() -> None:
 def test_the_table_has_the_first_kernels_and_both_kinds_of_pauses() -> None:
     row = {"workload": "decode_b64", "seconds": 1.5, "requests": 64} | where_time_goes(decode([1000] * 50))
     head, steps, _, titles, _, *rows = _profile_table(row).splitlines()
-    assert head.startswith("decode_b64: 1.5 s for 64 requests; nothing ran for 0.") and "%" in head
+    assert head.startswith("decode_b64: 1.5 s for 64 requests; the GPU was idle for 0.") and "%" in head
     assert steps.startswith("50 steps of 7 launches, ") and "2.1 us (median), 2.1 us (p99)" in steps
     assert titles.split()[:2] == ["kernel", "calls"] and len(rows) == 17
     assert rows[0].split() == ["kernel_0", "50", "0.10", rows[0].split()[3], "2.0"]
@@ -77,4 +77,4 @@ def test_the_table_has_the_first_kernels_and_both_kinds_of_pauses() -> None:
 
 def test_a_cpu_has_no_kernels_to_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "profile", "--device", "cpu"]) == REFUSED
-    assert "measures kernels of a GPU" in capsys.readouterr().err
+    assert "measures GPU kernels" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_chat_counts_content_and_reasoning_but_not_the_role() -> None:
     (b"HTTP/1.1 429 Too Many\r\nContent-Length: 0\r\n\r\n", "HTTP 429"),
     (HEAD + event(text("a")) + b"0\r\n\r\n", "the stream broke off"),
     (HEAD + event({"error": {"type": "internal_error", "message": "x"}}) + END, "error event internal_error"),
-    (HEAD + event(b"{nonsense") + END, "an event that is no completion"),
+    (HEAD + event(b"{nonsense") + END, "invalid event"),
     (HEAD + event(text("a")), "ClientPayloadError"),
 ])
 def test_errors_are_told_by_kind(answer: bytes, kind: str) -> None:
@@ -162,7 +162,7 @@ def test_no_server_is_told_in_one_line() -> None:
         async with Client(target("http://127.0.0.1:1")) as client:
             await client.first_model()
 
-    with pytest.raises(ConfigError, match="nobody listens at http://127.0.0.1:1: start"):
+    with pytest.raises(ConfigError, match="no server listens at http://127.0.0.1:1: start"):
         asyncio.run(go())
 
 

@@ -108,7 +108,7 @@ def test_every_request_failing_is_a_failure(server: Any, capsys: pytest.CaptureF
 def test_no_server_is_one_plain_line(server: Any, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     server.shutdown()
     server.server_close()
-    where = f"nobody listens at http://127.0.0.1:{server.server_port}: start `quire serve`, or correct --base-url."
+    where = f"no server listens at http://127.0.0.1:{server.server_port}: start `quire serve`, or correct --base-url."
     if more:
         assert bench_serve.run(small(server, *more)) == 1
         out, err = capsys.readouterr()

@@ -112,13 +112,13 @@ def test_keys_and_tokens_are_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path
             main(["doctor", "--port", str(taken.getsockname()[1]), *json_flag])
             out = capsys.readouterr().out
             assert "secret" not in out
-            assert "there is one, in the environment" in out and "***@proxy.example.org:3128" in out
+            assert "found, in the environment" in out and "***@proxy.example.org:3128" in out
             assert sys.platform != "linux" or "(serve --api-key *** --hf-token=***)" in out
 
 
 def test_a_stored_token_is_found(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("x")
-    assert found("hub token")[0].text == "there is one, stored by `hf auth login`"
+    assert found("hub token")[0].text == "found, stored by `hf auth login`"
 
 
 def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,14 +131,14 @@ def error(message: str) -> str:
 
 @pytest.mark.parametrize(("answer", "code", "words"), [
     ((401, error("no key.")), 3, "answered 401: no key. Give the key with --api-key"),
-    ((404, error("no such model.")), 3, "answered 404: no such model. Look for the model at"),
+    ((404, error("no such model.")), 3, "answered 404: no such model. See http"),
     ((400, error("too long.")), 1, "answered 400: too long."),
     ((503, json.dumps({"error": "starting"})), 1, "answered 503: starting"),
     ((500, "<html>"), 1, "answered 500: Internal Server Error"),
     ((422, json.dumps({"detail": "wrong field"})), 1, "answered 422: wrong field"),
     ((200, event({"choices": [{"text": "a"}]}) + event({"error": {"message": "engine died"}})), 1, "engine died"),
-    ((200, event({"choices": [{"text": "a"}]})), 1, "broke off: the server stopped, or the connection did"),
-    ((200, "data: no json\n\n"), 1, "something that is no JSON object: is it an OpenAI API?"),
+    ((200, event({"choices": [{"text": "a"}]})), 1, "broke off: the server or network failed. Ask again."),
+    ((200, "data: no json\n\n"), 1, "is not a JSON object: is it an OpenAI API?"),
 ])
 def test_what_goes_wrong_is_one_line(served: Served, answer: tuple[int, str], code: int, words: str,
                                      capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,11 +201,11 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     assert main(["chat", "--url", f"localhost:{port}", "-q", "hi"]) == 1
-    assert f"nobody listens at http://localhost:{port}: start `quire serve`" in capsys.readouterr().err
+    assert f"no server listens at http://localhost:{port}: start `quire serve`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("models", "words"), [
-    ((200, json.dumps({"data": []})), "lists no model: name one with --model-name"),
+    ((200, json.dumps({"data": []})), "lists no model: name a model with --model-name"),
     ((404, "nothing"), "There is no OpenAI API at this --url."),
 ])
 def test_models_that_cannot_be_listed(served: Served, models: tuple[int, str], words: str,

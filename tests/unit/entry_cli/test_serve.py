@@ -77,15 +77,15 @@ def test_a_key_for_vllm_opens_no_server(args: list[str], code: int, started: lis
 
 @pytest.mark.parametrize(("options", "words"), [
     ({}, []),
-    ({"host": "0.0.0.0"}, ["anybody who can reach 0.0.0.0:8000 can use this server: set --api-key"]),
+    ({"host": "0.0.0.0"}, ["everyone who can reach 0.0.0.0:8000 can use this server: set --api-key"]),
     ({"host": "0.0.0.0", "api_key": ("k",)}, ["travel unencrypted"]),
     ({"host": "0.0.0.0", "api_key": ("k",), "ssl_keyfile": "k", "ssl_certfile": "c"}, []),
     ({"host": "0.0.0.0", "uds": "/s"}, []),
     ({"allowed_origins": ("*",)}, ["lets any web page"]),
     ({"allowed_hosts": ("*",)}, ["--allowed-hosts * without"]),
     ({"allowed_hosts": ("a",)}, []),
-    ({"allowed_hosts": ("a",), "api_key": ("k",)}, ["--allowed-hosts changes nothing here"]),
-    ({"allowed_hosts": ("a",), "uds": "/s"}, ["--allowed-hosts changes nothing here"]),
+    ({"allowed_hosts": ("a",), "api_key": ("k",)}, ["--allowed-hosts has no effect here"]),
+    ({"allowed_hosts": ("a",), "uds": "/s"}, ["--allowed-hosts has no effect here"]),
     ({"allowed_origins": ("*",), "api_key": ("k",)}, []),
 ])
 def test_warnings_about_who_can_come_in(options: dict[str, Any], words: list[str]) -> None:

@@ -230,7 +230,7 @@ def test_text_parts_become_one_string() -> None:
         ({"role": "user", "content": 5}, "must be a string"),
         ({"content": "a"}, "with a role"),
         ("hello", "with a role"),
-        ({"role": "user", "content": "a", "x": object()}, "object is no JSON value"),
+        ({"role": "user", "content": "a", "x": object()}, "object is not a JSON value"),
     ],
 )
 def test_bad_messages_are_refused_by_name(message: Any, words: str) -> None:

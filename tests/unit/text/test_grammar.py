@@ -188,7 +188,7 @@ def test_a_failed_matcher_is_over_and_says_why(compiler: GrammarCompiler) -> Non
 
 
 @pytest.mark.parametrize(("form", "words"), [
-    ({"json": '{"type": "object"'}, "json is no JSON"),
+    ({"json": '{"type": "object"'}, "json is not valid JSON"),
     ({"json": "[1]"}, "schema must be an object or boolean"),
     ({"json": False}, "json is false, which no text matches"),
     ({"json": {"type": "text"}}, "Invalid type: text"),

@@ -1,4 +1,4 @@
-"""The engine Quire is compared with: how to install it, run it on our workloads, and what it reached.
+"""The engines Quire is compared with (peers): their installation, runs on our workloads, and their results.
 
-Runs in an environment of its own that has the peer and need not have Quire's dependencies.
+The scripts run in a peer's own environment, which need not have Quire's dependencies.
 """

@@ -2,7 +2,7 @@
 
     python -m quire.bench.peer.run_transformers qwen3-0.6b --only latency_b1 --scale 0.125 --max-len 128
 
-All prompts of a workload must have one length, and all outputs: there is no continuous batching to do anything else.
+All prompts of a workload must have the same length, and all outputs, since there is no continuous batching.
 """
 
 import argparse
@@ -14,13 +14,13 @@ from quire.bench.workload import load_workloads, model_folder
 
 
 def main() -> None:
-    """Build the model in bfloat16 and print one JSON row per workload, the fastest of the runs."""
+    """Build the model in bfloat16. Print the JSON row of the fastest run of each workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--only", default="", help="workload names, separated by commas")
-    parser.add_argument("--repeat", type=int, default=2, help="runs per workload; the fastest counts")
+    parser.add_argument("--repeat", type=int, default=2, help="runs per workload; the fastest is reported")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
-    parser.add_argument("--max-len", type=int, default=None, help="bound on prompt and output lengths, in tokens")
+    parser.add_argument("--max-len", type=int, default=None, help="maximum prompt and output length, in tokens")
     args = parser.parse_args()
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     config = transformers.AutoConfig.from_pretrained(model_folder(args.model))

@@ -16,20 +16,20 @@ from quire.bench.workload import fastest_run, load_workloads, model_folder
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--out", default="-", help="result file; - prints it")
     parser.add_argument("--only", default="", help="workload names, separated by commas")
-    parser.add_argument("--repeat", type=int, default=2, help="runs per workload; the fastest counts")
+    parser.add_argument("--repeat", type=int, default=2, help="runs per workload; the fastest is reported")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
-    parser.add_argument("--max-len", type=int, default=None, help="bound on prompt and output lengths, in tokens")
+    parser.add_argument("--max-len", type=int, default=None, help="maximum prompt and output length, in tokens")
     parser.add_argument("--engine-args", default="{}", help="JSON object passed to the engine")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Construct the peer, run the workloads, write the JSON after each (a crash keeps what was measured)."""
+    """Construct vLLM's class, run the workloads, and write the JSON after each, so that a crash loses no result."""
     args = parse()
     folder = Path(args.model) if Path(args.model).is_dir() else model_folder(args.model)
     extra = json.loads(args.engine_args)

@@ -1,4 +1,4 @@
-"""Prints an answer while it is generated, stops it at Ctrl-C, and knows how fast it came."""
+"""Prints an answer while it is generated, stops it at Ctrl-C, and measures its speed."""
 
 import sys
 import threading
@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerPiece:
-    """What is new of one answer. Counts of the prompt, and `total` tokens of the answer, come when they are known."""
+    """A new part of an answer.
+
+    num_tokens             tokens in this piece
+    num_prompt, num_cached tokens of the prompt, and of these the cached ones; None = not known yet
+    total                  tokens of the whole answer; None = not known yet
+    """
 
     text: str = ""
     num_tokens: int = 0
@@ -29,7 +34,11 @@ class AnswerPiece:
 
 @dataclass(kw_only=True)
 class Answer:
-    """One answer, complete or interrupted. Times are seconds since the question; `first` is None without a token."""
+    """An answer, complete or interrupted.
+
+    first      seconds from the question to the first token; None without a token
+    seconds    seconds from the question to the last piece
+    """
 
     text: str = ""
     num_tokens: int = 0
@@ -42,7 +51,7 @@ class Answer:
     failure: str | None = None
 
     def add(self, piece: AnswerPiece) -> None:
-        """Take in what is new."""
+        """Append a piece."""
         self.text += piece.text
         self.num_tokens = self.num_tokens + piece.num_tokens if piece.total is None else piece.total
         self.num_prompt = self.num_prompt if piece.num_prompt is None else piece.num_prompt
@@ -50,7 +59,7 @@ class Answer:
         self.reason, self.failure = piece.reason or self.reason, piece.failure or self.failure
 
     def stats(self) -> str:
-        """One line: counts and speed."""
+        """Return token counts and speed as one line."""
         prompt = f"prompt {self.num_prompt} tokens" + (f" ({self.num_cached} cached)" if self.num_cached else "")
         if self.first is None:
             return f"{prompt}, no answer in {self.seconds:.2f} s"
@@ -60,7 +69,7 @@ class Answer:
 
 
 def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[AnswerPiece]:
-    """The pieces of a stream of DELTA outputs of one completion."""
+    """Yield the pieces of a stream of DELTA outputs with one completion."""
     try:
         for output in outputs:
             delta = output.outputs[0]
@@ -74,17 +83,15 @@ def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[AnswerPiece]:
 
 
 def print_answer(pieces: Iterator[AnswerPiece], *, whole_steps: bool = True) -> Answer:
-    """Print the pieces to stdout as they come, and a last newline. Ctrl-C ends it.
-
-    whole_steps   Ctrl-C takes effect between two pieces, not within whatever makes the next one
-    """
+    """Print the pieces to stdout as they come, and a newline at the end. Ctrl-C stops the answer.
+    `whole_steps`: Ctrl-C takes effect between two pieces, not while the next one is computed."""
     answer = Answer()
     try:
         with interruptible() if whole_steps else nullcontext(threading.Event()) as stop:
             _print_pieces(pieces, answer, stop)
     except KeyboardInterrupt:
         if whole_steps:
-            raise  # the second one
+            raise  # the second Ctrl-C
         answer.interrupted = True
     finally:
         if isinstance(pieces, Generator):

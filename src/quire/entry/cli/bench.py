@@ -1,4 +1,4 @@
-"""`quire bench`: how fast start-up, one request, many requests, kernels and servers are."""
+"""`quire bench`: measures start-up, single requests, batches, kernels and servers."""
 
 import argparse
 import os
@@ -25,13 +25,13 @@ SUMMARY = "measure: latency, throughput, profile, startup, serve, kernels"
 KINDS = {
     "latency": "one request at a time: first token, inter-token time",
     "throughput": "batches of requests: tokens per second",
-    "profile": "where a GPU's time goes in a workload, by kernel and between steps",
+    "profile": "GPU time of a workload, by kernel and between steps",
     "startup": "process start to first token, by phase",
-    "serve": "a load on a running server: latencies, throughput, goodput",
-    "kernels": "every kernel against its floor and the library it replaces",
+    "serve": "load on a running server: latencies, throughput, goodput",
+    "kernels": "time of every kernel, against its floor (bytes / bandwidth) and the library it replaces",
 }
 OWN_FLAGS: dict[str, Any] = {"serve": bench_serve, "kernels": bench_kernels}
-MOST_REQUESTS = 256  # of a profiled workload that nobody scaled: a thousand launch a million kernels
+MOST_REQUESTS = 256  # of a profiled workload without --scale: a thousand requests launch a million kernels
 KERNELS_SHOWN, KERNEL_WIDTH = 25, 60  # in a table; the JSON has all
 MODEL_HELP = """\
 MODEL is the name of a bundled configuration (random weights, no tokenizer), or a folder or hub id.
@@ -58,18 +58,18 @@ def configure(parser: FlagParser) -> None:
             kind.add_argument("--against", type=Path, metavar="FILE",
                               help="compare with a stored result (of --out), and fail when it is more than 5%% slower")
             kind.add_argument("--repeat", type=_positive, default=2 if name != "startup" else 3, metavar="N",
-                              help="runs; the fastest counts (default: %(default)s)")
+                              help="number of runs; the fastest is reported (default: %(default)s)")
         if name != "startup":
             kind.add_argument("--only", metavar="NAMES", help="workloads, separated by commas")
-            most = f" (default: at most {MOST_REQUESTS} are left)" if name == "profile" else ""
+            most = f" (default: 1, and at most {MOST_REQUESTS} requests)" if name == "profile" else ""
             kind.add_argument("--scale", type=float, metavar="X", help=f"factor on the number of requests{most}")
-            kind.add_argument("--max-len", type=_positive, metavar="N", help="bound on prompt and output lengths")
+            kind.add_argument("--max-len", type=_positive, metavar="N", help="maximum prompt and output length")
         add_model_argument(kind, DEFAULT_MODEL)
         add_engine_flags(kind)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table or JSON; returns the exit code."""
+    """Measure, and print a table or JSON. Return the exit code."""
     if args.kind in OWN_FLAGS:
         code: int = OWN_FLAGS[args.kind].run(args)
         return code
@@ -93,7 +93,7 @@ def _compare(result: dict[str, Any], stored: dict[str, Any]) -> int:
 
 
 def _make_bench(args: argparse.Namespace) -> "tuple[OfflineBench, list[Workload]]":
-    """The engine and the workloads that the flags ask for."""
+    """Make the engine, and read the workloads that the flags select."""
     from quire.bench.offline import LATENCY_WORKLOAD, OfflineBench
     from quire.bench.workload import load_workloads
 
@@ -117,7 +117,7 @@ def _workloads(args: argparse.Namespace) -> dict[str, Any]:
         bench.advance, measure = progress.advance, bench.latency if alone else bench.throughput
         for row in measure(works, args.repeat):
             print(f"{row['workload']}: {row['seconds']} s", file=sys.stderr)
-            write_json(args.out, bench.result)  # after each: a crash keeps what was measured
+            write_json(args.out, bench.result)  # after each workload, so that a crash loses no result
     print_result(args, bench.result, _workload_table)
     return bench.result
 
@@ -134,7 +134,8 @@ def _profile(args: argparse.Namespace) -> NoReturn:
     from quire.bench.profile import profile_workload
 
     if resolve_device(engine_config(args).device.device).device != "cuda":
-        raise ConfigError("`quire bench profile` measures kernels of a GPU, and this would run on the CPU.")
+        raise ConfigError("`quire bench profile` measures GPU kernels, and this would run on the CPU: use a GPU, or "
+                          "`quire bench kernels`.")
     bench, works = _make_bench(args)
     with bench.llm:
         most = None if args.scale else MOST_REQUESTS
@@ -142,16 +143,16 @@ def _profile(args: argparse.Namespace) -> NoReturn:
         result = bench.result | {"runs": [profile_workload(bench, work) for work in works]}
     print_result(args, result, lambda result: "\n\n".join(map(_profile_table, result["runs"])))
     sys.stdout.flush()
-    os._exit(0)  # at an interpreter's end after a profile, libraries free what is not theirs: it aborts, now and then
+    os._exit(0)  # a normal exit after a profile sometimes aborts: libraries free memory that is not theirs
 
 
 def _profile_table(row: dict[str, Any]) -> str:
     steps = row["steps"] or {}
-    lines = [f"{row['workload']}: {row['seconds']} s for {row['requests']} requests; nothing ran for "
+    lines = [f"{row['workload']}: {row['seconds']} s for {row['requests']} requests; the GPU was idle for "
              f"{row['idle']['total_ms']} ms ({row['idle']['share']:.1%})"]
     if steps:
         lines.append(f"{steps['count']} steps of {steps['launches']} launches, {steps['us_p50']} us each (median); "
-                     f"between two of them {steps['gap_us_p50']} us (median), {steps['gap_us_p99']} us (p99)")
+                     f"gap between steps {steps['gap_us_p50']} us (median), {steps['gap_us_p99']} us (p99)")
     cells = [[k["kernel"][:KERNEL_WIDTH], k["calls"], f"{k['total_ms']:.2f}", f"{k['share']:.1%}", k["us"]]
              for k in row["kernels"][:KERNELS_SHOWN]]  # fmt: skip
     return "\n".join(lines) + "\n\n" + format_table(("kernel", "calls", "total ms", "share", "us each"), cells)
@@ -162,7 +163,7 @@ def _startup(args: argparse.Namespace) -> dict[str, Any]:
     from quire.bench.startup import measure_startup
 
     check_torch()
-    raise_on_interrupt()  # processes are started
+    raise_on_interrupt()  # before processes are started, which an exception must end
     with Progress("Starting", args.repeat, enabled=True, unit="runs", rate=1) as progress:
         found = measure_startup(given_options(args), args.repeat, lambda: progress.advance(1))
     print_result(args, found, lambda result: (
@@ -173,5 +174,5 @@ def _startup(args: argparse.Namespace) -> dict[str, Any]:
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)

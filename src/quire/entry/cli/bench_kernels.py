@@ -1,4 +1,4 @@
-"""`quire bench kernels`: every kernel against its floor and the library it replaces."""
+"""`quire bench kernels`: the time of every kernel, beside its floor and the library it replaces."""
 
 import argparse
 import sys
@@ -21,7 +21,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table or JSON; 1 when a kernel is wrong."""
+    """Measure, and print a table or JSON. Exit code 1 when a kernel's result differs from its reference."""
     from quire.bench.workload import model_names
 
     device = resolve_device(args.device).device
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     models = args.models.split(",") if args.models else list(bench.MODELS)
     unknown = [name for name in models if name not in model_names()]
     if unknown:
-        raise ConfigError(f"--models: there is no {unknown[0]!r}: use {', '.join(model_names())}.")
+        raise ConfigError(f"--models {unknown[0]!r}: no such configuration: use {', '.join(model_names())}.")
     operations = bench.choose_operations(args.only.split(",") if args.only else ())
     rows = _numbers(args.rows) if args.rows else None
     result = _measure(bench, models, operations, rows, device)
@@ -69,6 +69,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _report(result: dict[str, Any]) -> str:
     cells = [["" if row[name] is None else row[name] for name in COLUMNS] for row in result["rows"]]
-    return (f"{result['device']}: a copy moves {result['memory_gb_per_s']} GB/s (read and written), a product computes "
+    return (f"{result['device']}: copy {result['memory_gb_per_s']} GB/s (read and write), matrix product "
             f"{result['matrix_tflop_per_s']} TFLOP/s; times in microseconds, bfloat16\n\n"
             + format_table(list(COLUMNS.values()), cells))

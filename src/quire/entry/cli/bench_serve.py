@@ -28,8 +28,8 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Drive the load, print the result; 1 when every request failed, 130 after Ctrl-C."""
-    import asyncio  # here: every other command would pay for it, too
+    """Send the load and print the result. Exit code 1 when every request failed, 130 after Ctrl-C."""
+    import asyncio  # here, so that other commands do not pay for the import
 
     from quire.bench.serve import parse_goodput, remarks, summarize
     from quire.bench.serve_client import Client
@@ -77,7 +77,7 @@ async def _drive(args: argparse.Namespace, client: "Client", asks: "list[Ask]",
 
 
 def _load(args: argparse.Namespace) -> "tuple[list[Ask], list[Ask]]":
-    """The measured requests, and others of the same kind to warm up with."""
+    """Return the requests to measure, and others of the same kind for the warm-up."""
     from quire.bench.serve_load import RandomLoad, read_load
 
     for name in ("num_prompts", "random_input_len", "random_output_len", "request_rate", "burstiness", "timeout"):
@@ -149,12 +149,12 @@ def _latency_names(text: str) -> list[str]:
 
     names = [{"e2e": "e2el"}.get(name, name) for name in text.split(",")]
     if unknown := set(names) - set(LATENCIES):
-        raise ConfigError(f"--percentile-metrics {sorted(unknown)[0]}: there are {', '.join(LATENCIES)}.")
+        raise ConfigError(f"--percentile-metrics {sorted(unknown)[0]}: no such latency: use {', '.join(LATENCIES)}.")
     return names
 
 
 def _settings(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """How it was measured; no keys, no headers."""
+    """Return the settings of the measurement for the result, without keys and headers."""
     rate = "inf" if math.isinf(args.request_rate) else args.request_rate
     return {"date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend, "model_id": model,
             "num_prompts": args.num_prompts, "request_rate": rate, "burstiness": args.burstiness,
@@ -162,7 +162,7 @@ def _settings(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def _save(args: argparse.Namespace, result: dict[str, Any]) -> Path:
-    """Write the result; returns where it is."""
+    """Write the result to a file. Return its path."""
     name = args.result_filename or (f"{args.backend}-{result['request_rate']}qps-"
                                     f"{Path(result['model_id']).name}-{result['date']}.json")
     path: Path = args.out or args.result_dir / name

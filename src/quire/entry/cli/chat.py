@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in the terminal, or one question with -q; with a model in this process or a server's."""
+"""`quire chat`: a conversation in the terminal, or one question with -q. The model is loaded here or on a server."""
 
 import argparse
 import sys
@@ -21,13 +21,13 @@ Stream = Callable[[list[dict[str, Any]]], Iterator[AnswerPiece]]
 def configure(parser: FlagParser) -> None:
     """Add the command's flags."""
     add_model_argument(parser)
-    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer and leave")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="the first message of every conversation")
+    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer and exit")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="system message of every conversation")
     configure_asking(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the end of the input. Exit code 130 when the answer to -q was interrupted."""
+    """Answer messages until the end of the input. Exit code 130 when the answer to -q was interrupted."""
     values = sampling_values(args)
     server = remote_model(args)
     if server is not None:
@@ -50,7 +50,10 @@ def _converse(args: argparse.Namespace, stream: Stream, *, local: bool) -> int:
 
 
 class Conversation:
-    """The messages so far, and whoever answers: `stream` takes all of them; `local` in this process."""
+    """A conversation: its messages so far.
+
+    stream   function that answers the messages;  local  the model is in this process, not on a server
+    """
 
     def __init__(self, stream: Stream, *, local: bool, system: str | None, stats: bool) -> None:
         self._stream = stream
@@ -60,14 +63,13 @@ class Conversation:
         self.messages: list[dict[str, Any]] = list(self._start)
 
     def reset(self) -> None:
-        """Forget everything but the system prompt."""
+        """Forget all messages except the system prompt."""
         self.messages = list(self._start)
 
     def ask(self, message: str) -> Answer:
-        """Print the answer. It enters the history even when interrupted; a question without any answer does not.
-
-        Raises the `RequestError` of a conversation that cannot be answered (too long); the history is as before.
-        """
+        """Print the answer to a message, and return it.
+        An interrupted answer enters the history; a message without any answer does not. Raises the `RequestError` of a
+        conversation that cannot be answered (too long), and leaves the history as it was."""
         question = {"role": "user", "content": message}
         answer = print_answer(self._stream([*self.messages, question]), whole_steps=self.local)
         if self._stats:
@@ -80,7 +82,7 @@ class Conversation:
 
 
 def _talk(chat: Conversation, terminal: bool) -> int:
-    """Answer every line until the end of the input; returns how many could not be answered."""
+    """Answer every line until the end of the input. Return the number of lines that could not be answered."""
     failed = 0
     if terminal:
         import importlib.util
@@ -106,14 +108,14 @@ def _talk(chat: Conversation, terminal: bool) -> int:
                     chat.ask(message)
                 except (RequestError, EngineError) as error:
                     if chat.local and isinstance(error, EngineError):
-                        raise  # a server may come back, an engine in this process does not
+                        raise  # a server may come back; a dead engine in this process does not
                     failed += 1
                     print(f"quire: error: {error} /reset starts a new conversation.", file=sys.stderr)
     return failed
 
 
 def _read_line(terminal: bool) -> str | None:
-    """The next line; "" after Ctrl-C, None at the end of the input."""
+    """Read the next line: "" after Ctrl-C, None at the end of the input."""
     try:
         return input("> " if terminal else "")
     except EOFError:

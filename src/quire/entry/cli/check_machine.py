@@ -1,6 +1,6 @@
-"""What `quire doctor` looks at in the machine: CPU, memory, GPUs, limits, disks, a port.
+"""Checks of `quire doctor` on the machine: CPU, memory, GPUs, limits, disks, a port.
 
-Reads /proc, /sys and nvidia-smi, each only where it is; knows nothing of installed packages.
+Reads /proc, /sys and nvidia-smi where they exist. Knows nothing of installed packages.
 """
 
 import math
@@ -28,7 +28,7 @@ DEVICE_FIELDS = "index,name,driver_version,compute_cap,memory.used,memory.total"
 
 
 def cpu() -> Iterator[Finding]:
-    """Cores, instruction sets, and what a container leaves of them."""
+    """Check cores, instruction sets, a container's CPU limit, and the load."""
     facts, flags = read_cpu_facts(), read_cpu_flags()
     units = [unit for unit in UNITS if unit in flags]
     yield Finding("cpu", OK, f"{facts.cores} cores of {os.cpu_count()} logical, {platform.machine()}, "
@@ -42,12 +42,12 @@ def cpu() -> Iterator[Finding]:
                       f"set --num-threads {max(1, math.floor(quota))}, or raise the container's limit")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > facts.cores:
-        yield Finding("cpu load", WARN, f"load average {load:.1f} on {facts.cores} cores: others compute here, too",
-                      "stop them, or expect to be slowed down")
+        yield Finding("cpu load", WARN, f"load average {load:.1f} on {facts.cores} cores: other programs use the CPU",
+                      "stop them, or expect Quire to be slower")
 
 
 def _quota() -> float | None:
-    """CPUs that the container's limit allows; None without a limit."""
+    """Return the number of CPUs that the container's limit allows; None without a limit."""
     try:
         words = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if words[0] == "max" else int(words[0]) / int(words[1])
@@ -62,7 +62,7 @@ def _quota() -> float | None:
 
 
 def memory() -> Iterator[Finding]:
-    """What can be allocated, and what shared memory there is."""
+    """Check free memory and shared memory."""
     facts = read_cpu_facts()
     little = facts.free_memory < LITTLE_MEMORY
     yield Finding("memory", WARN if little else OK,
@@ -76,10 +76,10 @@ def memory() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """The GPUs that nvidia-smi lists, and who holds their memory."""
+    """List the GPUs that nvidia-smi shows, and the processes that hold their memory."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        yield Finding("gpu", OK, "no nvidia-smi: no NVIDIA GPU, or no driver; Quire computes on the CPU")
+        yield Finding("gpu", OK, "nvidia-smi not found: no NVIDIA GPU, or no driver; Quire computes on the CPU")
         return
     try:
         rows = _smi(smi, f"--query-gpu={DEVICE_FIELDS}")
@@ -105,7 +105,7 @@ def _smi(smi: str, query: str) -> list[list[str]]:
 
 
 def limits() -> Iterator[Finding]:
-    """Limits of this process that servers meet."""
+    """Check the limits of this process that matter to a server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = hard != resource.RLIM_INFINITY and hard < FEW_FILES
     yield Finding("open files", WARN if few else OK, f"{_limit(soft)}, can be raised to {_limit(hard)}",
@@ -123,7 +123,7 @@ def _limit(value: int) -> str:
 
 
 def disk() -> Iterator[Finding]:
-    """Room where models and kernels are kept, and whether it can be written to."""
+    """Check free space and write permission of the folders of models and compiled kernels."""
     for name, folder in (("models", hub_cache()), ("kernels", cache_folder())):
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
@@ -136,9 +136,9 @@ def disk() -> Iterator[Finding]:
 
 
 def port(number: int) -> Iterator[Finding]:
-    """Whether a server could listen on a port, and who does."""
+    """Check that a server could listen on the port; name the process that holds it."""
     if not 0 < number < 65536:
-        yield Finding("port", BAD, f"{number} is no port", "give --port 1..65535")
+        yield Finding("port", BAD, f"{number} is not a port", "give --port 1..65535")
         return
     with socket.socket(socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -147,6 +147,6 @@ def port(number: int) -> Iterator[Finding]:
         except OSError as error:
             holder = port_holder(number)
             who = f"in use by {holder}" if holder else f"cannot be taken ({error.strerror})"
-            yield Finding("port", WARN, f"{number} is {who}", "stop it, or serve on another --port")
+            yield Finding("port", WARN, f"{number} is {who}", "stop that process, or serve on another --port")
             return
     yield Finding("port", OK, f"{number} is free")

@@ -1,6 +1,6 @@
-"""What `quire doctor` looks at in the installation: packages, PyTorch, the hub's cache and token, the environment.
+"""Checks of `quire doctor` on the installation: packages, PyTorch, the hub's cache and token, the environment.
 
-Never imports what it looks at: PyTorch is asked in a process of its own. No secret is ever part of a finding.
+Does not import the packages it checks: PyTorch is imported in a separate process. Findings contain no secrets.
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ COMPILERS = ("cc", "gcc", "clang")
 
 
 def versions() -> Iterator[Finding]:
-    """Python, Quire and the system."""
+    """Check the versions of Python, Quire and the system."""
     old = sys.version_info < (3, 11)
     yield Finding("python", BAD if old else OK, f"{platform.python_version()} ({sys.executable})",
                   "install Python 3.11 or newer" if old else "")
@@ -44,12 +44,12 @@ def versions() -> Iterator[Finding]:
 
 
 def torch() -> Iterator[Finding]:
-    """Whether PyTorch can be imported, and what it was built for."""
+    """Check that PyTorch can be imported; report its version and build."""
     try:
         done = subprocess.run([sys.executable, "-c", TORCH_QUESTION], capture_output=True, text=True,
                               timeout=TORCH_SECONDS)
     except subprocess.TimeoutExpired:
-        yield Finding("torch", BAD, f"importing it took more than {TORCH_SECONDS} s", "look at the disk it is on")
+        yield Finding("torch", BAD, f"importing it took more than {TORCH_SECONDS} s", "check the disk it is on")
         return
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -62,7 +62,7 @@ def torch() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Whether what Quire requires is installed, in the versions that it requires."""
+    """Check that Quire's requirements are installed, in the required versions."""
     try:
         required = importlib.metadata.requires("quire") or []
     except importlib.metadata.PackageNotFoundError:
@@ -98,31 +98,31 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def hub() -> Iterator[Finding]:
-    """The hub's cache of models, whether there is a token, and whether the network may be used."""
+    """Report the hub's cache of models, its token, and offline mode."""
     cache = env.hub_cache()
     models = sorted(folder for folder in cache.glob("models--*") if folder.is_dir()) if cache.is_dir() else []
     size = sum(f.stat().st_size for m in models for f in (m / "blobs").glob("*") if f.is_file())
     yield Finding("hub cache", OK, f"{len(models)} models, {format_bytes(size)} in {cache}")
     stored = (env.hub_home() / "token").is_file()
     origin = "in the environment (HF_TOKEN)" if env.hf_token() else "stored by `hf auth login`" if stored else ""
-    yield Finding("hub token", OK, f"there is one, {origin}" if origin else "none; only gated models need one")
+    yield Finding("hub token", OK, f"found, {origin}" if origin else "none; only gated models need one")
     if env.hub_offline():
         yield Finding("hub", WARN, "offline by the environment (HF_HUB_OFFLINE): nothing is downloaded",
                       "unset it to download models")
 
 
 def compiler() -> Iterator[Finding]:
-    """A C compiler, for the native kernels."""
+    """Check for a C compiler, which the native kernels need."""
     found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if found is None:
-        yield Finding("compiler", WARN, "no C compiler: native kernels are not used, PyTorch's are",
+        yield Finding("compiler", WARN, "no C compiler: PyTorch's kernels are used instead of native ones",
                       "install gcc or clang")
     else:
         yield Finding("compiler", OK, found)
 
 
 def kernel_cache() -> Iterator[Finding]:
-    """Compiled kernels that are kept."""
+    """Check the cache of compiled kernels."""
     folder = env.cache_folder() / "kernels"
     files = list(folder.glob("quire-*.so")) if folder.is_dir() else []
     size = sum(file.stat().st_size for file in files)
@@ -130,11 +130,11 @@ def kernel_cache() -> Iterator[Finding]:
     damaged = [file.name for file in files if not intact(file)]
     if damaged:
         yield Finding("kernel cache", WARN, f"damaged: {', '.join(damaged)}",
-                      "delete them: what is needed is compiled again")
+                      "delete them; they are compiled again when needed")
 
 
 def environment() -> Iterator[Finding]:
-    """Variables that are wrong, not read, or change how the network is reached."""
+    """Report environment variables that are misspelled, not read, or set a proxy."""
     names = tuple(server_names())
     for name, near in env.unknown_variables(names).items():
         if near is not None:
@@ -148,7 +148,7 @@ def environment() -> Iterator[Finding]:
 
 
 def _without_password(url: str) -> str:
-    """A proxy's address without user name and password."""
+    """Return a proxy's address without user name and password."""
     before, at, host = url.rpartition("@")
     if not at:
         return url

@@ -1,4 +1,4 @@
-"""`quire complete`: continue a text, with a model in this process or a server's."""
+"""`quire complete`: continue a text. The model is loaded here or on a server."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stream the continuation to stdout, counts and speed to stderr. Exit code 130 when interrupted."""
+    """Stream the continuation to stdout; print counts and speed to stderr. Exit code 130 when interrupted."""
     prompt = args.prompt if args.prompt is not None else _read_input()
     values = sampling_values(args)
     server = remote_model(args)
@@ -43,7 +43,8 @@ def _run_there(server: RemoteModel, prompt: str, values: Mapping[str, Any]) -> A
     raise_on_interrupt()
     answer = print_answer(server.stream(prompt, values), whole_steps=False)
     if answer.reason == "length" and "max_tokens" not in values:
-        print("quire: note: the server's own bound ended the text: --max-tokens asks for more.", file=sys.stderr)
+        print("quire: note: the server's default max_tokens ended the text: --max-tokens asks for more.",
+              file=sys.stderr)
     return answer
 
 

@@ -1,7 +1,7 @@
-"""`quire completion`: what a shell needs to complete `quire` command lines, made from the parser itself.
+"""`quire completion`: scripts with which a shell completes `quire` command lines, made from the parser itself.
 
-Every shell's script holds the same table, of what can come where, and the same awk program that looks it up; only how a
-shell asks for candidates is its own.
+Every script holds the same table of possible words and the same awk program that looks them up. Only the code that a
+shell calls for candidates differs.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(parser: FlagParser, command: str = "") -> Iterator[Row]:
-    """What may come in a parser's command, and below it in every other."""
+    """Yield the words that may come in a command, and in the commands below it."""
     for action in parser.actions():
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
@@ -53,7 +53,8 @@ def rows(parser: FlagParser, command: str = "") -> Iterator[Row]:
 
 
 def script(shell: str, parser: FlagParser) -> str:
-    """The script of a shell, from the files beside this one. In single quotes nothing but a quote needs care."""
+    """Return the script of a shell, made from the files beside this one.
+    The table stands in single quotes, where only a single quote is special: it becomes a typographic one."""
     lines = ["\t".join(row).replace("'", "’") for row in rows(parser)]
     here = Path(__file__)
     text, program = here.with_suffix(f".{shell}").read_text(), here.with_suffix(".awk").read_text()

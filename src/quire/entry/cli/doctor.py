@@ -1,6 +1,6 @@
-"""`quire doctor`: looks at the machine and the installation, and says what is wrong and what to do about it.
+"""`quire doctor`: checks the machine and the installation, and names the fix of every problem.
 
-Works where nothing else does: PyTorch is imported in a process of its own, and may be missing or broken.
+Works with a missing or broken PyTorch, because that is imported in a separate process.
 """
 
 import argparse
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from quire.config.flags import FlagParser
 
-SUMMARY = "check this machine and this installation, and say what to do about what is wrong"
+SUMMARY = "check this machine and this installation, and name the fix of every problem"
 OK, WARN, BAD = "ok", "warn", "bad"
 MARKS = {OK: "ok  ", WARN: "warn", BAD: "BAD "}
 
 
 class Finding(NamedTuple):
-    """What was looked at, how bad it is ("ok", "warn", "bad"), what was found, and what to do about it."""
+    """Result of a check: its name, its level ("ok", "warn", "bad"), the text and the fix."""
 
     name: str
     level: str
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 def configure(parser: FlagParser) -> None:
     """Add the command's flags."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to look at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to check (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(port: int) -> Iterator[Finding]:
-    """Every finding, in order; a check that fails itself is a finding, too."""
+    """Run all checks and yield their findings. A check that raises gives a finding, too."""
     from quire.entry.cli import check_machine, check_software
 
     checks: list[Callable[[], Iterator[Finding]]] = [

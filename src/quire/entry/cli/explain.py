@@ -1,4 +1,4 @@
-"""`quire explain`: everything that would be decided for a model, without its weights; never imports torch."""
+"""`quire explain`: prints all choices the engine would make for a model, without its weights. Never imports torch."""
 
 import argparse
 import json
@@ -9,27 +9,27 @@ from quire.config.peer_flags import add_peer_flags
 from quire.config.placement import Parallel
 from quire.config.sources import CONFIG_FILE
 
-SUMMARY = "what would run, where and why: layers, weights, kernels, memory, ranks"
-WIDTH = 200  # of lines that go to a file
+SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
+WIDTH = 200  # characters per line where the output is not a terminal
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags: those of `quire serve`, and sizes of parallel engines."""
+    """Add the command's flags: those of `quire serve`, and the sizes of parallel groups."""
     from quire.explain.describe import GPUS
 
     flags.add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON: all names of all layers")
-    parser.add_argument("--layer", metavar="N", help="one layer in full: a number, embed or head")
+    parser.add_argument("--layer", metavar="N", help="show one layer in full: a number, embed or head")
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", *GPUS),
-                        help="this machine's, or one that is only described")  # fmt: skip
-    for names, what in ((("--tensor-parallel-size", "-tp"), "ranks that cut every layer"),
-                        (("--pipeline-parallel-size", "-pp"), "stages that have some layers each"),
-                        (("--data-parallel-size", "-dp"), "replicas of attention")):  # fmt: skip
+                        help="a device of this machine, or a GPU model to plan for")  # fmt: skip
+    for names, what in ((("--tensor-parallel-size", "-tp"), "tensor-parallel ranks"),
+                        (("--pipeline-parallel-size", "-pp"), "pipeline stages"),
+                        (("--data-parallel-size", "-dp"), "data-parallel replicas of attention")):  # fmt: skip
         parser.add_argument(*names, dest=names[1][1:], metavar="N", type=int, default=1,
-                            help=f"plan for so many {what}")  # fmt: skip
+                            help=f"plan for N {what}")  # fmt: skip
     parser.add_argument("--enable-expert-parallel", "-ep", dest="ep", action="store_true",
-                        help="whole experts on the ranks of tp x dp, instead of a slice of each")  # fmt: skip
+                        help="distribute whole experts over the tp x dp ranks, not slices of each")  # fmt: skip
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
     add_peer_flags(parser)
 

@@ -1,4 +1,4 @@
-"""`quire`: finds the command, runs it, and turns errors into one line and an exit code (see `exit_codes`)."""
+"""`quire`: finds the command, runs it, and turns an error into one line and an exit code (see `exit_codes`)."""
 
 import argparse
 import io
@@ -20,18 +20,18 @@ COMMANDS: dict[str, Any] = {"serve": serve, "chat": chat, "complete": complete, 
                             "weights": weights, "explain": explain, "verify": verify, "trace": trace, "doctor": doctor,
                             "completion": completion}
 LOG = logging.getLogger("quire")
-LOCAL = ("chat", "complete", "bench", "verify", "trace")  # commands whose engine is in this process, and logs its notes
+LOCAL = ("chat", "complete", "bench", "verify", "trace")  # commands whose engine runs, and logs, in this process
 ARGUMENTS = {"bench": "KIND ", "completion": "SHELL ", "doctor": "", "trace": "[MODEL] [PROMPT] "}  # instead of [MODEL]
-SPOKEN = ("doctor", "completion")  # commands that say themselves what is wrong with the environment, or need none
-SAID_OTHERWISE = {"version": "--version", "help": "--help"}  # what people type
+SPOKEN = ("doctor", "completion")  # commands that report the environment's problems themselves, or do not need it
+SAID_OTHERWISE = {"version": "--version", "help": "--help"}  # mistaken command -> flag
 EPILOG = """\
-`quire COMMAND --help` lists a command's flags, `quire serve --help=TEXT` those that mention a text. Every option is a
+`quire COMMAND --help` lists a command's flags, `quire serve --help=TEXT` those that mention TEXT. Every option is a
 flag and an environment variable: --max-model-len 32k or QUIRE_MAX_MODEL_LEN=32k. Flags of vLLM are understood.
 """
 
 
 def build_parser() -> FlagParser:
-    """The parser of the whole command line."""
+    """Make the parser of the whole command line."""
     parser = FlagParser(prog="quire", description="Quire: an LLM inference and serving engine.", epilog=EPILOG,
                         add_help=False, usage="quire COMMAND [MODEL] [flags]")
     parser.add_argument("-h", "--help", action="help", help="show this")
@@ -50,7 +50,7 @@ def build_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code and raises nothing but what is a bug of ours."""
+    """Run one command line. Return the exit code. An exception from here is a bug of Quire."""
     try:
         return _dispatch(argv)
     except SystemExit as stop:  # argparse: --help, --version, a misused flag
@@ -88,7 +88,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
         if args.debug:
             traceback.print_exc()
         error = not_installed(failure) if isinstance(failure, ModuleNotFoundError) else failure
-        message = error_text(error) or "the memory does not suffice: use a smaller model or context."
+        message = error_text(error) or "out of memory: use a smaller model or context."
         print(f"quire: error: {message}", file=sys.stderr)
         return exit_code(error)
     finally:
@@ -96,7 +96,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
 
 
 class _Notes(logging.Handler):
-    """Prints what an engine in this process logs as the commands print their own notes."""
+    """Prints log records of an engine in this process in the format of the commands' own notes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "error" if record.levelno >= logging.ERROR else "note"
@@ -104,7 +104,7 @@ class _Notes(logging.Handler):
 
 
 def _drop_output() -> None:
-    """Point stdout at nothing, so that the interpreter's own flush at exit does not fail, too."""
+    """Point stdout at /dev/null, so that the interpreter's flush at exit does not fail, too."""
     stdout = sys.__stdout__
     if stdout is not None and sys.stdout is stdout:
         sink = os.open(os.devnull, os.O_WRONLY)

@@ -1,7 +1,7 @@
-"""`quire chat --url` and `quire complete --url`: the same commands, answered by a server instead of in this process.
+"""`quire chat --url` and `quire complete --url`: the same commands with a server instead of a model in this process.
 
-Speaks OpenAI's API over HTTP with the standard library: streams of server-sent events, errors as JSON. Knows nothing
-of engines; any server of that API will do.
+Speaks OpenAI's API over HTTP with the standard library: streams of server-sent events, errors as JSON. Works with any
+server of that API.
 """
 
 import argparse
@@ -24,23 +24,23 @@ from quire.entry.cli.answer import AnswerPiece
 CONNECT_SECONDS = 10.0
 MAX_ERROR_BYTES = 1 << 20
 DONE = "[DONE]"
-BROKEN = (OSError, http.client.HTTPException)  # what a connection that fails raises
+BROKEN = (OSError, http.client.HTTPException)  # raised when a connection fails
 COMPLETIONS, CHAT, MODELS = "/completions", "/chat/completions", "/models"
 
 
 def add_remote_flags(parser: FlagParser) -> None:
-    """Add --url and what goes with it."""
+    """Add --url and the flags that belong to it."""
     group = parser.add_argument_group("Ask a server instead of loading a model here")
     group.add_argument("--url", metavar="URL", help="the server: http://host:8000, with or without /v1")
-    group.add_argument("--api-key", metavar="KEY", help="key to show (default: $QUIRE_API_KEY or $OPENAI_API_KEY)")
-    group.add_argument("--model-name", metavar="NAME", help="model to ask for (default: the first that it serves)")
+    group.add_argument("--api-key", metavar="KEY", help="API key (default: $QUIRE_API_KEY or $OPENAI_API_KEY)")
+    group.add_argument("--model-name", metavar="NAME", help="model to use (default: the first of the server's list)")
 
 
 def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
-    """The server that the flags name, None without --url. Raises `QuireError` when it cannot be asked."""
+    """Return the server's model that the flags name; None without --url. Raises `QuireError` when it has no model."""
     if args.url is None:
         if args.api_key is not None or args.model_name is not None:
-            raise ConfigError("--api-key and --model-name go with --url.")
+            raise ConfigError("--api-key and --model-name go with --url: add --url, or leave them out.")
         return None
     given = vars(args)
     useless = [flag for place, flag in given.items() if place.startswith(ORIGIN) and place != f"{ORIGIN}model"]
@@ -51,7 +51,7 @@ def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
 
 
 class RemoteModel:
-    """One model of a server. `fields` of a request are sampling parameters, as JSON."""
+    """A model of a server. `fields` of its methods are sampling parameters, as JSON."""
 
     def __init__(self, url: str, *, key: str | None, name: str | None) -> None:
         self._scheme, self._host, self._port, self._base = _split(url)
@@ -59,11 +59,11 @@ class RemoteModel:
         self.name = name or self._first_model()
 
     def stream(self, prompt: str, fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """Continue a text; the pieces hold what is new."""
+        """Continue a text. Yield its new pieces."""
         return self._stream(COMPLETIONS, {"prompt": prompt, **fields})
 
     def stream_chat(self, messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """Answer a conversation; the pieces hold what is new."""
+        """Answer a conversation. Yield the new pieces of the answer."""
         return self._stream(CHAT, {"messages": messages, **fields})
 
     def _first_model(self) -> str:
@@ -74,7 +74,7 @@ class RemoteModel:
                 raise _broken_off(error, self.where) from None
         models = found.get("data") or []
         if not models or not isinstance(models[0], dict) or "id" not in models[0]:
-            raise ModelNotFound(f"{self.where} lists no model: name one with --model-name.")
+            raise ModelNotFound(f"{self.where} lists no model: name a model with --model-name.")
         return str(models[0]["id"])
 
     def _stream(self, path: str, fields: Mapping[str, Any]) -> Generator[AnswerPiece, None, None]:
@@ -97,17 +97,17 @@ class RemoteModel:
                     yield AnswerPiece(num_prompt=usage.get("prompt_tokens"), total=usage.get("completion_tokens"),
                                 num_cached=cached)
             if not ended and reason is None:
-                raise EngineDead(f"the answer of {self.where} broke off: the server stopped, or the connection did.")
+                raise EngineDead(f"the answer of {self.where} broke off: the server or network failed. Ask again.")
 
     @property
     def where(self) -> str:
-        """The server, as users type it."""
+        """The server's address, as users type it."""
         return f"{self._scheme}://{self._host}:{self._port}"
 
     @contextmanager
     def _asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        """One request and its answer, waited for without end, for the model may be slow; whatever goes wrong becomes an
-        error of ours, in one line."""
+        """Send one request and give its response. Every failure becomes a `QuireError` of one line.
+        There is a time limit for the connection only, since a model may take long."""
         headers = {"User-Agent": f"quire/{__version__}", "Accept": "application/json, text/event-stream"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -135,7 +135,7 @@ class RemoteModel:
 
 
 def _split(url: str) -> tuple[str, str, int, str]:
-    """(scheme, host, port, path up to and with /v1)."""
+    """Split a URL into (scheme, host, port, path that ends with /v1)."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
@@ -150,20 +150,21 @@ def _split(url: str) -> tuple[str, str, int, str]:
 
 def _unreachable(error: Exception, where: str) -> QuireError:
     if isinstance(error, ConnectionRefusedError):
-        return EngineDead(f"nobody listens at {where}: start `quire serve`, or correct --url.")
+        return EngineDead(f"no server listens at {where}: start `quire serve`, or correct --url.")
     if isinstance(error, socket.gaierror):
         return ConfigError(f"{where}: the host has no address ({error.strerror}): correct --url.")
     if isinstance(error, TimeoutError):
-        return EngineDead(f"{where} did not take the connection within {CONNECT_SECONDS:g} s.")
+        return EngineDead(f"{where} did not accept the connection within {CONNECT_SECONDS:g} s: check --url and the "
+                          "network.")
     if isinstance(error, ssl.SSLError):
-        return EngineDead(f"{where}: no secure connection ({error.reason or error}); does it speak https?")
+        return EngineDead(f"{where}: no secure connection ({error.reason or error}): is it an https server?")
     if isinstance(error, UnicodeError):
         return ConfigError("--api-key: the key must be printable ASCII.")
     return EngineDead(f"{where} closed the connection ({type(error).__name__}): is it an HTTP server?")
 
 
 def _broken_off(error: Exception, where: str) -> QuireError:
-    return EngineDead(f"the answer of {where} broke off ({type(error).__name__}).")
+    return EngineDead(f"the answer of {where} broke off ({type(error).__name__}): ask again.")
 
 
 def _refusal(response: http.client.HTTPResponse, where: str, path: str) -> QuireError:
@@ -176,13 +177,13 @@ def _refusal(response: http.client.HTTPResponse, where: str, path: str) -> Quire
     if response.status in (401, 403):
         return ConfigError(f"{said} Give the key with --api-key, or in QUIRE_API_KEY.")
     if response.status == 404:
-        return ModelNotFound(f"{said} Look for the model at {where}/v1{MODELS}, and at --url." if path != MODELS else
+        return ModelNotFound(f"{said} See {where}/v1{MODELS} for its models, and check --url." if path != MODELS else
                              f"{said} There is no OpenAI API at this --url.")
     return RequestFailed(said, code="remote")
 
 
 def _words(answer: Any) -> str:
-    """The message of an error answer, whichever of the usual shapes it has."""
+    """Return the message of an error response in any of the usual JSON shapes."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     return str(message or "no reason given")
@@ -194,12 +195,12 @@ def _json(data: bytes, where: str) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError):
         value = None
     if not isinstance(value, dict):
-        raise EngineDead(f"{where} answered something that is no JSON object: is it an OpenAI API?")
+        raise EngineDead(f"the answer of {where} is not a JSON object: is it an OpenAI API?")
     return value
 
 
 def _events(response: http.client.HTTPResponse, where: str) -> Iterator[str]:
-    """The data of every server-sent event; comments and other fields are left out."""
+    """Yield the data of every server-sent event. Comments and other fields are left out."""
     lines: list[str] = []
     try:
         for raw in response:

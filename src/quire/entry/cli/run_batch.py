@@ -1,4 +1,7 @@
-"""`quire run-batch`: answer a file of requests, as OpenAI's batch API does. Never imports torch: see `serve`."""
+"""`quire run-batch`: answer a file of requests in the format of OpenAI's batch API.
+
+Never imports torch: the engine runs in its own process.
+"""
 
 import argparse
 import asyncio
@@ -24,19 +27,19 @@ DESCRIPTION = """\
 Answer a file of requests, one JSON object per line:
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-The output holds a line for each, in the same order. A run that was interrupted goes on when it is started again; what
-is answered in the output already is not asked for again.
+The output holds one line per request, in the same order. An interrupted run goes on when it is started again: requests
+that have an answer in the output are not run again.
 """
-HTTP_OPTIONS = ("max_body_bytes", "trust_request_chat_template")  # of those of a server that listens
-QUIET_SECONDS = 10.0  # between two lines of progress where there is no terminal
+HTTP_OPTIONS = ("max_body_bytes", "trust_request_chat_template")  # options of `HttpConfig` that apply without a server
+QUIET_SECONDS = 10.0  # between two lines of progress where the output is not a terminal
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags, those of the engine and vLLM's included."""
+    """Add the command's flags, with those of the engine and of vLLM."""
     parser.description = DESCRIPTION
     flags.add_model_argument(parser)
     parser.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one per line")
-    parser.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="where answers go")
+    parser.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for the answers")
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options, as for `quire serve`")
     flags.add_engine_flags(parser)
     flags.add_flags(parser, (option for option in flags.options_of(HttpConfig) if option[1].name in HTTP_OPTIONS))
@@ -45,9 +48,9 @@ def configure(parser: flags.FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file. Exit code 1 when every answer is an error or the engine died, 130 when interrupted."""
+    """Answer the file. Exit code 1 when all requests failed or the engine died, 130 when interrupted."""
     settings = flags.settings_of(args, server=True)
-    settings.values.setdefault("queue_timeout", math.inf)  # nobody waits
+    settings.values.setdefault("queue_timeout", math.inf)  # no client waits for these answers
     config = flags.server_config(settings)
     for note in settings.notes:
         print(f"quire: note: {note}", file=sys.stderr)
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _answer(batch: "Batch", config: ServerConfig) -> int:
-    """Load the engine and ask it, until all is answered or a signal comes."""
+    """Load the engine and run the requests until all are answered or a signal comes. Return the exit code."""
     from quire.entry.http.app import build_app
     from quire.entry.http.console import Console
     from quire.entry.http.engine import ServedEngine
@@ -111,5 +114,5 @@ async def _answer(batch: "Batch", config: ServerConfig) -> int:
             await engine.close()
             console.close()
             if 0 < batch.done < batch.total:
-                print(f"quire: note: {batch.done} of {batch.total} are answered and kept; the same command goes on "
-                      "from there.", file=sys.stderr)
+                print(f"quire: note: {batch.done} of {batch.total} answers are kept: run the same command to go on.",
+                      file=sys.stderr)

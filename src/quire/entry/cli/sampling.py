@@ -1,4 +1,4 @@
-"""What `complete` and `chat` have in common: the flags of a request, and a model in this process."""
+"""Shared by `quire complete` and `quire chat`: the flags of a request, and a model in this process."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ PREFIX = "sampling."
 
 
 def configure_asking(parser: FlagParser) -> None:
-    """Add the flags of whatever asks a model, here or at a server; what is not given keeps the model's default."""
+    """Add the flags of a request to a model, here or on a server. Flags that are not given keep the model's default."""
     parser.add_argument("--no-stats", action="store_true", help="do not print counts and speed")
     add_remote_flags(parser)
     add_flag_table(parser, Path(__file__).with_suffix(".txt"), PREFIX)
@@ -26,10 +26,8 @@ def configure_asking(parser: FlagParser) -> None:
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The parameters that were given, as keyword arguments of `SamplingParams`.
-
-    Raises `InvalidParameter` for one out of range, before a model is loaded.
-    """
+    """Return the sampling parameters that were given, as keyword arguments of `SamplingParams`.
+    Raises `InvalidParameter` for a value out of range, before a model is loaded."""
     from quire.contracts.sampling import SamplingParams
 
     values = {name.removeprefix(PREFIX): v for name, v in vars(args).items() if name.startswith(PREFIX)}
@@ -39,11 +37,11 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def local_model(args: argparse.Namespace, values: Mapping[str, Any]) -> "Iterator[tuple[LLM, SamplingParams]]":
-    """A model in this process, and the parameters of a stream of it."""
+    """Load a model in this process. Give it and the sampling parameters of a stream."""
     engine_config(args)
     from quire.contracts.sampling import OutputKind
     from quire.entry.llm import LLM
 
     with LLM(**given_options(args)) as llm:
-        raise_on_interrupt()  # not before: loading imports, too, and leaves nothing behind
+        raise_on_interrupt()  # not before: loading imports modules, and may be killed at any time
         yield llm, llm.get_default_sampling_params().clone(**values, output_kind=OutputKind.DELTA)

@@ -1,6 +1,6 @@
-"""`quire serve`: an OpenAI-compatible server. Reads the configuration, says what is odd about it, and starts it.
+"""`quire serve`: an OpenAI-compatible server. Reads the configuration, warns of dangerous settings, starts the server.
 
-Never imports torch: the engine runs in a process of its own.
+Never imports torch: the engine runs in its own process.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
 from quire.entry.leaving import raise_on_interrupt
 
-SUMMARY = "serve a model over HTTP, as OpenAI's API"
+SUMMARY = "serve a model over HTTP with OpenAI's API"
 DESCRIPTION = """\
-Serve a model over HTTP, as OpenAI's API.
+Serve a model over HTTP with OpenAI's API.
 
-A value comes from the command line, else from the environment (QUIRE_PORT=8001), else from the file of --config, else
-it is the default. Every vLLM flag is accepted, ignored with a note, or rejected with a reason.
+Order of precedence: command line, environment (QUIRE_PORT=8001), file of --config, default. Every vLLM flag is
+accepted, ignored with a note, or rejected with a reason.
 """
 
 
@@ -30,7 +30,7 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE",
                         help="YAML file of options: `max-model-len: 4096`")
     parser.add_argument("--print-config", action="store_true",
-                        help="print every value and where it came from, as a file for --config, and leave")
+                        help="print every value and its source, as a file for --config, and exit")
     flags.add_flags(parser, flags.server_options())
     add_peer_flags(parser)
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def secret_notes(config: ServerConfig) -> list[str]:
-    """What --print-config leaves out, and how to give it."""
+    """Return notes about secrets that --print-config leaves out, and how to give them."""
     lines = []
     if config.http.api_key:
         lines.append("the API key is printed as ***: with this file, give it in QUIRE_API_KEY or with --api-key.")
@@ -73,24 +73,25 @@ def secret_notes(config: ServerConfig) -> list[str]:
 
 
 def check_peer_key(config: ServerConfig) -> None:
-    """Refuse to start open where the environment names a key for vLLM; raises `ConfigError`."""
+    """Raise `ConfigError` when the environment has an API key for vLLM and Quire has none: it would serve without one.
+    """
     if PEER_KEY in peer_variables() and not config.http.api_key:
-        raise ConfigError(f"{PEER_KEY} is set and not read here: without a key of its own this server would be open. "
+        raise ConfigError(f"{PEER_KEY} is set, and Quire does not read it: this server would be open to everyone. "
                           f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}.")
 
 
 def bind_warnings(config: ServerConfig) -> list[str]:
-    """What is dangerous about where a server listens and whom it lets in."""
+    """Return warnings about a dangerous address or dangerous access rules of a server."""
     http = config.http
     lines = []
     if http.uds is None and not is_loopback(http.host) and not http.api_key:
-        lines.append(f"anybody who can reach {http.host}:{http.port} can use this server: set --api-key, or "
+        lines.append(f"everyone who can reach {http.host}:{http.port} can use this server: set --api-key, or "
                      f"--host 127.0.0.1.")
     if http.uds is None and not is_loopback(http.host) and http.api_key and not http.ssl_certfile:
         lines.append("keys and texts travel unencrypted: put a proxy with TLS in front, or set --ssl-certfile.")
     if http.allowed_hosts and (http.uds is not None or http.api_key or not is_loopback(http.host)):
-        lines.append("--allowed-hosts changes nothing here: names are looked at only without a key, on this machine's "
-                     "own address.")
+        lines.append("--allowed-hosts has no effect here: host names are checked only without a key, on a loopback "
+                     "address. Leave it out.")
     if "*" in http.allowed_hosts and not http.api_key:
         lines.append("--allowed-hosts * without --api-key lets any web page that you visit use this server.")
     if "*" in http.allowed_origins and not http.api_key:

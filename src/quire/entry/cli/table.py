@@ -10,7 +10,7 @@ from quire.contracts.errors import ConfigError
 
 
 def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell; numbers (and cells that begin with a digit) to the right."""
+    """Format a table. A column is as wide as its widest cell; columns of numbers are aligned to the right."""
     cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
     columns = list(zip(titles, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -23,7 +23,7 @@ def format_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def format_bytes(count: float | None) -> str:
-    """12345 -> "12.1 KiB"."""
+    """Format a number of bytes: 12345 -> "12.1 KiB"."""
     if count is None:
         return "unknown size"
     for unit in ("B", "KiB", "MiB"):
@@ -34,15 +34,15 @@ def format_bytes(count: float | None) -> str:
 
 
 def write_json(path: Path | None, value: object) -> None:
-    """Write a value to a file, if one is named; raises `ConfigError` when that cannot be."""
+    """Write a value to a file as JSON; None = no file. Raises `ConfigError` when the file cannot be written."""
     if path is not None:
         try:
             path.write_text(json.dumps(value, indent=1) + "\n")
         except OSError as error:
-            raise ConfigError(f"--out {path}: {error.strerror}.") from None
+            raise ConfigError(f"--out {path}: {error.strerror}: choose another file.") from None
 
 
 def print_result(args: argparse.Namespace, result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> None:
-    """Write a result to the file of --out, and print it: as JSON with --json, else as the table that is made of it."""
+    """Write a result to the file of --out. Print it as JSON with --json, else as the table that `table` makes."""
     write_json(args.out, result)
     print(json.dumps(result, indent=1) if args.json else table(result))

@@ -1,4 +1,4 @@
-"""`quire trace`: run one request and show every function that it went through."""
+"""`quire trace`: run one request and show every function that it passes through."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from quire.config.flags import FlagParser, add_engine_flags, add_model_argument,
 from quire.contracts.errors import ConfigError
 from quire.platforms.detect import resolve_device
 
-SUMMARY = "run one request, and show every stop from the call to the kernels, with shapes and times"
+SUMMARY = "run one request, and show every function from the call to the kernels, with shapes and times"
 
 
 def configure(parser: FlagParser) -> None:
@@ -17,15 +17,15 @@ def configure(parser: FlagParser) -> None:
     add_model_argument(parser)
     parser.add_argument("prompt_argument", metavar="PROMPT", nargs="?", default="The quire is a stack of folded pages.",
                         help="text to continue (default: a built-in one)")
-    parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same, where no MODEL comes before it")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="the same as PROMPT, without a MODEL before it")
     parser.add_argument("--max-tokens", type=int, default=4, metavar="N", help="tokens to generate (default: 4)")
-    parser.add_argument("--full", action="store_true", help="leave out nothing that repeats itself")
+    parser.add_argument("--full", action="store_true", help="show repeated parts, too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a trace that ui.perfetto.dev opens")
     add_engine_flags(parser, skip=("async_depth", "enforce_eager"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tree and write the file."""
+    """Print the tree of calls and write the file of --out."""
     cuda = resolve_device(engine_config(args).device.device).device == "cuda"
     from quire.entry.llm import LLM
     from quire.explain.trace import trace
@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
         try:
             args.out.write_bytes(msgspec.json.encode({"traceEvents": list(found.events(found.begin))}))
         except OSError as error:
-            raise ConfigError(f"--out: {args.out} cannot be written ({error.strerror}).") from None
+            raise ConfigError(f"--out: {args.out} cannot be written ({error.strerror}): choose another file.") from None
     return 0

@@ -16,10 +16,10 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table. Exit code 1 when the two differ."""
+    """Print the table of differences. Exit code 1 when the two implementations differ."""
     config = engine_config(args)
     if config.load.load_format == "dummy":
-        raise ConfigError("load_format=dummy makes random weights, which equal no checkpoint's: leave it out.")
+        raise ConfigError("load_format=dummy makes random weights, which cannot equal a checkpoint's: leave it out.")
     from quire.explain.parity import verify
 
     report = verify(config.model.model, config, args.prompt)

@@ -1,4 +1,4 @@
-"""`quire weights`: what a checkpoint holds, from the headers of its files; never imports torch."""
+"""`quire weights`: lists the tensors of a checkpoint from the headers of its files. Never imports torch."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, or JSON."""
+    """Print the tensors as a table, or as JSON."""
     from quire.weights.folder import HEADERS, read_headers, resolve_folders
 
     config = engine_config(args)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(folder: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
-    """Everything as plain values: tensors in file order, then totals."""
+    """Return the tensors in file order, and their totals, as JSON values."""
     tensors = [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.num_bytes, "file": t.file.name}
                for t in checkpoint.tensors.values()]
     by_dtype: dict[str, int] = {}
@@ -53,7 +53,7 @@ def summarize(folder: Path, checkpoint: "Checkpoint") -> dict[str, Any]:
 
 
 def render(summary: dict[str, Any]) -> str:
-    """The same as text."""
+    """Format a summary as text."""
     rows = [(t["name"], "x".join(map(str, t["shape"])) or "scalar", t["dtype"], format_bytes(t["bytes"]), t["file"])
             for t in summary["tensors"]]
     types = ", ".join(f"{dtype} {format_bytes(count)}" for dtype, count in summary["bytes_by_dtype"].items())

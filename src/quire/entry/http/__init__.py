@@ -1,1 +1,2 @@
-"""The server: HTTP in, streams of events out. Knows the engine only through `engine.py`; never imports torch."""
+"""The HTTP server: requests in, JSON or event streams out. Knows the engine only by `engine.py`; never imports torch.
+"""

@@ -1,13 +1,13 @@
-"""The ASGI application: routes, and the layers that every request passes.
+"""The ASGI application: routes, and the middleware that every request passes, from the outside to the inside.
 
-    RequestScope    id, counts, access log, last resort
-    own_errors      Anthropic's form for the errors of its routes
-    OwnNames        only without keys, on this machine's own address: no foreign Host header, but for probes
+    RequestScope    request id, counts, access log, 500 for unexpected exceptions
+    own_errors      Anthropic's error format on Anthropic's routes
+    OwnNames        403 for a foreign Host header; only without API keys and on a loopback address; not for probes
     CORS            only with allowed_origins
-    ApiKeys         only with keys; every path but /health, /ping, /live, /ready
+    ApiKeys         401; only with API keys; every path except /health, /ping, /live, /ready
     Gate            503 while the engine starts, drains or is dead
     routes          ops.py, openai/, anthropic/
-    json_only       415, when the path and the method are right
+    json_only       415 for bodies that are not JSON, when the path and the method are right
 """
 
 import difflib
@@ -46,14 +46,14 @@ CORS: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_heade
                         "expose_headers": ["x-request-id", "retry-after"]}
 
 def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> Starlette:
-    """The application over an engine, which may still be starting."""
+    """Build the application of an engine. The engine may still be starting."""
     context = ServerContext(engine=engine, config=config, metrics=metrics, model_names=config.model_names,
                             created=int(time.time()))
     routes: list[Route] = openai_routes(context)
     routes += ops_routes(engine, config, metrics, lambda: describe_api(routes, config))
     http, paths = config.http, sorted({route.path for route in routes})
     origins = list(http.allowed_origins)
-    # Whether being on this machine is all that lets a caller in, whatever name led there.
+    # True when every program on this machine may call the server, and nothing but the address protects it.
     private = http.uds is None and not http.api_key and is_loopback(http.host) and "*" not in http.allowed_hosts
     layers = [
         Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
@@ -73,7 +73,7 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
 
 
 class _Refusals:
-    """What the router says no to: an unknown path, with the nearest one, or another method."""
+    """Answers for requests without a route: unknown paths (404, with the nearest path) and wrong methods (405)."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = [path for path in paths if "{" not in path]
@@ -88,10 +88,10 @@ class _Refusals:
             near = [known for known in self._paths if known.endswith(path) and len(path) > 1]
             near = near or difflib.get_close_matches(path[:200], self._paths, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            return error_answer(404, f"there is no {shown(path)} here.{hint}", "unknown_path")
+            return error_answer(404, f"this server has no path {shown(path)}.{hint}", "unknown_path")
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
-            message = f"{shown(path)} does not take {shown(method)}: use {allowed}."
+            message = f"{shown(path)} does not accept the method {shown(method)}: use {allowed}."
             return error_answer(405, message, "method_not_allowed", headers=error.headers)
         return error_answer(error.status_code, str(error.detail), headers=error.headers)
 

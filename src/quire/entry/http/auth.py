@@ -1,8 +1,7 @@
-"""Who may call: API keys, on every path but those that say whether the server is alive; and without keys, on this
-machine, nobody who was led here by a foreign name.
+"""Access control: API keys on every path except the probes. Without keys, a loopback server checks the Host header.
 
-Deny by default: a route that is added tomorrow needs a key without anybody remembering it. Keys are asked for by the
-path that the router matches, never by the Host header or a URL built from it. Knows nothing of what the routes do.
+Access is denied by default, so that a new route needs a key without further code. The decision depends on the path
+that the router matches, never on the Host header or a URL built from it. Knows nothing of what the routes do.
 Sizes and times of connections are limited in `protocol.py`.
 """
 
@@ -25,7 +24,8 @@ HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")  # a name or an address, a
 
 
 class Guard:
-    """Middleware: what `refusal` has an answer for is answered so, and goes no further."""
+    """Middleware that calls `refusal` first. If this returns a response, it is sent and the application is not called.
+    """
 
     def __init__(self, app: ASGIApp, refusal: Callable[[Scope], Response | None]) -> None:
         self._app, self._refusal = app, refusal
@@ -36,7 +36,7 @@ class Guard:
 
 
 class ApiKeys:
-    """A request shows one of the keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`, or gets 401."""
+    """Answers 401 to requests without a valid API key in `Authorization: Bearer KEY` or `x-api-key: KEY`."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = [key.encode() for key in keys]
@@ -46,17 +46,15 @@ class ApiKeys:
             return None
         if shown_key(scope, self._keys) is not None:
             return None
-        message = "this API key is not known here." if any(_shown_keys(scope)) else "an API key is needed."
-        return error_answer(401, f"{message} Send it as `Authorization: Bearer KEY`.", "invalid_api_key",
+        message = "this API key is not valid." if any(_shown_keys(scope)) else "this server needs an API key."
+        return error_answer(401, f"{message} Send a valid one as `Authorization: Bearer KEY`.", "invalid_api_key",
                             headers={"www-authenticate": "Bearer"})
 
 
 class OwnNames:
-    """The Host header names this machine or is one of `allowed`, or is not there; else 403.
-
-    A web page can let its own name lead to 127.0.0.1, and then read what a server there answers. It cannot do that
-    with an address, nor with localhost or a name below it.
-    """
+    """Answers 403 to requests whose Host header is neither a name of this machine nor one of `allowed`.
+    This stops DNS rebinding: a web page can make its own domain name resolve to 127.0.0.1 and then read the answers of
+    a server there. It cannot do so with an IP address, nor with localhost or *.localhost."""
 
     def __init__(self, host: str, allowed: Iterable[str] = ()) -> None:
         self._names = {"localhost", *(name.lower().removesuffix(".") for name in (host, *allowed))}
@@ -66,8 +64,8 @@ class OwnNames:
         foreign = next((host for host in given if not self._is_own(host)), None)
         if foreign is None or scope["path"] in OPEN_PATHS:
             return None
-        message = (f"the Host header says {shown(foreign)}: without a key, this server answers only to localhost "
-                   "and to addresses. Call it by those, or start it with --allowed-hosts NAME or --api-key.")
+        message = (f"the Host header is {shown(foreign)}: without an API key, this server accepts only localhost "
+                   "and IP addresses. Use one of these, or start it with --allowed-hosts NAME or --api-key.")
         return error_answer(403, message, "foreign_host")
 
     def _is_own(self, given: str) -> bool:
@@ -77,11 +75,9 @@ class OwnNames:
 
 
 def json_only(scope: Scope) -> Response | None:
-    """A request with a body is declared as `application/json`, or gets 415; one without a body need not say anything.
-
-    Not out of love of order: a web page may send a body of any other type, or of no type, to a server on its visitor's
-    machine without asking, and may not send JSON.
-    """
+    """Answer 415 to a request with a body that is not declared as `application/json`. Without a body: no check.
+    This protects servers on a visitor's machine: a browser lets any web page send them a body of another type, or of no
+    type, without asking; for JSON it asks the server first (CORS preflight)."""
     if scope["method"] not in WITH_BODY or scope["path"] in OPEN_PATHS:
         return None
     headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -94,15 +90,15 @@ def json_only(scope: Scope) -> Response | None:
 
 
 def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
-    """The one of `keys` that a request shows. Every pair is compared, each in constant time: the time says nothing
-    about which one was near."""
+    """Return the one of `keys` that the request has; None without a valid one.
+    Every pair is compared, each in constant time, so that the response time tells nothing about the keys."""
     given = _shown_keys(scope)
     return next(iter([key for key in keys for one in given if hmac.compare_digest(key, one)]), None)
 
 
 def tenant_of(scope: Scope, http: HttpConfig) -> str:
-    """The tenant of a request: a digest of its API key. "" where all callers are one tenant: with fewer than two keys,
-    or with `share_prefix_cache_across_keys`."""
+    """Return the tenant of a request: a digest of its API key.
+    Returns "" when all callers are one tenant: with fewer than two keys, or with `share_prefix_cache_across_keys`."""
     if len(set(http.api_key)) < 2 or http.share_prefix_cache_across_keys:
         return ""
     return sha256(shown_key(scope, [key.encode() for key in http.api_key]) or b"").hexdigest()

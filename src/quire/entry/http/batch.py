@@ -1,9 +1,9 @@
-"""A file of requests in OpenAI's batch form, answered by the application that serves HTTP, in this process, without a
-port: the decoders, limits and errors are the same.
+"""A file of requests in OpenAI's batch format. The server's ASGI application answers them in this process, without a
+port. So decoders, limits and errors are those of the server.
 
-Answers are appended to a file beside the output as they come, so that a run which was interrupted goes on where it was;
-at the end they are written in the order of the input. Holds custom ids and where their answers lie, and the requests in
-flight; never the files.
+Answers are appended to OUTPUT.partial as they come, so that an interrupted run can go on. At the end they are written
+to the output in the order of the input. Memory holds the custom ids, the file offsets of their answers, and the
+requests in flight; never the whole files.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ import msgspec
 from quire.contracts.errors import ConfigError, EngineError, shown
 from quire.entry.http.errors import json_fault
 
-IN_FLIGHT = 256  # requests that are asked for at once: enough to fill a batch, few enough to hold
-RETRY_SECONDS = 0.5  # before a request is sent again for which there was no room
+IN_FLIGHT = 256  # requests at once: enough to fill the engine's batch, few enough to keep in memory
+RETRY_SECONDS = 0.5  # pause before a request is sent again that found the queue full
 NO_ROOM, UNABLE = (408, 429, 529), 503
 RESPONSES = "/v1/responses"
 NULL = b"null"
@@ -35,7 +35,7 @@ class _Elsewhere(msgspec.Struct):
 
 
 class Line(msgspec.Struct):
-    """A line of the input; `problem` says what is wrong with it, if anything is."""
+    """A line of the input file. `problem` is the message of its error; "" for a valid line."""
 
     custom_id: Any = None
     method: Any = "POST"
@@ -44,25 +44,30 @@ class Line(msgspec.Struct):
     problem: str = ""
 
     def check(self) -> str:
-        """What keeps it from being asked. Errors: `msgspec.DecodeError` for a body that is no object."""
+        """Return the problem of the line; "" for none. Raises `msgspec.DecodeError` for a body that is not an object.
+        """
         if not isinstance(self.custom_id, str) or not self.custom_id:
-            return "custom_id must be a text"
+            return "custom_id must be a non-empty string"
         if self.method != "POST" or not isinstance(self.url, str):
             return 'method must be "POST", and url a path such as /v1/chat/completions'
         body = msgspec.json.decode(self.body, type=_Elsewhere)
         name = "stream" if body.stream else "background"
-        return f"body.{name} is set, and an answer is in this file or nowhere: leave it out" if (
+        return f"body.{name} is set, and a batch has whole answers only: leave it out" if (
             body.stream or body.background) else ""
 
     @property
     def id(self) -> str:
-        """Of its answer: the same for the same request, and for no other."""
+        """The id of the answer, a digest of the request: equal requests have equal ids."""
         asked = msgspec.json.encode((self.custom_id, self.url, bytes(self.body), self.problem))
         return f"batch_req_{hashlib.sha256(asked).hexdigest()[:24]}"
 
 
 class Outcome(NamedTuple):
-    """How many lines of an output are answers, and errors; `commonest`: of the errors, how often and an example."""
+    """Summary of an output.
+
+    answers, errors   numbers of lines
+    commonest         the most frequent error: its code, its count and an example; "" without errors
+    """
 
     answers: int
     errors: int
@@ -70,17 +75,18 @@ class Outcome(NamedTuple):
 
 
 class Batch:
-    """One run over an input file.
+    """A run over an input file.
 
-    most   bytes of a request, as for a server;  total  requests of the file that can be asked for, and `done` of them
+    total   number of valid requests in the file;  done  number of these that are answered
     """
 
     def __init__(self, source: Path, target: Path, most: int) -> None:
-        """Reads the input once. Raises `ConfigError` when a file cannot be used or two requests are named the same."""
+        """Read the input once, to check it. `most`: maximum bytes of a line, as of a server's request body.
+        Raises `ConfigError` when a file cannot be used, or when two requests have the same custom_id."""
         if target.exists() and not target.is_file():
-            raise ConfigError(f"{target} is not a regular file, and the answers replace the output at the end: choose "
-                              "another file.")
-        target = target.resolve()  # a link stays a link
+            raise ConfigError(f"{target} is not a regular file, and the output is replaced at the end: choose another "
+                              "file.")
+        target = target.resolve()  # a symbolic link is kept; the file it points to is replaced
         self._source, self._target, self._most = source, target, most
         self._partial = target.with_name(target.name + ".partial")
         names: dict[str, tuple[int, str]] = {}
@@ -88,20 +94,20 @@ class Batch:
             for number, line in self._lines():
                 if not line.problem and (first := names.setdefault(line.custom_id, (number, line.id))[0]) != number:
                     raise ConfigError(f"{source}: lines {first} and {number} have the same custom_id "
-                                      f"{shown(line.custom_id)}: give each its own.")
+                                      f"{shown(line.custom_id)}: give each line its own.")
             self._file = self._partial.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._places = self._earlier(names)
         except BlockingIOError:
-            raise ConfigError(f"{self._partial} is being written by another run: wait for its end, or choose another "
+            raise ConfigError(f"{self._partial} is in use by another run: wait until it ends, or choose another "
                               "output.") from None
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}: choose another file.") from None
         self.total, self.done = len(names), len(self._places)
 
     async def run(self, app: App, report: Callable[[], None]) -> None:
-        """Ask for all that is not answered; `report` is called after each answer. Raises `EngineError` when the engine
-        can answer no more; what was answered by then is kept."""
+        """Run all requests that have no answer. `report` is called after each answer.
+        Raises `EngineError` when the engine has died. The answers up to then are kept."""
         room = asyncio.Semaphore(IN_FLIGHT)
 
         async def answer(line: Line) -> None:
@@ -125,7 +131,7 @@ class Batch:
             raise errors.exceptions[0] from None
 
     def finish(self) -> Outcome:
-        """Write the output, in the order of the input."""
+        """Write the output in the order of the input, and delete the partial file."""
         new, answers = self._target.with_name(self._target.name + ".tmp"), 0
         kinds, examples = Counter[str](), dict[str, str]()
         with new.open("wb") as out:
@@ -149,15 +155,15 @@ class Batch:
         return Outcome(answers, kinds.total(), commonest)
 
     def close(self) -> None:
-        """Close what is open, and keep no file without an answer."""
+        """Close the partial file, and delete it when it is empty."""
         empty = not self._file.tell()
         self._file.close()
         if empty:
             self._partial.unlink(missing_ok=True)
 
     def _earlier(self, names: dict[str, tuple[int, str]]) -> dict[str, int]:
-        """The places of what earlier runs have answered, whether they were interrupted or have finished (the input may
-        have grown since)."""
+        """Return the file offsets of the answers of earlier runs, by custom_id. An interrupted run left a partial file.
+        A finished run left an output, which is copied: the input may have got more lines since."""
         over = not self._file.tell() and self._target.exists()
         try:
             places = dict(_answered(self._target if over else self._partial, names))
@@ -171,7 +177,7 @@ class Batch:
         return places
 
     def _lines(self) -> Iterator[tuple[int, Line]]:
-        """Every line of the input that is not empty, with its number."""
+        """Yield every line of the input that is not empty, with its number."""
         with self._source.open("rb") as file:
             for number, data in enumerate(file, 1):
                 if not data.strip():
@@ -179,17 +185,18 @@ class Batch:
                 line = Line()
                 try:
                     line = msgspec.json.decode(data, type=Line)
-                    problem = (f"it has more than {self._most} bytes: send less, or set --max-body-bytes"
+                    problem = (f"the line has more than {self._most} bytes: send less, or set --max-body-bytes"
                                if len(data) > self._most else line.check())
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    problem = f"it is no request ({json_fault(error, data)})"
+                    problem = f"the line is not a request ({json_fault(error, data)})"
                 line.problem = problem and f"line {number}: {problem}."
                 yield number, line
 
 
 def _answered(path: Path, names: dict[str, tuple[int, str]]) -> Iterator[tuple[str, int]]:
-    """(custom id, place) of the answers of an earlier run to the same requests, but errors that were no fault of
-    theirs; what was not written whole is cut off. Raises `ConfigError` for a file that is something else."""
+    """Yield (custom_id, file offset) of the answers of an earlier run to the same requests.
+    Server errors (status 500 or more) are left out, so that these requests run again. A last line that is incomplete is
+    cut off. Raises `ConfigError` when the file holds something else."""
     place = 0
     if not path.exists():
         return
@@ -205,14 +212,14 @@ def _answered(path: Path, names: dict[str, tuple[int, str]]) -> Iterator[tuple[s
                 if same and response is not None and response["status_code"] < 500:
                     yield name, place
             except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
-                raise ConfigError(f"{path} is there and holds no answers of a batch: choose another file.") from None
+                raise ConfigError(f"{path} exists and holds no answers of a batch: choose another file.") from None
             place += len(data)
 
 
 async def _ask(app: App, line: Line) -> bytes:
-    """The answer to a line, as a line of the output."""
+    """Send the request of a line until there is room for it. Return the answer as a line of the output."""
     asked = bytes(line.body)
-    if line.url == RESPONSES:  # to be kept for nobody, unless the request says so
+    if line.url == RESPONSES:  # do not store the response, unless the request says so
         given = msgspec.json.decode(asked, type=dict[str, msgspec.Raw])
         if bytes(given.get("store", NULL)) == NULL:
             asked = msgspec.json.encode(given | {"store": False})
@@ -234,12 +241,12 @@ def _result(line: Line, response: dict[str, Any] | None, error: dict[str, Any] |
 
 
 async def _post(app: App, path: str, body: bytes) -> tuple[int, dict[str, list[str]], bytes]:
-    """Status, id and warnings, and body of the application's answer."""
+    """Call the application. Return the status, the headers x-request-id and x-quire-warning, and the body."""
     answer: list[Any] = []
     asked = [{"type": "http.request", "body": body}]
 
     async def receive() -> Any:
-        return asked.pop() if asked else await asyncio.Event().wait()  # nobody hangs up
+        return asked.pop() if asked else await asyncio.Event().wait()  # the client never disconnects
 
     async def send(message: Any) -> None:
         answer.append(message)

@@ -1,6 +1,6 @@
-"""What `quire serve` prints: progress while it loads, a banner of a few lines, and a line of statistics while busy.
+"""Output of `quire serve`: progress while it loads, a banner of a few lines, and a line of statistics while busy.
 
-Knows terminals. Everything goes to standard error; the server calls the hooks.
+Everything goes to standard error. The server calls the methods of `Console`.
 """
 
 import json
@@ -18,14 +18,14 @@ from quire.observe.process import age
 from quire.observe.progress import Progress
 from quire.procs.messages import Loading, Ready
 
-QUIET_SECONDS = 2.0  # plain progress lines come no closer than this
+QUIET_SECONDS = 2.0  # between two lines of progress where the output is not a terminal
 ELSEWHERE = ("dtype", "device", "weights", "memory")  # plans that have a line of their own
 MAX_KERNELS = 240  # characters of the kernels' line before reasons are left out
 ANYWHERE = ("0.0.0.0", "::")
 
 
 class Console:
-    """The hooks of one server. On a terminal loading is a bar, elsewhere a line now and then."""
+    """The messages of one server. On a terminal loading is shown as a bar, elsewhere as lines."""
 
     def __init__(self, config: ServerConfig, out: TextIO | None = None) -> None:
         self._out = sys.stderr if out is None else out
@@ -35,12 +35,12 @@ class Console:
         self._bar: Progress | None = None
 
     def note(self, text: str) -> None:
-        """A line the user should see."""
+        """Print a note for the user."""
         self.close()
         self._print(f"quire: note: {text}")
 
     def loading(self, message: Loading) -> None:
-        """The state of a phase of loading."""
+        """Show the state of a phase of loading."""
         new = message.phase != self._phase
         self._phase = message.phase
         if self._terminal:
@@ -51,7 +51,7 @@ class Console:
             self._print(f"quire: {message.phase}{_share(message)}")
 
     def banner(self, ready: Ready, config: ServerConfig, url: str) -> None:
-        """The engine is loaded and the server answers at `url`."""
+        """Print the banner: the engine is loaded and the server answers at `url`."""
         self.close()
         for line in banner_lines(ready, config, url, age()):
             self._print(line)
@@ -59,7 +59,7 @@ class Console:
             self._print(f"quire: note: {note}")
 
     def stats(self, line: StatsLine) -> None:
-        """Once in a while: a line when the engine was busy since the last."""
+        """Print a line of statistics, if the engine was busy since the last one."""
         busy = bool(line.num_running or line.num_waiting or line.generation_tokens_per_s or line.prompt_tokens_per_s)
         if self._stats and busy:
             self._print(stats_text(line))
@@ -72,7 +72,7 @@ class Console:
             self._bar.update(message.done, message.total)
 
     def close(self) -> None:
-        """Leave the terminal as it was; idempotent."""
+        """Remove the progress bar from the terminal; idempotent."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.__exit__(None, None, None)
@@ -89,17 +89,15 @@ def _share(message: Loading) -> str:
 
 
 def stats_text(line: StatsLine) -> str:
-    """Requests, cache and rates in one line."""
+    """Format numbers of requests, cache use and token rates as one line."""
     hits = "-" if line.hit_rate is None else f"{100 * line.hit_rate:.0f}%"
     return (f"quire: {line.num_running} running, {line.num_waiting} waiting, KV {100 * line.kv_usage:.1f}%, prefix "
             f"hits {hits}, tokens/s {line.prompt_tokens_per_s:,.0f} in {line.generation_tokens_per_s:,.0f} out")
 
 
 def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | None = None) -> list[str]:
-    """At most 12 lines: what is served, on what, how fast it came, and how to ask it.
-
-    seconds   since the process was started, where the system tells
-    """
+    """Return at most 12 lines: the model, its device and kernels, load times, the address, and a curl command.
+    `seconds`: since the start of the process; None = unknown."""
     model, names = config.engine.model, config.model_names
     source = f"{model.model or 'the bundled quire-tiny'}{f' at {model.revision}' if model.revision else ''}"
     tokens = ready.num_blocks * ready.block_size
@@ -132,7 +130,8 @@ def _at_once(ready: Ready) -> str:
 
 
 def _kernels(ready: Ready) -> str:
-    """Which implementation of each operation, and why; those of the same words together, without reasons if long."""
+    """Name the kernel of each operation with the reason. A long line leaves the reasons out.
+    Operations with the same kernel and reason share an entry."""
     ops: dict[str, list[str]] = {}
     for name, text in ready.plans.items():
         if name not in ELSEWHERE:
@@ -144,7 +143,7 @@ def _kernels(ready: Ready) -> str:
 
 
 def access_text(config: ServerConfig) -> str:
-    """Who can use the server."""
+    """Say from which machines the server can be used, and if an API key is needed."""
     http = config.http
     near = http.uds is not None or is_loopback(http.host)
     keys = f"{len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"
@@ -152,8 +151,8 @@ def access_text(config: ServerConfig) -> str:
 
 
 def curl_line(config: ServerConfig, url: str, served: str) -> str:
-    """A command that asks the server something, as it can be typed; the key is read from the environment."""
-    bundled = config.engine.model.model in ("", NAME)  # it has read Python's documentation and little else
+    """Return a curl command for a completion. It reads the API key from the environment."""
+    bundled = config.engine.model.model in ("", NAME)  # quire-tiny is trained on Python's documentation
     prompt = "The json module" if bundled else "Once upon a time"
     body = json.dumps({"model": served, "prompt": prompt, "max_tokens": 32})
     parts = ["curl"]

@@ -1,4 +1,4 @@
-"""What every route may use: the engine as routes see it, the configuration, and which requests are in flight."""
+"""The state that all routes share: the engine, the configuration, and the requests in flight."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -15,7 +15,7 @@ from quire.observe.metrics import Metrics
 from quire.procs.messages import Ready
 from quire.text.load import TextSide
 
-SANDBOXES = 2  # conversations that are rendered apart at once: their threads are a few of those that all share
+SANDBOXES = 2  # chat templates rendered in child processes at once; each occupies a thread of the shared pool
 LOADING = "the model is still loading: try again in a few seconds."
 
 
@@ -30,7 +30,7 @@ class RequestIds:
 
     @contextmanager
     def hold(self, request_id: str) -> Iterator[None]:
-        """Own an id for a while; 409 when somebody else does."""
+        """Reserve a request id inside the block. Raises 409 when another request has it."""
         if request_id in self._ids:
             raise HttpError(
                 409, f"request {shown(request_id)} is already running: wait for its answer, or send another "
@@ -44,10 +44,15 @@ class RequestIds:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
-    """What routes are built from. `model_names`: the names under which the model is served, the main one first;
-    `created`: seconds since the epoch at which the server started; `unknown_fields`: names that were logged;
-    `huge_text`: held by whoever encodes one; `sandboxes`: how many more may be rendered apart;
-    `responses`: those that are kept; `memory`: returns what long texts have used."""
+    """Objects that all routes of a server use.
+
+    model_names      names of the served model, the main one first
+    created          start of the server, in seconds since the epoch
+    unknown_fields   unknown request fields that were logged already
+    huge_text        lock that is held while a very long text is tokenized
+    sandboxes        semaphore of chat templates rendered in child processes
+    responses        stored responses of /v1/responses;  memory  returns the memory of long texts to the system
+    """
 
     engine: ServedEngine
     config: ServerConfig
@@ -63,38 +68,38 @@ class ServerContext:
 
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[None]:
-        """The right to render a template apart, for a while. Errors: `QueueTimeout` when others have it for long."""
+        """Reserve one of the `SANDBOXES` inside the block. Raises `QueueTimeout` after `queue_timeout` seconds."""
         try:
             async with asyncio.timeout(self.config.serve.queue_timeout):
                 await self.sandboxes.acquire()
         except TimeoutError:
-            raise QueueTimeout("the server is busy with costly chat templates: try again later, or send a simpler "
-                               "one.") from None
+            raise QueueTimeout("the server is busy with slow chat templates: try again later, or send a simpler "
+                               "template.") from None
         try:
             yield
         finally:
             self.sandboxes.release()
 
     def text(self) -> TextSide:
-        """Tokenizer and template, or 503 while they load."""
+        """Return tokenizer and chat template. Raises `EngineStarting` (503) while they load."""
         text = self.engine.text
         if text is None:
             raise EngineStarting(LOADING)
         return text
 
     def ready(self) -> Ready:
-        """The engine's facts, or 503 while it loads."""
+        """Return the engine's facts. Raises `EngineStarting` (503) while it loads."""
         ready = self.engine.ready
         if ready is None:
             raise EngineStarting(LOADING)
         return ready
 
     def model(self, name: str | None) -> str:
-        """The name to answer under; 404 for one that is not served. None and "" mean the main one."""
+        """Return the model name for the answer. None and "" mean the main name. Raises 404 for an unknown name."""
         if not name:
             return self.model_names[0]
         if name in self.model_names:
             return name
         served = ", ".join(self.model_names)
-        raise HttpError(404, f"the model {shown(name)} is not served here; served: {served}.", code="model_not_found",
+        raise HttpError(404, f"the model {shown(name)} is not served here: use {served}.", code="model_not_found",
                         param="model")

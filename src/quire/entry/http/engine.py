@@ -1,8 +1,8 @@
-"""The engine as the HTTP process sees it: started, fed with requests, its outputs handed to whoever waits for them.
+"""The engine in the HTTP process: starts the core's process, sends it requests, hands its outputs to their readers.
 
-Everything here runs on one event loop. A step costs one pass over its outputs, in which they are also sent, as far as
-their readers take them without waiting; a stream has no timer of its own. A reader that is slow gets several tokens at
-once when it is back, and holds nothing up. Knows nothing of HTTP; never imports torch.
+Everything here runs on one event loop. The outputs of a step are handed out in one pass. Outputs of readers that can
+take them without waiting are sent in the same pass; streams have no timers. A slow reader delays nobody: it gets
+several tokens at once later. Knows nothing of HTTP; never imports torch.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ from quire.text.tools import choose_styles
 
 LOG = logging.getLogger("quire")
 CORE_MODULE = "quire.entry.core_process"
-RECENT = 256  # ended prompts that are remembered
+RECENT = 256  # finished prompts kept for /debug/requests
 NO_CHAT = "the model has no chat template (a base model?): /v1/completions works, chats need --chat-template"
 
 
 class EngineState(StrEnum):
-    """Where the engine stands."""
+    """State of the engine, in the order of its life."""
 
     STARTING = "starting"
     READY = "ready"
@@ -51,11 +51,12 @@ class EngineState(StrEnum):
 
 
 class ServedEngine:
-    """One core and everything that waits for it. All methods are called on the event loop of `start`.
+    """An engine core and the requests that wait for it. All methods are called on the event loop of `start`.
 
-    launch    starts the core (default: in a process of its own)
-    config    the engine's;  text, ready, front  None until it is loaded;  loading  what was last said of that
-    failure   why it is DEAD: it could not start, it died, or it was closed
+    launch               function that starts the core (default: in its own process)
+    config               the engine's configuration;  text, ready, front  None until the engine is loaded
+    loading              last message about the progress of loading
+    failure              reason of the state DEAD: the engine could not start, died or was closed
     """
 
     def __init__(self, config: ServerConfig, *, metrics: Metrics, launch: Launch | None = None) -> None:
@@ -73,27 +74,27 @@ class ServedEngine:
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None
         self._live: dict[int, tuple[RequestStream, int]] = {}  # first handle -> stream, prompt index
-        self._queued: dict[RequestStream, float] = {}  # not begun -> when it is given up; in that order
+        self._queued: dict[RequestStream, float] = {}  # stream not yet scheduled -> its deadline, in this order
         self._queue_timer: asyncio.TimerHandle | None = None
-        self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # with their tenants
+        self._recent: deque[tuple[str, dict[str, object]]] = deque(maxlen=RECENT)  # (tenant, record)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_controls = 0
         self._idle, self._dead = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._last_sign = 0.0  # of life; or when work came
+        self._last_sign = 0.0  # monotonic time of the core's last outputs, or when an idle core got a request
 
     @property
     def num_live(self) -> int:
-        """Prompts that have not finished."""
+        """Number of prompts that have not finished."""
         return len(self._live)
 
     @property
     def last_step_age(self) -> float | None:
-        """Seconds since the core last answered while prompts are live; None when none is."""
+        """Seconds since the core's last outputs; None when no prompt is live."""
         return time.monotonic() - self._last_sign if self._live else None
 
     def requests(self, tenant: str = "") -> list[dict[str, object]]:
-        """Records of a tenant's prompts that live and of the last ones that ended, the newest first in both."""
+        """Return records of a tenant's live prompts, then of its last finished ones. In both the newest comes first."""
         live = [stream.generations[i] for stream, i in reversed(self._live.values())]
         live = [generation for generation in live if generation.tenant == tenant]
         states = ["waiting" if generation.began is None else "running" for generation in live]
@@ -101,13 +102,13 @@ class ServedEngine:
         return [*map(request_record, live, states), *ended]
 
     async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
-        """Find the model, start the core and load the text side meanwhile. Raises what keeps it from starting, as the
-        class of error that the core met; nothing is left behind then."""
+        """Find the model, start the core, and load tokenizer and chat template at the same time.
+        Raises the error of a failed start, with the class it had in the core's process. Everything is closed then."""
         self._on_loading = on_loading
         starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
         try:
-            choose_styles(None, self._serve.tool_call_parser, self._serve.reasoning_parser)  # sooner than the weights
+            choose_styles(None, self._serve.tool_call_parser, self._serve.reasoning_parser)  # fails early
             self._take(messages.Loading("model files"))
             folder, tokenizer_folder = await asyncio.to_thread(obtain_model, self.config)
             if self.failure is not None:  # closed meanwhile
@@ -119,7 +120,7 @@ class ServedEngine:
             note = text.styles.why if text.chat_template is not None else NO_CHAT
             ready = msgspec.structs.replace(ready, notes=(*ready.notes, note))
         except BaseException as error:
-            starting.cancel()  # nobody waits for it any more
+            starting.cancel()
             words = f"the engine was not started ({type(error).__name__})."
             self._die(error if isinstance(error, errors.QuireError) else errors.EngineClosed(words))
             await self._client.close()
@@ -135,10 +136,11 @@ class ServedEngine:
 
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
              timeout: float | None = None, pool: str = "", tenant: str = "") -> RequestStream:
-        """Send all prompts of one request to the core, or none; the stream must be closed in the end.
+        """Send all prompts of one request to the core, or none. The caller must close the stream.
 
-        timeout   seconds for the whole request; the server's own limit holds, too;  pool, tenant  as in `NewRequest`
-        Raises a `RequestError` when one cannot be served, an `EngineError` when none can be now.
+        timeout        seconds for the whole request; the server's own limit applies, too
+        pool, tenant   as in `NewRequest`
+        Raises a `RequestError` when a prompt cannot be served, an `EngineError` when the engine takes no requests.
         """
         limits = [t for t in (timeout, self._serve.request_timeout) if t is not None]
         stream = RequestStream(request_id, self._abandon)
@@ -160,9 +162,9 @@ class ServedEngine:
             count_refusal(self._metrics, error)
             if isinstance(error, errors.QuireError):
                 raise
-            LOG.exception("request %s could not be made", request_id)
+            LOG.exception("request %s could not be started", request_id)
             raise errors.RequestFailed(
-                f"request {request_id} could not be made: an internal error.", code=INTERNAL) from error
+                f"request {request_id} could not be started: an internal error.", code=INTERNAL) from error
         self._admit(stream, [messages.Add(tuple(new)) for new in requests])
         return stream
 
@@ -180,16 +182,16 @@ class ServedEngine:
             del self._replies[number]
 
     def drain(self) -> None:
-        """Take no new requests; those that run go on."""
+        """Take no new requests. Running requests go on."""
         if self.state is EngineState.READY:
             self.state = EngineState.DRAINING
 
     async def wait_idle(self) -> None:
-        """Until no prompt is live."""
+        """Wait until no prompt is live."""
         await self._idle.wait()
 
     async def closed(self) -> errors.QuireError:
-        """Wait until the engine is dead; returns why."""
+        """Wait until the engine is dead. Return the reason."""
         await self._dead.wait()
         assert self.failure is not None
         return self.failure
@@ -202,24 +204,27 @@ class ServedEngine:
     # --- requests come and go -----------------------------------------------------------------------------------
 
     def _open_front(self, *, draining: bool = False) -> FrontEnd:
-        """The front end, if requests may come now."""
+        """Return the front end. Raises an `EngineError` when no requests are taken now."""
         if self.failure is not None:
             raise rebuilt(type(self.failure).__name__, str(self.failure))
         if self.front is None:
             raise errors.EngineStarting("the engine is being loaded: try again in a few seconds.")
         if self.state is EngineState.DRAINING and not draining:
-            raise errors.EngineClosed("the server is shutting down and takes no new requests.")
+            raise errors.EngineClosed("the server is shutting down and takes no new requests: try again later.")
         return self.front
 
     def _check_room(self, num_prompts: int, params: SamplingParams, num_live: int, num_slots: int) -> None:
-        """All prompts of a request are taken, or none: is there queue and slots for all their completions, beside the
-        `num_live` that have not finished? The core asks again, prompt by prompt. What passed here passes there: the
-        core's requests are always among those that are live here, because an end is heard of later here."""
+        """Check that queue and slots have room for all completions of a request, beside the `num_live` ones.
+
+        So all prompts of a request are taken, or none. The core checks each prompt again. A request that passes here
+        passes there: a completion ends in the core before it ends here, so the core never has more of them.
+        Raises `InvalidParameter` when the request can never fit, `QueueFull` when it does not fit now.
+        """
         bound, places = self._bound, num_prompts * params.n
         check_fits(places, bound, num_slots, "n" if params.n > 1 else "prompt")
         if num_live + places > bound + num_slots:
-            raise errors.QueueFull(f"{num_live} completions run or wait already (max_num_seqs={num_slots} and "
-                                   f"max_waiting={bound}) and {places} more do not fit; try again later.")
+            raise errors.QueueFull(f"{num_live} completions run or wait already (max_num_seqs={num_slots}, "
+                                   f"max_waiting={bound}) and {places} more do not fit: try again later.")
 
     def _admit(self, stream: RequestStream, adds: Sequence[messages.Add]) -> None:
         now = time.monotonic()
@@ -237,12 +242,13 @@ class ServedEngine:
             self._client.send(add)
 
     def _abandon(self, stream: RequestStream) -> None:
-        """Its reader goes away."""
+        """Abort a stream that its reader closed."""
         if stream.num_open:
             self._abort(stream, "disconnect")
 
     def _abort(self, stream: RequestStream, cause: str | None) -> None:
-        """End what still runs of a stream, here and in the core; `cause` None when it never ran."""
+        """End the unfinished prompts of a stream, here and in the core.
+        `cause`: for the metrics; None = the core refused the request."""
         assert self.front is not None
         self._queued.pop(stream, None)
         dropped: list[int] = []
@@ -263,7 +269,7 @@ class ServedEngine:
         stream.fail(error)
 
     def _set_queue_timer(self) -> None:
-        """One timer, for the stream that has waited longest."""
+        """Set the timer for the stream that has waited longest."""
         if self._queue_timer is None and self._queued:
             deadline = next(iter(self._queued.values()))
             delay = max(0.0, deadline - time.monotonic())
@@ -274,8 +280,8 @@ class ServedEngine:
         for stream in [stream for stream, deadline in self._queued.items() if deadline <= now]:
             self._metrics.rejected("queue_timeout")
             self._fail(stream, errors.QueueTimeout(
-                f"request {stream.request_id} waited {self._serve.queue_timeout:g} s and could not start: the server "
-                "is busy, try again later."), "queue_timeout")
+                f"request {stream.request_id} waited {self._serve.queue_timeout:g} s and did not start, because the "
+                "server is busy: try again later."), "queue_timeout")
         self._set_queue_timer()
 
     # --- what the core says -------------------------------------------------------------------------------------
@@ -299,8 +305,8 @@ class ServedEngine:
         elif isinstance(message, messages.Dropped):
             self._metrics.dropped(message.direction)
             if message.num == 1:
-                LOG.warning("what came to the internal socket %s is no message and is dropped (told once): another "
-                            "process writes to it.", message.direction)
+                LOG.warning("the internal socket %s got data that is no message: another process writes to it. Such "
+                            "data is dropped; this is logged once.", message.direction)
         elif isinstance(message, messages.Failed):
             self._die(rebuilt(message.kind, message.message))  # the core has logged the details
 
@@ -311,7 +317,7 @@ class ServedEngine:
         taken = self.front.take(step)
         self._last_sign = taken.now
         if step.cached:
-            began = taken.now - step.stats.execute_s - step.stats.finish_s  # when the step began
+            began = taken.now - step.stats.execute_s - step.stats.finish_s  # start of the step
             for handle in step.cached:
                 if (found := live.get(handle)) is not None:
                     self._queued.pop(found[0], None)
@@ -350,7 +356,7 @@ class ServedEngine:
             self._fail(found[0], error, None)
 
     def _die(self, error: errors.QuireError) -> None:
-        """No request can be served any more; everybody who waits hears why. Only the first call counts."""
+        """Set the state DEAD and end every waiting stream and call with the error. Later calls have no effect."""
         if self.failure is not None:
             return
         self.state, self.failure = EngineState.DEAD, error
@@ -370,6 +376,7 @@ class ServedEngine:
 
 
 def core_config(config: EngineConfig) -> EngineConfig:
-    """What the core's process is given: no tokenizer but for grammars, and a model that is on this machine by now."""
+    """Return the configuration of the core's process: no text side, no downloads, no progress bar.
+    The front end tokenizes, so the core needs a tokenizer only for grammars. The model is on this machine already."""
     return replace(config, model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
                    load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False))

@@ -1,8 +1,8 @@
-"""Errors as HTTP answers: which status, type and code each class of `contracts/errors.py` gets, and the JSON body.
+"""Errors as HTTP responses: status, type and code of each class of `contracts/errors.py`, and the JSON body.
 
-The body is OpenAI's, with all four keys: {"error": {"message", "type", "param", "code"}}. Statuses that clients retry
-(408, 409, 429, 5xx) carry what a client needs to retry well: `Retry-After`, or `x-should-retry: false` when the same
-request would fail again. Knows nothing of routes.
+The body is OpenAI's, with all four keys: {"error": {"message", "type", "param", "code"}}. Clients retry the statuses
+408, 409, 429 and 5xx. These have a header `Retry-After`, or `x-should-retry: false` when the same request would fail
+again. Knows nothing of routes.
 """
 
 import logging
@@ -22,16 +22,16 @@ AUTHENTICATION = "authentication_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 RETRY_SOON = 1  # seconds: a full queue drains within a few steps
-RETRY_LATER = 5  # seconds: a restart, another replica, a queue that has stood still for long
-# An escape of the first half of a surrogate pair without the second after it, or of a second without a first.
+RETRY_LATER = 5  # seconds: for a restart, another replica, or a queue that does not move
+# The \u escape of a lone surrogate: a high one without a low one after it, or a low one without a high one before it.
 HALF = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u....))")
 DETERMINISTIC = (("x-should-retry", "false"),)
 
 
 class HttpError(errors.QuireError):
-    """An answer other than 2xx. Raised by the HTTP side itself, or made from another error by `http_error`.
+    """An error response. Routes raise it, or `http_error` makes it from another error.
 
-    kind   "type" of the body;  headers   further response headers, (name, value) in ASCII
+    kind      "type" of the body;  headers  further response headers, (name, value) in ASCII
     """
 
     def __init__(self, status: int, message: str, *, kind: str = INVALID_REQUEST, code: str | None = None,
@@ -45,7 +45,7 @@ class HttpError(errors.QuireError):
         self.headers = headers
 
     def body(self) -> bytes:
-        """The JSON body."""
+        """Return the JSON body."""
         return msgspec.json.encode(
             {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
 
@@ -56,7 +56,7 @@ def _answer(status: int, kind: str, code: str | None = None, retry: int | None =
 
 
 INTERNAL = _answer(500, SERVER_ERROR, "internal_error") | {"headers": DETERMINISTIC}
-# How the classes of errors are answered; the first that an error is an instance of decides.
+# Error class -> its response. The first class that an error is an instance of counts.
 ANSWERS: tuple[tuple[type[errors.QuireError], dict[str, Any]], ...] = (
     (errors.PromptTooLong, _answer(400, INVALID_REQUEST, "context_length_exceeded")),
     (errors.InvalidParameter, _answer(400, INVALID_REQUEST, "invalid_value")),
@@ -72,7 +72,7 @@ ANSWERS: tuple[tuple[type[errors.QuireError], dict[str, Any]], ...] = (
 
 
 def http_error(error: BaseException) -> HttpError:
-    """The answer for any error; one that nobody expected is logged and told to the client without its details."""
+    """Return the HTTP response of an error. An unexpected error is logged, and its details are kept from the client."""
     if isinstance(error, HttpError):
         return error
     answer = next((answer for kind, answer in ANSWERS if isinstance(error, kind)), INTERNAL)
@@ -82,23 +82,30 @@ def http_error(error: BaseException) -> HttpError:
         answer = answer | {"code": error.code} if status == 500 else _answer(status, kind, error.code)
     elif answer is INTERNAL:
         LOG.error("internal error", exc_info=error)
-        return HttpError(message="internal error: the server's log says more; report it with the request id.", **answer)
+        return HttpError(message="internal error: the server's log has its cause; report it with the request id.",
+                         **answer)
     return HttpError(message=str(error), param=error.param if isinstance(error, errors.InvalidParameter) else None,
                      **answer)
 
 
 def not_implemented(what: str, reason: str, param: str | None = None) -> HttpError:
-    """400 for something that would change the answer and that nothing here acts on, in the field `param` (`what`)."""
+    """Return a 400 for a feature that would change the answer and is not implemented.
+
+    what     name of the feature, in the message;  param  field of the request (default: `what`)
+    """
     message = f"{what} is not implemented yet: {reason}"
     return HttpError(400, message, code="unsupported_parameter", param=param or what)
 
 
 def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str, limit: str) -> HttpError:
-    """400 for a prompt that does not fit the context, alone or with the `asked` tokens after it, which the field
-    `limit` asks for and is to blame where the prompt alone would fit.
+    """Return a 400 for a prompt that does not fit the context, alone or with the `asked` tokens after it.
 
-    By the first words litellm knows it, by "prompt is too long" langchain and clients of Anthropic's API."""
-    wanted = f", and {errors.shown(asked)} more asked for" if asked else ""
+    param   field of the prompt, which the error names when the prompt alone does not fit
+    limit   field that asked for the tokens (max_tokens), which the error names otherwise
+    Clients parse the message: litellm knows "this model's maximum context length is", langchain and clients of
+    Anthropic's API know "prompt is too long".
+    """
+    wanted = f", and the request asks for {errors.shown(asked)} more" if asked else ""
     room = max_model_len - num_prompt
     fits = asked and room > 0
     fix = "shorten the prompt" + (f" or lower {limit} to {room}" if fits else "")
@@ -108,7 +115,7 @@ def too_long(num_prompt: int, max_model_len: int, asked: int | None, param: str,
 
 
 def error_json(status: int, message: str, code: str | None = None) -> bytes:
-    """The body of an error answer; its type follows from the status."""
+    """Return the body of an error response. Its type follows from the status."""
     kind = {401: AUTHENTICATION, 429: RATE_LIMIT}.get(status, SERVER_ERROR if status >= 500 else INVALID_REQUEST)
     return HttpError(status, message, kind=kind, code=code).body()
 
@@ -116,12 +123,12 @@ def error_json(status: int, message: str, code: str | None = None) -> bytes:
 def error_answer(
     status: int, message: str, code: str | None = None, *, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error as a response, for what is refused before and beside the routes."""
+    """Return an error as a Starlette response, for requests that are refused outside the routes."""
     return Response(error_json(status, message, code), status, headers, "application/json")
 
 
 def json_fault(error: Exception, text: bytes) -> str:
-    """The words for a text that is no JSON. The parser's own words for half of a character mislead."""
+    """Return the message for invalid JSON. The parser's own message for a lone surrogate is misleading."""
     if HALF.search(text.replace(rb"\\", b"")):
         return "a \\u escape is half of a surrogate pair; send whole characters"
     return str(error)

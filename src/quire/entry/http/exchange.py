@@ -1,7 +1,7 @@
-"""One HTTP request and its answer over plain ASGI: body in, JSON or events out, and whether the client is still there.
+"""An HTTP request and its answer over plain ASGI: body in, JSON or events out, and a watch for disconnected clients.
 
-Own code instead of a framework's request and response objects, because those cost a task group per response. Knows
-nothing of what is asked.
+Does not use Starlette's request and response objects, because those cost a task group per response. Knows nothing of
+the content of requests.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ MAX_WARNINGS = 8
 
 
 class ClientGone(Exception):
-    """The client hung up: there is nobody to answer."""
+    """The client has disconnected, so there is no one to answer."""
 
 
 class Watch:
-    """`async with`: work that is cancelled when the client hangs up, and then ends as `ClientGone`."""
+    """`async with watch:` cancels the block when the client disconnects. The block then raises `ClientGone`."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._gone = False
 
     def stop(self) -> None:
-        """The answer is complete: whatever the client does now is no reason to cancel anything."""
+        """Stop watching: the answer is complete, and a disconnect cancels nothing any more."""
         self._listener.cancel()
 
     async def __aenter__(self) -> "Watch":
@@ -48,11 +48,11 @@ class Watch:
         if not self._gone:
             return
         cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
-        if not cancelled:  # the work ended by itself in the moment before the cancellation reached it
+        if not cancelled:  # the block finished just before the cancellation reached it
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
         if self._owner.uncancel():
-            raise asyncio.CancelledError  # somebody else wants the task to end, too
+            raise asyncio.CancelledError  # the task was also cancelled by someone else
         if cancelled:
             raise ClientGone from error
 
@@ -64,8 +64,10 @@ class Watch:
 
 
 class Exchange:
-    """One request being answered. `size`: bytes of its body, once that was read; nothing in it is larger.
-    `warnings`: what headers tell the client."""
+    """A request that is being answered.
+
+    size       bytes of its body, once the body was read;  warnings  texts for `x-quire-warning` headers
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -73,22 +75,23 @@ class Exchange:
         self._send = send
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.warnings: list[str] = []
-        self.words: Sequence[tuple[str, str]] = ()  # (pattern, what this API calls it) of what errors and warnings name
+        self.words: Sequence[tuple[str, str]] = ()  # (pattern, this API's name): replacements in errors and warnings
         self._stream: EventStream | None = None
         self._started = False
-        # How a stream ends that fails, from the status and the body that its error would have been.
+        # Last events of a stream that fails, made from the status and body of the error.
         self.ending: Callable[[int, bytes], bytes] = lambda status, body: frame(body) + DONE
         self.size = 0
-        self._named: str | None = scope.get("state", {}).get("request_id")  # by whoever stands before the routes
+        self._named: str | None = scope.get("state", {}).get("request_id")  # set by `RequestScope`
         self.request_id = self._named or secrets.token_hex(8)
 
     def header(self, name: bytes) -> str | None:
-        """A request header by its lower-case name."""
+        """Return a request header by its lower-case name; None if absent."""
         value = self._headers.get(name)
         return None if value is None else value.decode("latin-1").strip()
 
     def name(self, from_body: str | None = None) -> str:
-        """Settle the request id: a good X-Request-Id header, else the body's `request_id`, else a drawn one."""
+        """Set and return the request id: a valid X-Request-Id header, else the body's `request_id`, else a random one.
+        """
         given = self.header(b"x-request-id")
         if given is not None and REQUEST_ID.fullmatch(given):
             self.request_id = self._named or given
@@ -100,12 +103,12 @@ class Exchange:
         return self.request_id
 
     def warn(self, text: str) -> None:
-        """Tell the client something in an `x-quire-warning` header; a few are kept."""
+        """Add an `x-quire-warning` header to the response, up to `MAX_WARNINGS`."""
         if len(self.warnings) < MAX_WARNINGS and (text := self._own_words(text)) not in self.warnings:
             self.warnings.append(text)
 
     async def body(self) -> bytes:
-        """The whole request body. Errors: `ClientGone`."""
+        """Read the whole request body. Raises `ClientGone`."""
         message = await self._receive()
         parts: list[bytes] = []
         while message["type"] == "http.request":
@@ -118,12 +121,12 @@ class Exchange:
         raise ClientGone
 
     def watch(self) -> Watch:
-        """A watch over the connection, for when the body has been read."""
+        """Return a watch over the connection. Use it after the body was read."""
         return Watch(self._receive)
 
     async def reply(self, body: bytes, *, status: int = 200, content_type: bytes = b"application/json",
                     headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Answer in one piece."""
+        """Send the whole answer."""
         raw = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *self._own_headers()]
         raw += [(name.encode(), value.encode("latin-1")) for name, value in headers]
         self._started = True
@@ -131,13 +134,13 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def events(self, keep_alive: float) -> EventStream:
-        """Answer as a stream of events."""
+        """Return an event stream for the answer. It starts with its first event."""
         direct = self.scope.get("extensions", {}).get(DIRECT_BODY)
         self._stream = EventStream(self._send, self._own_headers(), keep_alive, direct)
         return self._stream
 
     async def fail(self, error: BaseException) -> None:
-        """Answer with an error: by its status, or as an event when a stream has begun."""
+        """Send an error: as a response with its status, or as the last event of a stream that has begun."""
         answer = http_error(error)
         answer.message = self._own_words(answer.message)
         answer.param = answer.param and self._own_words(answer.param).partition(".")[0]

@@ -1,4 +1,4 @@
-"""uvicorn as a part of our process: on our socket, in our event loop, without its signals, logs and environment."""
+"""uvicorn inside our process: on our socket and event loop, without its signal handlers, logs and environment."""
 
 import asyncio
 import contextlib
@@ -18,27 +18,25 @@ from quire.entry.http.sockets import max_connections
 from quire.observe.metrics import Metrics
 
 KEEP_ALIVE = 75  # seconds an idle connection is kept: longer than the usual proxy's 60, so that the proxy closes first
-BEFORE_ROUTES = "refused"  # the label of answers that no route gave
+BEFORE_ROUTES = "refused"  # metrics label of responses that the protocol sent before any route
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours."""
+        """Leave signals to the server's own handlers."""
         yield
 
 
 class HttpListener:
     """Accepts connections on a listening socket and gives their requests to an application.
-
-    Raises `ConfigError` when the certificate cannot be used.
-    """
+    Raises `ConfigError` when the certificate cannot be used."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig, listener: socket.socket, metrics: Metrics) -> None:
         self.socket = listener
         limits = ConnectionLimits.of(config, max_connections=max_connections())
         traffic = Traffic(lambda status: metrics.http(BEFORE_ROUTES, status, "any"))
-        # What uvicorn would log is told by the application and the protocol, or is routine.
+        # The application and the protocol log the errors themselves; uvicorn's other messages are routine.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         settings = uvicorn.Config(
             app, http=functools.partial(LimitedProtocol, limits=limits, traffic=traffic),  # type: ignore[arg-type]
@@ -54,12 +52,12 @@ class HttpListener:
         self._serving: asyncio.Task[None] | None = None
 
     def start(self) -> "asyncio.Task[None]":
-        """Serve from now on; the task ends when the listener stops, or fails."""
+        """Start to serve. The returned task ends when the listener stops or fails."""
         self._serving = asyncio.create_task(self._server.serve(sockets=[self.socket]))
         return self._serving
 
     async def stop(self, grace: float) -> None:
-        """Accept nothing more; give answers under way `grace` seconds, then cut. Idempotent."""
+        """Accept no more connections. Responses in progress get `grace` seconds, then they are cut off. Idempotent."""
         if self._serving is None:
             return
         self._server.should_exit = True

@@ -1,7 +1,7 @@
-"""Memory that requests with long texts have used goes back to the system soon after they end.
+"""Returns the memory of requests with long texts to the system, soon after they end.
 
 The tokenizer takes 150 bytes per byte of text for a while, and bodies, prompts and answers are copied several times.
-The C library keeps freed memory for the process; after each MUCH bytes of requests it is asked to return it.
+The C library keeps freed memory in the process. After each MUCH bytes of requests we make it return this memory.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import gc
 from quire.observe.process import return_memory
 
 MUCH = 2**20  # bytes of requests
-DELAY = 1.0  # seconds in which a request that has ended frees what it holds; memory is returned no more often
+DELAY = 1.0  # seconds until memory is returned: an ended request has freed its objects by then
 
 
 class FreedMemory:
@@ -21,7 +21,7 @@ class FreedMemory:
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, num_bytes: int) -> None:
-        """Add the bytes of a request whose memory was freed, or will be within DELAY."""
+        """Add the bytes of a request whose memory is free now, or will be within DELAY."""
         self._num_bytes += num_bytes
         if self._num_bytes >= MUCH and self._timer is None:
             self._num_bytes, loop = 0, asyncio.get_running_loop()
@@ -29,5 +29,5 @@ class FreedMemory:
 
     def _return(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
-        gc.collect()  # the futures of a thread's work hold each other, and the text
+        gc.collect()  # the futures of work in threads form cycles that hold the text
         loop.run_in_executor(None, return_memory)

@@ -1,6 +1,6 @@
-"""The API in the OpenAPI form, from the same types that decode requests. A route that is not described still appears.
+"""The OpenAPI document of the server, made from the types that decode requests. Routes without types appear, too.
 
-Knows types and paths; the text of a field's meaning is its type's docstring.
+Knows types and paths. The descriptions are the docstrings of the types.
 """
 
 import re
@@ -38,21 +38,22 @@ BODIES: dict[str, tuple[type | None, type | None]] = {  # path -> request body, 
     "/tokenizer_info": (None, schema.TokenizerInfo),
 }
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-TEXT_ONLY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take a body, and do not ask the engine
+TEXT_ONLY = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # take a body, and do not use the engine
 REASONS = {
-    400: "the request is not valid", 401: "no key, or an unknown one", 403: "called by a foreign name",
-    404: "what is named is not here", 408: "it could not begin in time", 409: "a request of this name is running",
-    413: "the body is too large", 415: "the body is not declared as application/json", 429: "there is no room now",
-    500: "an internal error", 503: "the engine starts, stops or is dead", 504: "its time is up",
-    529: "there is no room now"}
-NEEDED = {"/v1/messages": ["max_tokens"]}  # fields that this path has to be given, and others of its type have not
+    400: "invalid request", 401: "no API key, or an invalid one", 403: "foreign Host header",
+    404: "unknown path, model or id", 408: "the request did not start in time",
+    409: "a request with this id is running", 413: "the body is too large",
+    415: "the body is not declared as application/json", 429: "the queue is full", 500: "internal error",
+    503: "the engine is starting, stopping or dead", 504: "the request exceeded its time limit",
+    529: "the queue is full"}
+NEEDED = {"/v1/messages": ["max_tokens"]}  # fields required at this path, and optional elsewhere in the same type
 KEYS = {"key": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}
 REFERENCE = "#/components/schemas/{name}"
 
 
 def describe_api(routes: Iterable[Route], config: ServerConfig) -> dict[str, object]:
-    """The document for these routes."""
+    """Make the OpenAPI document of these routes."""
     kinds = [kind for pair in BODIES.values() for kind in (*pair, schema.ErrorResponse) if kind is not None]
     _, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     document: dict[str, Any] = {
@@ -79,13 +80,13 @@ def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {} if answer is None else {"schema": _reference(answer)}}
     if path in STREAMED:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 has no words for events
+        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
     form = {} if OWN_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
     error = {"application/json": form}
     responses = {str(status): {"description": REASONS[status], "content": error}
                  for status in _errors(path, method, locked)}
     responses |= {"200": {"description": "done", "content": content},
-                  "default": {"description": "refused before it is read", "content": error}}
+                  "default": {"description": "refused before the body is read", "content": error}}
     operation: dict[str, Any] = {"operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', path)}",
                                  "responses": responses}
     if request is not None:
@@ -101,7 +102,7 @@ def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
 
 
 def _errors(path: str, method: str, locked: bool) -> Iterator[int]:
-    """The statuses of errors that an operation has; one that nobody told apart has all that its method may have."""
+    """Yield the error statuses of an operation. A path without a rule of its own has all statuses of its method."""
     shielded = path not in OPEN_PATHS
     if shielded:
         yield 401 if locked else 403

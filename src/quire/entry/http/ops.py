@@ -1,11 +1,14 @@
-"""Routes for those who run the server: is it alive, is it ready, what is it, what does it count.
+"""Routes for operators: probes, version, metrics and debugging.
 
-    /        what serves, and where to look next
-    /health  200 while the engine runs         /live     200 while the event loop turns
-    /ping    the same, GET or POST             /ready    200 when requests should come here
-    /version what serves, and every choice     /metrics  Prometheus        /openapi.json  what the API takes
-    /debug/plan      everything that was decided for the engine, as `quire explain --json` prints it
-    /debug/requests  the requests that live, and the last that ended: times, tokens, and why no more was reused
+    /                name, version, models and important paths
+    /health, /ping   200 while the engine runs (/ping: GET or POST)
+    /live            200 while the event loop runs
+    /ready           200 when a load balancer should send requests here
+    /version         model, device and the engine's choices
+    /metrics         Prometheus
+    /openapi.json    the OpenAPI document
+    /debug/plan      the engine's plan, as `quire explain --json` prints it
+    /debug/requests  live requests and the last finished ones: times, tokens, and why no more of the prefix was reused
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,14 +27,14 @@ from quire.entry.http.errors import error_json
 from quire.entry.http.readiness import RETRY_AFTER, Readiness, readiness
 from quire.observe.metrics import Metrics
 
-ENTRIES = ("/v1/models", "/health", "/metrics", "/version", "/openapi.json")  # what `/` names
-ALWAYS = OPEN_PATHS | {"/", "/version", "/metrics", "/openapi.json", "/debug/requests"}  # in every state of the engine
+ENTRIES = ("/v1/models", "/health", "/metrics", "/version", "/openapi.json")  # paths that `/` lists
+ALWAYS = OPEN_PATHS | {"/", "/version", "/metrics", "/openapi.json", "/debug/requests"}  # served in every engine state
 RETRY_HEADERS = {"retry-after": str(RETRY_AFTER)}
 
 
 def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
                describe_api: Callable[[], dict[str, object]]) -> list[Route]:
-    """The routes over what they look at; `describe_api` makes the OpenAPI document."""
+    """Make the routes. `describe_api` makes the OpenAPI document."""
 
     def state(may_ask: Callable[[Readiness], bool]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -80,7 +83,7 @@ def ops_routes(engine: ServedEngine, config: ServerConfig, metrics: Metrics,
     async def requests(request: Request) -> Response:
         return _json({"requests": engine.requests(tenant_of(request.scope, config.http))})
 
-    alive = state(lambda now: now.alive)  # also while it drains
+    alive = state(lambda now: now.alive)  # also while the server drains
     return [Route("/", root, methods=["GET"]),
             Route("/health", alive, methods=["GET"]), Route("/ping", alive, methods=["GET", "POST"]),
             Route("/live", live, methods=["GET"]), Route("/ready", state(lambda now: now.ready), methods=["GET"]),

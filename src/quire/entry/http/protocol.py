@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections with limits: what a peer may send, and how long it may take.
+"""HTTP/1.1 connections with limits on the sizes and times of requests.
 
 The parser is httptools: per streamed event it costs 1.4 us of CPU time where h11 costs 4.7. It has no limits of its
 own, so they are here. Knows bytes and clocks, nothing of routes and models.
@@ -6,12 +6,12 @@ own, so they are here. Knows bytes and clocks, nothing of routes and models.
     connection made --> HEAD --headers complete--> BODY --message complete--> IDLE --first byte--> HEAD ...
                      (10 s in all)             (30 s, then a byte rate)    (keep-alive timeout)
 
-A request that does not wait for the answer to the one before (pipelining) is not read: nobody could tell how long it
-would wait behind a stream. What comes during an answer is dropped, and the connection ends after that answer, so that
-the client asks again; the end of the connection is seen at once.
+Pipelined requests are not served, since one could wait behind a stream for an unknown time. Data that comes during an
+answer is dropped, and the connection closes after that answer, so that the client sends its request again. A disconnect
+during an answer is seen at once.
 
-A refusal is answered in the OpenAI form, then the connection reads and drops what still comes for a moment, so that a
-client in the middle of an upload gets to see the answer, and closes.
+A refused request gets an error in OpenAI's format. Then the connection reads and drops data for `LINGER` seconds, so
+that a client in the middle of an upload can read the answer, and closes.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ LINGER = 2.0  # seconds that a refused upload is read and dropped
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """What one connection may send, and how slowly; sizes in bytes, times in seconds.
+    """Limits of connections; sizes in bytes, times in seconds.
 
-    body_rate   bytes per second under which an upload ends once it has taken `body_timeout`
-    stall       a peer that reads nothing of a stream for so long is cut off
-    uploads     bytes of all bodies that are arriving at one moment
+    body_rate   minimum bytes per second of an upload, measured over each `body_timeout`
+    stall       a peer that reads nothing of its answer for so long is disconnected
+    uploads     sum of all request bodies that are arriving at one moment
     """
 
     max_header_bytes: int
@@ -57,14 +57,18 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, config: HttpConfig, **changes: Any) -> "ConnectionLimits":
-        """The limits that a configuration asks for."""
+        """Make the limits from a configuration."""
         sizes = dict(max_header_bytes=config.max_header_bytes, max_headers=config.max_headers,
                      max_body_bytes=config.max_body_bytes, uploads=max(512 * 2**20, config.max_body_bytes))
         return cls(**(sizes | changes))
 
 
 class Traffic:
-    """What all connections of a server share: the bytes of bodies that are arriving, and who hears of refusals."""
+    """State that all connections of a server share.
+
+    uploading   bytes of request bodies that are arriving
+    refused     called with the status of each refused request
+    """
 
     def __init__(self, refused: Callable[[int], None] = lambda status: None) -> None:
         self.uploading = 0
@@ -78,7 +82,7 @@ class _Reading(Enum):
 
 
 class _Refused(Exception):
-    """Raised inside a parser callback; ends the connection with an answer."""
+    """Raised inside a parser callback to send an error and close the connection."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -86,30 +90,30 @@ class _Refused(Exception):
 
 
 class _Early(Exception):
-    """Raised inside a parser callback: a request has begun before the answer to the one before was complete."""
+    """Raised inside a parser callback when a request begins before the previous answer is complete."""
 
 
 class ChunkedBody:
-    """The body of one response of unknown length, for whoever has pieces to send and no time: see `sse.DirectBody`."""
+    """A chunked response body that is written without waiting: the `sse.DirectBody` of a connection."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
     @property
     def ready(self) -> bool:
-        """Whether it has begun, goes on, and the peer keeps up."""
+        """True while the body is open and the peer reads fast enough."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding and not (
             cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()))
 
     def write(self, data: bytes) -> None:
-        """Queue a piece."""
+        """Queue a chunk."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class _Unchunked:
-    """An application for one HTTP/1.0 request. That version knows no chunks: a body of unknown length is sent as it is,
-    and ends with the connection."""
+    """The application for one HTTP/1.0 request, which has no chunked encoding.
+    A body of unknown length is sent as it is, and ends with the connection."""
 
     def __init__(self, app: Any, cycle: RequestResponseCycle) -> None:
         self._app, self._cycle = app, cycle
@@ -131,16 +135,16 @@ class _Unchunked:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """An HTTP/1.1 connection with limits."""
 
     def __init__(self, *, limits: ConnectionLimits, traffic: Traffic, **server: Any) -> None:
         super().__init__(**server)
         self._limits, self._traffic = limits, traffic
         self._reading = _Reading.IDLE
-        self._closing = False  # after the answer that is being given; what comes is dropped
-        self._unparsed = 0  # bytes since the parser last gave something whole
+        self._closing = False  # the connection closes after the current answer; further data is dropped
+        self._unparsed = 0  # bytes received since the parser last completed an element
         self._head_bytes = self._num_headers = self._body_bytes = 0  # of the message being read
-        self._body_bytes_before = 0  # when the time for the body began to run anew
+        self._body_bytes_before = 0  # value of `_body_bytes` when the body's timer was last set
         self._watch: asyncio.TimerHandle | None = None  # ends a head or a body that takes too long
         self._stall: asyncio.TimerHandle | None = None
         self._upgrade: list[bytes] | None = None  # request line of a request that asks for another protocol
@@ -148,7 +152,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- the transport ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A peer has connected; one too many is told so."""
+        """Start a connection. Refuse it with 503 when there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
             self._closing = True
@@ -159,7 +163,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer, or we, have closed."""
+        """Clean up after either side closed the connection."""
         self._unwatch()
         self._end_upload()
         if self._stall is not None:
@@ -167,7 +171,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have arrived."""
+        """Parse received bytes and check the limits."""
         if self._closing:
             return
         self._unset_keepalive_if_required()
@@ -182,13 +186,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch = self.loop.call_later(self._limits.body_timeout, self._body_is_late)
 
     def pause_writing(self) -> None:
-        """The peer reads more slowly than we write."""
+        """Start the `stall` timer: the peer reads more slowly than we write."""
         super().pause_writing()
         if self._stall is None:
             self._stall = self.loop.call_later(self._limits.stall, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The peer has caught up."""
+        """Stop the `stall` timer: the peer has caught up."""
         super().resume_writing()
         if self._stall is not None:
             self._stall.cancel()
@@ -197,7 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- the parser's callbacks -----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Begin a request at its first byte."""
         if self._responding:
             raise _Early
         super().on_message_begin()
@@ -205,14 +209,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = self._num_headers = self._body_bytes = self._body_bytes_before = 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request line."""
+        """Take a part of the URL."""
         super().on_url(url)
         self._head_bytes += len(url)
         if len(self.url) > self._limits.max_url_bytes:
-            raise _Refused(414, f"the URL is longer than {self._limits.max_url_bytes} bytes.", "url_too_long")
+            raise _Refused(414, f"the URL is longer than {self._limits.max_url_bytes} bytes: shorten it.",
+                           "url_too_long")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole header, or a trailer after the body: trailers count and are dropped."""
+        """Take a header, or a trailer after the body. Trailers count for the limits and are dropped."""
         self._num_headers += 1
         self._head_bytes += len(name) + len(value) + 4  # ": " and the end of the line
         limits = self._limits
@@ -225,7 +230,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request can start; its body may still be under way."""
+        """Start the request. Its body may still be arriving."""
         self._unparsed = 0
         self._unwatch()
         if self.parser.should_upgrade():
@@ -240,7 +245,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._reading = _Reading.BODY
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Take a part of the body."""
         self._unparsed = 0
         self._body_bytes += len(body)
         self._traffic.uploading += len(body)
@@ -251,7 +256,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request has arrived."""
+        """Finish reading a request."""
         if self._upgrade is not None:
             return
         self._unparsed = 0
@@ -267,7 +272,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _feed(self, data: bytes) -> bool:
-        """Parse; False when the connection was refused."""
+        """Parse data. Return False when the request was refused or dropped."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -277,26 +282,26 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._responding and self._reading is _Reading.IDLE:
                 self._hear_no_more()
                 return False
-            refused = cause if isinstance(cause, _Refused) else _Refused(400, f"this is no valid HTTP: {error}.")
+            refused = cause if isinstance(cause, _Refused) else _Refused(400, f"not a valid HTTP request: {error}.")
             self._refuse(refused)
             return False
         return True
 
     def _continue_without_upgrade(self, rest: bytes) -> bool:
-        """Serve a request that offers another protocol (HTTP/2, WebSocket) as what it is. The parser stops at such a
-        request and would lose its body, so it is parsed again without the offer."""
+        """Serve a request that offers a protocol upgrade (HTTP/2, WebSocket) as an ordinary request. The parser stops
+        at such a request and would lose its body, so it is parsed again without the upgrade headers."""
         line, self._upgrade = self._upgrade, None
         assert line is not None
         if line[0] == b"CONNECT":
             self._reading = _Reading.HEAD
-            self._refuse(_Refused(405, "this is no proxy.", "method_not_allowed"))
+            self._refuse(_Refused(405, "CONNECT is not allowed: this server is not a proxy.", "method_not_allowed"))
             return False
         kept = [b": ".join(header) for header in self.headers if header[0] not in HOP_BY_HOP]
         self.parser = httptools.HttpRequestParser(self)
         return self._feed(b"\r\n".join([b" ".join(line), *kept, b"", rest]))
 
     def _hear_no_more(self) -> None:
-        """Something came during an answer: the connection ends after it."""
+        """Drop further data, and close the connection after the current answer."""
         self._closing = True
         self._unwatch()
         self.cycle.keep_alive = False
@@ -323,10 +328,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._body_bytes_before = self._body_bytes
             self._watch = self.loop.call_later(limits.body_timeout, self._body_is_late)
         else:
-            self._refuse(_Refused(408, "the body arrives too slowly.", "request_timeout"))
+            self._refuse(_Refused(408, f"the body arrives at less than {limits.body_rate} bytes per second: send it "
+                                       "faster.", "request_timeout"))
 
     def _refuse(self, refused: _Refused) -> None:
-        """Answer, if no answer is under way, and close."""
+        """Send the error, if no answer has begun, and close the connection."""
         LOG.debug("%s refused with %d: %s", self.client, refused.status, refused)
         self._unwatch()
         self._closing = True

@@ -1,4 +1,4 @@
-"""Whether the server can take requests, as a value: `/health`, `/ready` and the gate before the API all ask here."""
+"""Readiness of the server as a value. `/health`, `/ready` and the gate before the API use it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,29 +10,32 @@ from quire.entry.http.engine import EngineState, ServedEngine
 from quire.entry.http.errors import error_answer
 
 KEPT = "/v1/responses/"
-RETRY_AFTER = 5  # seconds that a caller is told to wait for a server that starts, drains or has died
+RETRY_AFTER = 5  # seconds in the Retry-After header while the server starts, drains or is dead
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """`status` is ready, starting, draining, dead or hung; `reason` one sentence."""
+    """Readiness of the server.
+
+    status   ready, starting, draining, dead or hung;  reason  one sentence; "" when ready
+    """
 
     status: str
     reason: str
 
     @property
     def ready(self) -> bool:
-        """Whether a load balancer should send requests here."""
+        """True when a load balancer should send requests here."""
         return self.status == "ready"
 
     @property
     def alive(self) -> bool:
-        """Whether the engine runs; it may be hung or take no more requests."""
+        """True while the engine runs; it may be hung or draining."""
         return self.status not in ("starting", "dead")
 
 
 def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
-    """Where the server stands. `hang_timeout`: seconds after which a step counts as hung."""
+    """Return the readiness. `hang_timeout`: seconds without outputs after which the engine counts as hung."""
     if engine.state is EngineState.STARTING:
         last = engine.loading
         share = f", {100 * last.done // last.total} %" if last.total else ""
@@ -48,8 +51,8 @@ def readiness(engine: ServedEngine, hang_timeout: float) -> Readiness:
 
 
 class Gate:
-    """For `auth.Guard`: while the engine starts, drains or is dead, every path but `always` is answered 503 at once;
-    what runs in the background can be fetched and cancelled until it has drained."""
+    """A refusal for `auth.Guard`: 503 on every path except `always` while the engine starts, drains or is dead.
+    While the server drains, background responses (/v1/responses/ID) can still be fetched and cancelled."""
 
     def __init__(self, engine: ServedEngine, always: Collection[str]) -> None:
         self._engine, self._always = engine, always

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the path below `root_path`, counts, the access log and the last resort.
+"""The outermost middleware: request ids, `root_path`, request counts, the access log, and 500 for exceptions.
 
 Knows nothing of routes.
 """
@@ -17,16 +17,13 @@ from quire.observe.metrics import Metrics
 
 LOG = logging.getLogger("quire")
 SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-CLIENT_GONE = 499  # never sent: nobody is there to read it
-NO_ROUTE = "other"  # the label of paths that lead nowhere: there is no end of them
+CLIENT_GONE = 499  # status in log and metrics of a request whose client disconnected; never sent
+NO_ROUTE = "other"  # metrics label of all unknown paths: a label for each would have no limit
 
 
 class RequestScope:
-    """The outermost middleware.
-
-    The id is the caller's `X-Request-Id` when that is harmless, else a new one; routes find it as
-    `request.state.request_id`, the caller in the answer's `x-request-id`.
-    """
+    """The outermost middleware. The request id is the caller's `X-Request-Id` if it matches `SANE_ID`, else a new one.
+    Routes read it from `request.state.request_id`; the caller reads it from the header `x-request-id`."""
 
     def __init__(
         self, app: ASGIApp, *, metrics: Metrics, root_path: str = "", access_log: Callable[[str], None] | None = None,
@@ -50,7 +47,7 @@ class RequestScope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = message["headers"] = list(message.get("headers", ()))
-                if not any(name == b"x-request-id" for name, _ in headers):  # a route may have settled on another
+                if not any(name == b"x-request-id" for name, _ in headers):  # a route may have set its own
                     headers.append((b"x-request-id", request_id.encode()))
             elif not message.get("more_body", False):
                 complete = True
@@ -60,11 +57,11 @@ class RequestScope:
             await self._app(scope, receive, passing)
         except ClientDisconnect:
             pass
-        except Exception:  # the last resort: the caller gets an id, the log the cause, other requests go on
+        except Exception:  # the caller gets the request id, the log gets the cause, other requests go on
             LOG.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
             if not status:
                 words = f"an internal error; the server's log has its cause under request {request_id}."
-                # A retry would meet the same fault: clients of the OpenAI kind read x-should-retry.
+                # A retry would fail again. OpenAI's clients read x-should-retry.
                 answer = error_answer(500, words, "internal_error", headers={"x-should-retry": "false"})
                 await answer(scope, receive, passing)
         finally:
@@ -76,14 +73,14 @@ class RequestScope:
                                  f"{seconds:.3f}s {request_id}")
 
     def _label(self, scope: Scope) -> str:
-        """The pattern of the route; one of `paths` also when a layer before the router answered."""
+        """Return the metrics label of a request: the route's pattern, or its path when a middleware answered."""
         route, path = scope.get("route"), str(scope["path"])
         if route is not None:
             return str(route.path)
         return path if path in self._paths else NO_ROUTE
 
     def _below_root(self, path: str) -> str:
-        """The path that routes know, whether or not a proxy has already taken the root away."""
+        """Return the path without `root_path`. A proxy may have removed that already."""
         return path[len(self._root):] if self._root and path.startswith(self._root + "/") else path
 
 

@@ -1,8 +1,8 @@
-"""The outputs of one request, waited for by one reader.
+"""The outputs of one request, for one reader.
 
-Knows what has changed since the reader last looked, and makes outputs only then. A reader that waits may leave a sink:
-what comes is put into it at once, as long as it takes anything, and the reader is woken only for what the sink cannot
-do (wait, end, fail). That saves a change of tasks per event. Knows nothing of the core.
+The stream remembers the prompts that changed, and makes their outputs when the reader takes them. A waiting reader may
+set a sink. Outputs go to the sink at once while it is ready; the reader wakes only when the sink is not ready, at the
+end, or on an error. This saves a task switch per event. Knows nothing of the core.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from quire.entry.completion import Generation
 from quire.entry.front import INTERNAL
 
 LOG = logging.getLogger("quire")
-FIXES = {"deadline": ", its time was up: ask for fewer tokens, or give it more time (X-Request-Timeout, or for all "
-                     "--request-timeout)"}
-Batch = list[tuple[int, RequestOutput]]  # (prompt index, what is new)
+FIXES = {"deadline": ", its time limit was reached: ask for fewer tokens, or raise the limit (X-Request-Timeout, or "
+                     "--request-timeout for all requests)"}
+Batch = list[tuple[int, RequestOutput]]  # (prompt index, new output)
 
 
 class RequestStream:
-    """All prompts of one request. Iterate it once, and `close` it in the end, whatever happens.
+    """The outputs of all prompts of one request. Iterate it once, and always `close` it.
 
-    generations   by prompt index;  num_open  prompts that have not finished
+    generations   by prompt index;  num_open  number of prompts that have not finished
     """
 
     def __init__(self, request_id: str, on_close: Callable[["RequestStream"], None]) -> None:
@@ -43,12 +43,14 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Batch:
-        """(prompt index, output) of everything that came since the last call and did not go into the sink; at least
-        one.
+        """Return (prompt index, output) of every prompt that changed since the last call; at least one.
 
-        Raises `RequestFailed` when a prompt failed by itself, `QueueTimeout` when its time was up before it began, the
-        `QuireError` that ended the request or the engine, what the sink raised, `StopAsyncIteration` after the end of
-        all prompts.
+        Outputs that went to the sink are not returned. Raises:
+        RequestFailed        a prompt failed by itself
+        QueueTimeout         the request reached its time limit before it started
+        QuireError           the error that ended the request or the engine
+        StopAsyncIteration   all prompts have finished
+        and any exception that the sink raised.
         """
         while not self._changed or self._fault is not None:
             if self._fault is not None:
@@ -71,39 +73,39 @@ class RequestStream:
             raise
 
     def pour_into(self, ready: Callable[[], bool], take: Callable[[Batch], None]) -> None:
-        """From now on `take` gets outputs that come while the reader waits, all of a step at once and without waiting,
-        when it is `ready`; the last ones of a request it never gets. What it raises, the reader gets."""
+        """Set the sink: while the reader waits and `ready()`, `take` gets the outputs of each step at once.
+        The last outputs of a request always go to the reader. An exception of `take` is raised in the reader."""
         self._sink = ready, take
 
     def mark(self, index: int) -> None:
-        """There is something new of a prompt; `tell` hands it on."""
+        """Note that a prompt has a new output; `tell` delivers it."""
         self._changed[index] = None
 
     def end_one(self, index: int) -> None:
-        """A prompt has finished; `tell` hands it on."""
+        """Note that a prompt has finished; `tell` delivers it."""
         self.num_open -= 1
         self.mark(index)
 
     def tell(self) -> None:
-        """Hand on what was marked, once per step."""
+        """Deliver the marked outputs to the sink, or wake the reader. Called once per step."""
         waiter, sink = self._waiter, self._sink
         if waiter is None or waiter.done():
-            return  # the reader is at work, and looks again before it waits
+            return  # the reader is busy, and checks for changes before it waits again
         if sink is not None and self.num_open and self._error is None and sink[0]():
             try:
                 return sink[1](self._batch())
-            except Exception as fault:  # of this request alone, and its reader's to tell
+            except Exception as fault:  # fails only this request: the reader raises it
                 self._fault = fault
         waiter.set_result(None)
 
     def fail(self, error: QuireError) -> None:
-        """Nothing more will come; what came before is still handed out."""
+        """End the stream with an error. Outputs that came before are still delivered."""
         self._error = error
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """End what still runs; idempotent."""
+        """Abort the unfinished prompts; idempotent."""
         if not self._closed:
             self._closed = True
             self._on_close(self)
@@ -122,12 +124,12 @@ class RequestStream:
         for completion in output.outputs:
             if completion.finish_reason == "error":
                 if completion.stop_reason == "deadline" and all(g.began is None for g in self.generations):
-                    raise QueueTimeout(f"request {self.request_id} could not start before its time was up: the server "
-                                       "is busy, try again later.")
+                    raise QueueTimeout(f"request {self.request_id} did not start within its time limit, because the "
+                                       "server is busy: try again later.")
                 raise failure(self.request_id, str(completion.stop_reason), completion.error)
         return output
 
 
 def failure(request_id: str, code: str, words: str | None = None) -> RequestFailed:
-    """Why a request failed by itself: in the engine's words, or in those for the code."""
+    """Return the error of a failed request, with the engine's message or one made from the code."""
     return RequestFailed(words or f"request {request_id} failed: {code}{FIXES.get(code, '')}.", code=code)

@@ -1,10 +1,11 @@
 """The life of a server: listen, load, serve, drain, end.
 
-    listen      the port answers at once; /health says how far loading is, the API 503
+    listen      the port answers at once: /health reports the progress of loading, the API answers 503
     load        the core process is started; a failure ends the server with its message and an exit code
-    serve       until a signal or the death of the engine
-    drain       SIGTERM or Ctrl-C: no new requests, running ones may finish for `shutdown_timeout`; once more: at once
-    death       streams end with an error; 503 for a moment, so that callers hear of it, then exit code 1
+    serve       until a signal, or until the engine dies
+    drain       SIGTERM or Ctrl-C: no new requests, running ones get `shutdown_timeout` to finish; a second signal
+                ends at once
+    death       streams end with an error; the API answers 503 for `DEATH_GRACE`, then exit code 1
 
 Knows processes and time, nothing of requests. Exit codes: `entry/exit_codes.py`.
 """
@@ -35,21 +36,19 @@ from quire.observe.process import keep_little_memory, watch_event_loop
 
 LOG = logging.getLogger("quire")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-DEATH_GRACE = 3.0  # seconds that a server without engine goes on answering 503
-FLUSH_GRACE = 1.0  # seconds that aborted streams get to send their error
-STATS_INTERVAL = 10.0
-THREAD_GRACE = 0.5  # seconds that threads get to end by themselves
+DEATH_GRACE = 3.0  # seconds for which a server with a dead engine answers 503
+FLUSH_GRACE = 1.0  # seconds for aborted streams to send their error
+STATS_INTERVAL = 10.0  # seconds
+THREAD_GRACE = 0.5  # seconds for threads to end by themselves
 # The default of 700 new objects means a collection every few streamed events; this took 4 to 6 % off their CPU time
 # (64 streams, 100 events/s each, `--device mock`).
 GC_THRESHOLDS = (50_000, 50, 100)
 
 
 def run(config: ServerConfig, console: Console) -> int:
-    """Listen, serve until the end, and return the exit code; an error is told on stderr in one line.
-
-    Ends the process itself, after everything is closed, when a thread is stuck in something that cannot be interrupted
-    (a download): nobody who pressed Ctrl-C waits for that.
-    """
+    """Listen, serve until the end, and return the exit code. An error is printed to stderr as one line.
+    If a thread hangs in a call that cannot be interrupted (a download), this closes everything and ends the process
+    itself, so that Ctrl-C does not wait for the thread."""
     if config.serve.enable_log_requests:
         logging.basicConfig(format="%(message)s")
         LOG.setLevel(logging.INFO)
@@ -72,7 +71,7 @@ def run(config: ServerConfig, console: Console) -> int:
 
 
 async def serve(config: ServerConfig, listener: socket.socket, console: Console) -> int:
-    """Serve on a listening socket until the end; returns the exit code. Raises the `QuireError` of a failed start."""
+    """Serve on a listening socket until the end. Return the exit code. Raises the `QuireError` of a failed start."""
     metrics = Metrics(config.serve.metrics_prefix, config.model_names[0])
     engine = ServedEngine(config, metrics=metrics)
     http = HttpListener(build_app(engine, config, metrics), config.http, listener, metrics)
@@ -87,8 +86,8 @@ async def serve(config: ServerConfig, listener: socket.socket, console: Console)
 
 
 class StopRequests:
-    """`with`: SIGTERM and Ctrl-C as events, the first asks to finish, the second to end now. For the main thread, with
-    a running loop."""
+    """`with` block in which SIGTERM and Ctrl-C set events: `first` means finish, `second` means end now.
+    Use it in the main thread, with a running event loop."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -97,12 +96,12 @@ class StopRequests:
 
     @property
     def name(self) -> str:
-        """What a human calls the last signal."""
+        """Name of the last signal, for messages."""
         return "Ctrl-C" if self._last is signal.SIGINT else "SIGTERM"
 
     @property
     def code(self) -> int:
-        """The exit code of whoever ends at once because of the last signal."""
+        """Exit code of a process that ends at once because of the last signal."""
         return INTERRUPTED if self._last is signal.SIGINT else DONE
 
     def __enter__(self) -> "StopRequests":
@@ -120,7 +119,7 @@ class StopRequests:
 
 
 class _Life:
-    """From loading to the end."""
+    """The life of a server from loading to the end."""
 
     def __init__(self, engine: ServedEngine, http: HttpListener, config: ServerConfig, console: Console,
                  stop: StopRequests, serving: asyncio.Task[None]) -> None:
@@ -128,7 +127,7 @@ class _Life:
         self._stop, self._serving = stop, serving
 
     async def run(self, metrics: Metrics) -> int:
-        """Load, serve and drain; returns the exit code. Raises the error of a failed start."""
+        """Load, serve and drain. Return the exit code. Raises the error of a failed start."""
         first = asyncio.create_task(self._stop.first.wait())
         starting = asyncio.create_task(self._engine.start(self._console.loading))
         await _first_of(starting, first, self._serving)
@@ -158,7 +157,7 @@ class _Life:
         if running := self._engine.num_live:
             have = "has" if running == 1 else "have"
             self._console.note(f"{self._stop.name}: no new requests; {running} running {have} {timeout:g} s to finish. "
-                               "Once more ends at once.")
+                               "A second signal ends at once.")
         second = asyncio.create_task(self._stop.second.wait())
         finishing = asyncio.create_task(self._finish(timeout))
         await _first_of(finishing, second, dead)
@@ -173,7 +172,7 @@ class _Life:
         return self._stop.code if self._stop.second.is_set() else DONE
 
     async def _finish(self, timeout: float) -> None:
-        """Until every request is done and sent, or time is up."""
+        """Wait until every request is finished and sent, or until the timeout."""
         began = time.monotonic()
         try:
             await asyncio.wait_for(self._engine.wait_idle(), timeout)
@@ -190,7 +189,7 @@ class _Life:
 
     def _listener_failed(self) -> int:
         error = self._serving.exception() if not self._serving.cancelled() else None
-        self._console.note(f"The HTTP server ended: {error or 'no reason given'}")
+        self._console.note(f"The HTTP server failed: {error or 'no reason given'}")
         return FAILED
 
     async def _tick(self, metrics: Metrics) -> None:
@@ -200,9 +199,9 @@ class _Life:
 
 
 def settle_memory() -> None:
-    """After loading: what lives now lives as long as the process. Collections need not look at it (a full one over a
-    tokenizer's vocabulary would stop every stream for tens of milliseconds), and come less often. What is freed from
-    now on is not kept for long."""
+    """Tune memory after loading: garbage collection runs less often, and skips the objects that exist now.
+    They live as long as the process. A full collection over a tokenizer's vocabulary would stop every stream for tens
+    of milliseconds. From now on the C library returns freed memory to the system early."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -214,7 +213,7 @@ async def _first_of(*tasks: "asyncio.Task[Any]") -> None:
 
 
 def _run_loop(main: Coroutine[Any, Any, int]) -> int:
-    """`asyncio.run` that does not wait for threads which do not end."""
+    """Run a coroutine as `asyncio.run` does, but do not wait for threads at the end."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(main)
@@ -232,7 +231,7 @@ async def _cancel_all() -> None:
 
 
 def _threads_left() -> bool:
-    """Whether a thread that the interpreter would wait for does not end soon."""
+    """Return True when a non-daemon thread still runs after `THREAD_GRACE`: the interpreter would wait for it."""
     deadline = time.monotonic() + THREAD_GRACE
     waited_for = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     for thread in waited_for:

@@ -1,6 +1,6 @@
-"""The socket a server listens on: bound before anything heavy happens, and a clear word when it cannot be.
+"""The socket a server listens on. It is bound before the model is loaded, so that a busy port fails at once.
 
-Knows addresses and, on Linux, who holds a port. Nothing of HTTP.
+Knows addresses and, on Linux, the process that holds a port. Knows nothing of HTTP.
 """
 
 import contextlib
@@ -17,27 +17,27 @@ from quire.config.serve import HttpConfig
 from quire.contracts.errors import ConfigError
 
 BACKLOG = 2048
-RESERVED_FILES = 128  # descriptors kept for everything but connections
+RESERVED_FILES = 128  # file descriptors kept for other uses than connections
 MAX_CONNECTIONS = 16_384
 LISTENING = "0A"  # state of a socket in /proc/net/tcp
-NEIGHBOURS = 20  # ports after the busy one that are tried for a proposal
+NEIGHBOURS = 20  # number of ports after a busy one that are tried, to propose a free one
 SECRET_FLAG = re.compile(r"--?[\w-]*(key|token(?!s|iz)|passw|secret|credential)[\w-]*", re.IGNORECASE)
 
 
 def listen(config: HttpConfig) -> socket.socket:
-    """Bind and listen; raises `ConfigError` that names the holder of a busy port and a free one."""
+    """Bind and listen. For a busy port, raises a `ConfigError` that names its process and a free port."""
     if config.uds is not None:
         return _listen_unix(config.uds)
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ConfigError(f"host={config.host!r} has no address ({error}): give one of this machine's.") from None
+        raise ConfigError(f"host={config.host!r} has no address ({error}): use an address of this machine.") from None
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    listener = socket.socket(family, kind, protocol)  # with its protocol: asyncio turns Nagle's delay off by that
+    listener = socket.socket(family, kind, protocol)  # with the protocol, by which asyncio turns Nagle's delay off
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)  # here and not later: until then another server could bind the same port
+        listener.listen(BACKLOG)  # at once: until then another server could bind the same port
     except OSError as error:
         listener.close()
         raise ConfigError(_explain(error, config)) from None
@@ -45,7 +45,7 @@ def listen(config: HttpConfig) -> socket.socket:
 
 
 def url_of(listener: socket.socket, config: HttpConfig) -> str:
-    """Where clients on this machine find the server: the real port, also when 0 was asked for."""
+    """Return the server's URL for clients on this machine, with the real port when the option was 0."""
     scheme = "https" if config.ssl_certfile else "http"
     if listener.family == socket.AF_UNIX:
         return f"{scheme}+unix://{listener.getsockname()}"
@@ -54,7 +54,7 @@ def url_of(listener: socket.socket, config: HttpConfig) -> str:
 
 
 def release(listener: socket.socket, config: HttpConfig) -> None:
-    """Close, and remove a Unix socket's file; idempotent."""
+    """Close the socket, and remove a Unix socket's file; idempotent."""
     listener.close()
     if config.uds is not None:
         with contextlib.suppress(OSError):
@@ -62,7 +62,7 @@ def release(listener: socket.socket, config: HttpConfig) -> None:
 
 
 def max_connections() -> int:
-    """Connections that this process may hold, after raising its own limit of open files as far as it may."""
+    """Raise this process's limit of open files. Return the number of connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -74,10 +74,10 @@ def max_connections() -> int:
 
 
 def port_holder(port: int) -> str | None:
-    """Who listens on a TCP port, as "process 12 (python -m http.server)"; None when that cannot be found out."""
+    """Return the process that listens on a TCP port, as "process 12 (python -m http.server)"; None if unknown."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listeners(table, port)}
     for folder in Path("/proc").glob("[0-9]*") if inodes else ():
-        with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if any(os.readlink(link) in inodes for link in (folder / "fd").iterdir()):
                 words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
                 return f"process {folder.name} ({' '.join(without_secrets(words))[:80]})"
@@ -85,7 +85,7 @@ def port_holder(port: int) -> str | None:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line without what a flag for keys, tokens or passwords is given: all up to the next flag."""
+    """Return a command line without secrets: all words after a flag for keys, tokens or passwords become ***."""
     shown: list[str] = []
     hiding = False
     for word in words:
@@ -111,11 +111,11 @@ def _explain(error: OSError, config: HttpConfig) -> str:
     where = f"port {config.port} of {config.host}"
     if error.errno == errno.EADDRINUSE:
         holder = port_holder(config.port) or "another process"
-        return f"{where} is taken by {holder}: stop it, or use --port {_free_port(config)}."
+        return f"{where} is in use by {holder}: stop it, or use --port {_free_port(config)}."
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"{where} needs privileges that this process does not have: use --port 8000."
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"host={config.host!r} is no address of this machine: use --host 127.0.0.1, or 0.0.0.0 for all."
+        return f"host={config.host!r} is not an address of this machine: use --host 127.0.0.1, or 0.0.0.0 for all."
     return f"cannot listen on {where}: {error.strerror}."
 
 
@@ -132,11 +132,11 @@ def _free_port(config: HttpConfig) -> int:
 def _listen_unix(path: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ConfigError(f"uds={path!r} is a file that is no socket: give another path.")
+            raise ConfigError(f"uds={path!r} is a file and not a socket: give another path.")
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(path) == 0:
                 raise ConfigError(f"uds={path!r}: another server listens there: stop it, or give another path.")
-        os.unlink(path)  # left behind by a server that was killed
+        os.unlink(path)  # left by a server that was killed
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(path)

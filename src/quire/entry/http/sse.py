@@ -1,10 +1,10 @@
-"""Server-sent events as an ASGI response: frames in bytes, comments while nothing happens, one send per batch.
+"""Server-sent events as an ASGI response: framing, keep-alive comments, one send per batch of events.
 
-Knows framing and timing only. The response starts with the first event, so that what fails before it still gets a
-status of its own; a stream that is silent for longer than the keep-alive interval starts with a comment.
+Knows framing and timing only. The response starts with the first event, so that an earlier error can still be sent with
+its own status. A stream without an event for the keep-alive interval starts with a comment.
 
-Between start and end an event may take a short cut: `push` writes it into the connection's buffer, where the server
-offers that, past all layers of the application.
+Between start and end, `push` can write an event directly into the connection's buffer, past all middleware. It needs a
+server with the ASGI extension `DIRECT_BODY`.
 """
 
 import asyncio
@@ -26,22 +26,26 @@ class DirectBody(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it has begun, goes on, and its reader keeps up."""
+        """True while the body is open and its reader is fast enough."""
 
     def write(self, data: bytes) -> None:
-        """Queue the next piece; only when `ready`."""
+        """Queue the next piece. Call it only when `ready`."""
 
 
 def frame(data: bytes) -> bytes:
-    """One event; `data` is JSON, which holds no line break."""
+    """Return the frame of an event. `data` is JSON without line breaks."""
     return b"data: " + data + b"\n\n"
 
 
 class EventStream:
-    """One streamed response. `write` what there is, `end` it, and `stop_comments` in any case."""
+    """A streamed response. Call `write` for events, `end` at the end, and `stop_comments` in every case."""
 
     def __init__(self, send: Send, headers: RawHeaders, keep_alive: float, direct: DirectBody | None = None) -> None:
-        """`keep_alive` seconds of silence bring a comment; 0: never. `direct`: the body, when the server offers it."""
+        """Make the stream; nothing is sent yet.
+
+        keep_alive   seconds without an event after which a comment is sent; 0 = never
+        direct       the connection's body for `push`, if the server offers it
+        """
         self._send = send
         self._direct = direct
         self._headers = [*EVENT_STREAM, *headers]
@@ -55,17 +59,17 @@ class EventStream:
 
     @property
     def ready(self) -> bool:
-        """Whether `push` may be called now; else `write`."""
+        """True when `push` may be called; otherwise use `write`."""
         return self._direct is not None and self._comment is None and self._direct.ready
 
     def push(self, events: bytes) -> None:
-        """Send framed events in one piece, at once."""
+        """Write framed events to the connection's buffer, without waiting."""
         assert self._direct is not None
         self._direct.write(events)
         self._last = self._loop.time()
 
     async def write(self, events: bytes) -> None:
-        """Send framed events in one piece; waits when the client reads slowly."""
+        """Send framed events in one piece. Waits while the client reads slowly."""
         if self._comment is not None:
             await self._comment
             self._comment = None
@@ -82,7 +86,7 @@ class EventStream:
         await self._put(events, more=False)
 
     def stop_comments(self) -> None:
-        """Send nothing by itself any more; to be called on every way out."""
+        """Send no more keep-alive comments. Call it however the stream ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,7 +1,6 @@
-"""What the metrics are told of steps and requests, and what is remembered of a request.
+"""Metrics of steps and requests, and the records of `/debug/requests`.
 
-Knows how a request's life is divided: it waits, until a step takes it up; its prompt is computed, until the first
-token; it decodes, until its end.
+Phases of a request: queue, until a step schedules it; prefill, until its first token; decode, until its end.
 """
 
 import time
@@ -25,7 +24,7 @@ REFUSALS: tuple[tuple[type[Exception], str], ...] = (
 
 
 def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
-    """One step's outputs have been handed out."""
+    """Count one step and the tokens it brought."""
     metrics.step(step.stats, len(step.handles))
     if taken.num_tokens:
         metrics.tokens(taken.num_tokens)
@@ -40,13 +39,13 @@ def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
 
 
 def count_finished(metrics: Metrics, generation: Generation, reason: str) -> None:
-    """A prompt has ended, with all its completions."""
+    """Count a prompt whose completions have all ended."""
     token_s = [s for c in generation.completions if (s := c.mean_token_time) is not None]
     metrics.request_finished(reason, **_measured(generation), token_s=token_s)
 
 
 def request_record(generation: Generation, state: str) -> dict[str, object]:
-    """What `/debug/requests` says of a prompt: its id and numbers, seconds among them, none of its text."""
+    """Return the record of a prompt for `/debug/requests`: its id, counts and seconds; no text."""
     return {"request_id": generation.request_id, "state": state} | _measured(generation) | {
         "prefix": generation.metrics.prefix}
 
@@ -69,5 +68,5 @@ def _measured(generation: Generation) -> dict[str, Any]:
 
 
 def count_refusal(metrics: Metrics, error: Exception) -> None:
-    """A request was not taken."""
+    """Count a refused request."""
     metrics.rejected(next((reason for kind, reason in REFUSALS if isinstance(error, kind)), "internal"))

@@ -94,14 +94,14 @@ def test_the_commonest_error_is_told_with_an_example(files: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("bad, name, words", [
-    ("nonsense", None, "no request"), ("[1]", None, "no request"), ('{"custom_id": "x"', None, "no request"),
-    ("\x80", None, "no request"), ("[" * 5000, None, "no request"),
+    ("nonsense", None, "not a request"), ("[1]", None, "not a request"), ('{"custom_id": "x"', None, "not a request"),
+    ("\x80", None, "not a request"), ("[" * 5000, None, "not a request"),
     ("{}", None, "custom_id"), (line(""), "", "custom_id"), (line(5), None, "custom_id"), (line([]), None, "custom_id"),
     ('{"custom_id": "x", "url": "/a", "method": "GET", "body": {}}', "x", "POST"),
     ('{"custom_id": "x", "body": {}}', "x", "url"), ('{"custom_id": "x", "url": 5, "body": {}}', "x", "url"),
-    ('{"custom_id": "x", "url": "/a"}', "x", "no request"),
+    ('{"custom_id": "x", "url": "/a"}', "x", "not a request"),
     (r'{"custom_id": "x", "url": "/a", "body": {"prompt": "\ud800"}}', None, "half of a surrogate pair"),
-    ('{"custom_id": "x", "url": "/a", "body": [1]}', "x", "no request"),
+    ('{"custom_id": "x", "url": "/a", "body": [1]}', "x", "not a request"),
     (line("x", stream=True), "x", "stream"), (line("x", background=True), "x", "background"),
     (line("x", long="y" * 1000), "x", "--max-body-bytes"),
 ])

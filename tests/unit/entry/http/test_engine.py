@@ -362,7 +362,7 @@ def test_whose_time_is_up_before_it_began_has_waited_too_long() -> None:
         async with serving(max_num_seqs=1, mock_step_ms=5.0) as (engine, _):
             first = open_one(engine, 60)
             prompts = [Prompt(token_ids=PROMPT), Prompt(token_ids=PROMPT)]
-            with pytest.raises(QueueTimeout, match="request w could not start before its time was up"):
+            with pytest.raises(QueueTimeout, match="request w did not start within its time limit"):
                 await read(engine.open(prompts, params(3), request_id="w", timeout=0.1))
             await read(first)
             late = engine.open(prompts, params(4000), request_id="late", timeout=0.1)

@@ -71,7 +71,7 @@ def test_the_holder_of_a_port_is_named_without_its_secrets(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("host, words", [
-    ("no.such.host.invalid", "has no address"), ("192.0.2.1", "no address of this"),
+    ("no.such.host.invalid", "has no address"), ("192.0.2.1", "not an address of this"),
 ])
 def test_a_wrong_host_says_so(host: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -103,7 +103,7 @@ def test_a_unix_socket_replaces_a_dead_one_and_no_living_one(tmp_path: Path) -> 
     release(listener, config)
     assert not path.exists()
     path.write_text("precious")
-    with pytest.raises(ConfigError, match="no socket"):
+    with pytest.raises(ConfigError, match="not a socket"):
         listen(config)
     assert path.read_text() == "precious"
 

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: what its requests, answers and errors look like, over what the OpenAI routes share."""
+"""Anthropic's Messages API: types of its requests, answers and errors. It shares the code of the OpenAI routes."""

@@ -1,5 +1,8 @@
-"""Errors in Anthropic's form: {"type": "error", "error": {"type", "message"}, "request_id"}. All layers answer in
-OpenAI's; on the way out of Anthropic's routes that becomes this one, so that no layer has to know whom it refuses."""
+"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message"}, "request_id"}.
+
+All layers answer with OpenAI's format. A middleware converts the errors of Anthropic's routes, so that no other layer
+has to know the API of a request.
+"""
 
 import re
 
@@ -8,14 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.entry.http.openai.schema import ErrorResponse
 
-OWN_PATHS = re.compile(r"/v1/messages(/|\?|$)")  # searched for, since a proxy's root may stand before it
+OWN_PATHS = re.compile(r"/v1/messages(/|\?|$)")  # for `search`, since a proxy's root path may stand before it
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
          409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
          504: "timeout_error", 529: "overloaded_error"}
 
 
 def own_form(status: int, body: bytes, request_id: str | None) -> tuple[int, bytes]:
-    """Status and body of an error whose body is in OpenAI's form."""
+    """Convert an error body of OpenAI's format. Return the status and the body in Anthropic's format."""
     error = msgspec.json.decode(body, type=ErrorResponse).error
     if status == 429 and error.code == "engine_overloaded":
         status = 529  # Anthropic's own; 429 is for the limits of one account
@@ -25,10 +28,10 @@ def own_form(status: int, body: bytes, request_id: str | None) -> tuple[int, byt
 
 
 def own_errors(app: ASGIApp) -> ASGIApp:
-    """Middleware: errors of Anthropic's routes, and on all their answers the id where its clients look for it."""
+    """Middleware for Anthropic's routes: it converts their errors, and adds the header `request-id` to all answers."""
 
     async def layer(scope: Scope, receive: Receive, send: Send) -> None:
-        held: list[Message] = []  # the start of a refusal, until its body is there, which is always one piece
+        held: list[Message] = []  # the start of an error, held until its body comes, which is always one piece
 
         async def passing(message: Message) -> None:
             request_id = scope["state"]["request_id"]

@@ -1,5 +1,5 @@
-"""POST /v1/messages: the next message of a conversation, in Anthropic's form, and /v1/messages/count_tokens: how long
-its prompt is. Both become the request of a chat of the OpenAI routes; what cannot be had is refused by its name."""
+"""POST /v1/messages: the next message of a conversation in Anthropic's format. /v1/messages/count_tokens: the length of
+its prompt. Both are converted to a chat request of the OpenAI routes. Unsupported fields are refused by name."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,13 +24,13 @@ DECODER, ENCODE = decode.RequestDecoder(
 WORDS = ((r"(?<=\])\.function\.parameters\b", ".input_schema"), (r"(?<=\])\.function\b", ""),
          (r"\bresponse_format(\.json_schema)?\b", "output_config.format"), (r"\bstop(?==| must)", "stop_sequences"),
          (r"\breasoning_effort\b", "output_config.effort"))
-CALL_PREFIX = "toolu_"  # of a call's id on its way out; taken away on its way back, since templates show ids
-BLOCKS = {  # the types of a role's blocks, and what each needs
+CALL_PREFIX = "toolu_"  # added to call ids in answers, removed from those in requests, since templates show ids
+BLOCKS = {  # role -> block type -> required fields
     "system": {"text": ("text",)}, "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
     "assistant": {"text": ("text",), "thinking": ("thinking",), "redacted_thinking": (),
                   "tool_use": ("id", "name", "input")}}
 CHOICES: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
-SHOWN: dict[type[Event], tuple[dict[str, Any], str, str]] = {  # an event's block, empty; type and field of its delta
+SHOWN: dict[type[Event], tuple[dict[str, Any], str, str]] = {  # event -> (empty block, type and field of its delta)
     Words: ({"type": "text", "text": ""}, "text_delta", "text"),
     Thought: ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
     CallBegins: ({"type": "tool_use", "input": {}}, "", ""),
@@ -38,7 +38,7 @@ SHOWN: dict[type[Event], tuple[dict[str, Any], str, str]] = {  # an event's bloc
 
 
 async def messages(context: ServerContext, exchange: Exchange) -> None:
-    """Answer one request. What `max_tokens` asks for beyond the context is not refused: the answer ends there."""
+    """Answer one request. `max_tokens` beyond the context is accepted: the answer then ends at the context's end."""
     exchange.ending = lambda *error: b"event: error\ndata: %b\n\n" % own_form(*error, exchange.request_id)[1]
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
@@ -51,7 +51,7 @@ async def messages(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with the tokens of the prompt that a message would be given, even if the context cannot hold them."""
+    """Answer with the number of prompt tokens of a request, even if the context cannot hold them."""
     given = await DECODER.read(context, exchange)
     exchange.words = WORDS
     request = _chat_request(context, exchange, given)
@@ -65,7 +65,7 @@ async def count_tokens(context: ServerContext, exchange: Exchange) -> None:
 
 
 def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesRequest) -> schema.ChatRequest:
-    """The same request in OpenAI's form, but for `max_tokens`. Errors: 400."""
+    """Convert a request to OpenAI's format, without `max_tokens`. Raises 400."""
     talk = Talk()
     if request.system:
         _add(talk, InputMessage(role="system", content=request.system), "system")
@@ -73,12 +73,12 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
         _add(talk, message, f"messages[{at}].content")
     open_end, last = request.messages[-1].role == "assistant", talk.messages[-1]
     if open_end and (last.tool_calls or not last.content):
-        raise InvalidParameter("the last message is the assistant's, which the answer continues: it must hold text and "
-                               "no tool_use.", param="messages")
+        raise InvalidParameter("the last message is the assistant's, and the answer continues it: give it text and no "
+                               "tool_use.", param="messages")
     for at, tool in enumerate(request.tools or ()):
         if tool.type not in (None, "custom"):
-            raise not_implemented(f"tools[{at}]: {shown(tool.type)}", "the server runs no tools; describe one of your "
-                                  "own with an input_schema.", "tools")
+            raise not_implemented(f"tools[{at}]: {shown(tool.type)}", "the server runs no tools; define your own with "
+                                  "an input_schema.", "tools")
     given: dict[str, Any] = {}
     if (config := request.output_config) is not None:
         given["reasoning_effort"] = config.effort
@@ -108,8 +108,7 @@ def _chat_request(context: ServerContext, exchange: Exchange, request: MessagesR
 
 
 def _add(talk: Talk, message: InputMessage, where: str) -> None:
-    """One more message. It becomes one with another of its role before it; results of calls are messages by themselves.
-    """
+    """Add a message. It is merged with the message before if both have the same role. Tool results stay separate."""
     if message.role == "assistant":
         talk.say([], message.role)
     for block in _blocks(message.content, where, message.role):
@@ -121,18 +120,18 @@ def _add(talk: Talk, message: InputMessage, where: str) -> None:
             talk.call(call_id, block.name or "", block.input)
         elif block.type == "text":
             talk.say(block.text or "", message.role)
-        else:  # of thoughts that nobody here can read, only the turn is left
+        else:  # thinking; redacted thinking has no readable text, and only the turn remains
             talk.think(block.thinking or "")
 
 
 def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:
-    """The blocks of a content. Errors: 400 for one that cannot be read, or lacks something."""
+    """Yield the blocks of a content. Raises 400 for an unknown type or a missing field."""
     if content == [] and role != "assistant":  # an answer may end before its first block
         raise InvalidParameter(f"{where} is an empty list: give at least one block.", param="messages")
     for at, block in enumerate([Block(type="text", text=content)] if isinstance(content, str) else content):
         needs = BLOCKS[role].get(block.type)
         if needs is None:
-            read = f"read here: {', '.join(BLOCKS[role])}."
+            read = f"use {', '.join(BLOCKS[role])}."
             raise not_implemented(f"{where}[{at}]: {shown(block.type)}", read, where)
         for name in needs:
             if getattr(block, name) is None:
@@ -141,31 +140,31 @@ def _blocks(content: Content, where: str, role: str) -> Iterator[Block]:
 
 
 class MessageWriter(generate.Writer):
-    """One message as JSON: blocks of content, one after the other."""
+    """Writer of a message as JSON: a sequence of content blocks."""
 
     def __init__(self, job: generate.Job, max_tokens: int, tokenizer: Tokenizer | None) -> None:
         self._turns, self._max_tokens = job.turns(tokenizer), max_tokens
         self._message = {"id": f"msg_{job.request_id}", "type": "message", "role": "assistant", "model": job.model,
                          "content": [], "stop_reason": None, "stop_sequence": None}
-        self._index, self._open, self._called = -1, "", False  # the open block's number and type; whether any is a call
+        self._index, self._open, self._called = -1, "", False  # the open block's number and type; True after a call
         self._last: CompletionOutput
 
     def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
-        """The message, still empty."""
+        """Return the events that start an empty message."""
         counts = _counts(generate.usage(len(output.prompt_token_ids), 0, output.num_cached_tokens or 0))
         return _frames({"type": "message_start", "message": {**self._message, "usage": counts}}, {"type": "ping"})
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """Blocks that begin, go on and end."""
+        """Return the events of new text: blocks that start, grow and stop."""
         return _frames(*self._news(piece))
 
     def end(self, usage: schema.Usage) -> bytes:
-        """Why it ended, and the counts."""
+        """Return the last events: the stop reason and the token counts."""
         delta = {"type": "message_delta", "delta": self._stop(usage), "usage": _counts(usage)}
         return _frames(delta, {"type": "message_stop"})
 
     def whole(self, outputs: list[RequestOutput], usage: schema.Usage) -> bytes:
-        """The message in one piece: what the events of a stream come to."""
+        """Return the whole message. It equals the sum of a stream's events."""
         blocks: list[dict[str, Any]] = []
         for news in self._news(outputs[0].outputs[0]):
             if "content_block" in news:
@@ -181,7 +180,7 @@ class MessageWriter(generate.Writer):
         return ENCODE({**self._message, "content": blocks, **self._stop(usage), "usage": _counts(usage)})
 
     def _news(self, piece: CompletionOutput) -> Iterator[dict[str, Any]]:
-        """The events of a stream that a piece brings."""
+        """Yield the stream events of a piece."""
         self._last = piece
         for event in self._turns[0].events(piece):
             block, delta, field = SHOWN[type(event)]
@@ -198,7 +197,7 @@ class MessageWriter(generate.Writer):
             yield {"type": "content_block_stop", "index": self._index}
 
     def _stop(self, usage: schema.Usage) -> dict[str, str | None]:
-        """Why the message ended, and the stop sequence that ended it."""
+        """Return the stop reason, and the stop sequence if there was one."""
         reason, word = "tool_use" if self._called else "end_turn", self._last.stop_reason
         if self._last.finish_reason == "length":
             cut = usage.completion_tokens < self._max_tokens

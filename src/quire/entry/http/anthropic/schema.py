@@ -1,5 +1,5 @@
-"""Requests of the Messages API as types, with their ranges: one source for decoding and the OpenAPI text.
-`cache_control`, wherever a request has it, changes nothing: every prompt is looked up in the prefix cache."""
+"""Types of the Messages API, with ranges: one source for decoding and for the OpenAPI document.
+`cache_control` has no effect anywhere: every prompt is looked up in the prefix cache."""
 
 from typing import Annotated, Any, Literal
 
@@ -35,14 +35,14 @@ Content = str | Annotated[list[Block], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """One message; those of one role in a row are one. A last one of the assistant is continued by the answer."""
+    """A message. Successive messages of one role are merged. The answer continues a last message of the assistant."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
 class CustomTool(msgspec.Struct, kw_only=True):
-    """Something that the model may call. `strict`: an input that does not fit the schema is impossible."""
+    """A tool that the model may call. `strict`: the input is forced to fit the schema."""
 
     name: FunctionName
     type: str | None = None
@@ -52,7 +52,7 @@ class CustomTool(msgspec.Struct, kw_only=True):
 
 
 class ToolPick(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which tool: as the model likes, any of them, the one with this name, or none."""
+    """Choice of tools: auto (the model decides), any (at least one call), tool (the one with this name), or none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -60,7 +60,8 @@ class ToolPick(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model thinks first, where its template has a switch for that, and whether its thoughts are shown."""
+    """Thinking before the answer: on or off (if the chat template has a switch for it), its token budget, its display.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
@@ -68,7 +69,7 @@ class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The schema that an answer fits; one with a name, as other APIs have it, is as good."""
+    """JSON schema of the answer. `name` is accepted, as in OpenAI's API, and has no effect."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any] | bool
@@ -76,14 +77,14 @@ class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How hard the model thinks, where its template reads that, and the schema that its answer fits."""
+    """Reasoning effort, if the chat template reads it, and the format of the answer."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/messages, which needs `max_tokens` and ends an answer with the context, and .../count_tokens."""
+    """POST /v1/messages, where `max_tokens` is required, and /v1/messages/count_tokens."""
 
     model: str
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -101,7 +102,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts of a message; those from the cache are not among `input_tokens`."""
+    """Token counts of a message. `input_tokens` does not include tokens read from the cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible routes: what their requests and answers look like, and how they become prompts and back."""
+"""The OpenAI-compatible routes: types of requests and answers, conversion to prompts and back."""

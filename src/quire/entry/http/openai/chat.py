@@ -26,14 +26,14 @@ WORDS = ((r"^logprobs$|\blogprobs(?==-?\d)", "top_logprobs"), (r"\bmax_logprobs\
 async def chat(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request."""
     request = await DECODER.read(context, exchange)
-    exchange.words = WORDS[bool(request.logprob_token_ids) :]  # these give the number, where there are any
+    exchange.words = WORDS[bool(request.logprob_token_ids) :]  # with ids, the number of logprobs is theirs
     await answer_chat(context, exchange, request, lambda job, *rest: (
         ChatWriter if job.turn.plain else ChatEventWriter)(job, *rest))
 
 
 async def answer_chat(context: ServerContext, exchange: Exchange, request: schema.ChatRequest,
                       writer: Callable[[Job, schema.ChatRequest, Tokenizer | None], Writer]) -> None:
-    """Answer a conversation, in whatever API's words the answer is written."""
+    """Answer a conversation. `writer` makes the writer of the route's API."""
     await answer(context, exchange, request, _params, chat_prompts, writer)
 
 
@@ -49,7 +49,7 @@ def _params(request: schema.ChatRequest, defaults: SamplingParams, stream_interv
 
 
 class ChatWriter(ChunkWriter):
-    """Choices of /v1/chat/completions as JSON, of which all text is content."""
+    """Writer of choices of /v1/chat/completions whose whole text is content."""
 
     def __init__(self, job: Job, request: schema.ChatRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(job, request, tokenizer, with_logprobs=bool(request.logprobs), prefix="chatcmpl",
@@ -60,7 +60,7 @@ class ChatWriter(ChunkWriter):
         self._going_on = self._open_end + self._tail
 
     def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
-        """The role of every choice, with the message that is continued when it is to be echoed."""
+        """Return an event with the role of every choice, and with the continued message if it is echoed."""
         end = self._open_end + self.tail(usage)
         if self._with_ids or self._with_prompt_logprobs:
             more = [b""]
@@ -73,7 +73,7 @@ class ChatWriter(ChunkWriter):
         return b"".join(head + opening for head in self._heads)
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """An event with the text, then one with the reason when the choice has ended."""
+        """Return an event with the text, then one with the finish reason when the choice has ended."""
         if self._plain and not usage and piece.finish_reason is None:
             return self._heads[choice] + b'"content":' + ENCODE(piece.text) + self._going_on if piece.text else b""
         shown = bool(piece.text or (piece.token_ids and not self._plain))
@@ -82,7 +82,7 @@ class ChatWriter(ChunkWriter):
 
     def _chunks(self, choice: int, piece: CompletionOutput, deltas: list[bytes], reason: str | None,
                 usage: bytes) -> bytes:
-        """An event per delta, the first with what is told of the piece's tokens, then one with the reason."""
+        """Return an event per delta, the first with logprobs and token ids, then one with the finish reason."""
         head, end = self._heads[choice], self.tail(usage)
         parts = []
         for at, delta in enumerate(deltas):
@@ -97,7 +97,7 @@ class ChatWriter(ChunkWriter):
         return b"".join(parts)
 
     def whole(self, outputs: list[RequestOutput], usage: schema.Usage) -> bytes:
-        """The answer in one piece."""
+        """Return the whole answer."""
         output = outputs[0]
         choices = [self._choice(completion) for completion in output.outputs]
         usage.completion_tokens_details.reasoning_tokens = self.num_thought
@@ -123,14 +123,14 @@ class ChatWriter(ChunkWriter):
 
 
 class ChatEventWriter(ChatWriter):
-    """Choices whose text is reasoning, content and calls."""
+    """Writer of choices whose text has reasoning, content and tool calls."""
 
     def __init__(self, job: Job, request: schema.ChatRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(job, request, tokenizer)
         self._turns = job.turns(tokenizer)
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """An event for each of the turn's, then one with the reason when the choice has ended."""
+        """Return an event for each event of the turn, then one with the finish reason when the choice has ended."""
         turn = self._turns[choice]
         deltas = [_delta(event) for event in turn.events(piece)]
         if self._plain and not usage and piece.finish_reason is None:
@@ -158,7 +158,7 @@ class ChatEventWriter(ChatWriter):
 
 
 def _delta(event: Event) -> bytes:
-    """The members of a chunk's delta."""
+    """Return the members of a chunk's delta as JSON."""
     if isinstance(event, Words):
         return b'"content":' + ENCODE(event.text)
     if isinstance(event, Thought):
@@ -171,7 +171,7 @@ def _delta(event: Event) -> bytes:
 
 
 def _echoed(request: schema.ChatRequest) -> str:
-    """The message that the answer continues, when it is to be part of the answer."""
+    """Return the message that the answer continues, if the request echoes it; else ""."""
     last = request.messages[-1]
     if not (request.echo and request.continue_final_message) or last.content is None:
         return ""

@@ -39,7 +39,7 @@ def _params(request: schema.CompletionRequest, defaults: SamplingParams, stream_
 
 
 class CompletionWriter(ChunkWriter):
-    """Choices of /v1/completions as JSON."""
+    """Writer of choices of /v1/completions as JSON."""
 
     def __init__(self, job: Job, request: schema.CompletionRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(job, request, tokenizer, with_logprobs=request.logprobs is not None, prefix="cmpl",
@@ -49,7 +49,7 @@ class CompletionWriter(ChunkWriter):
         self._going_on = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail
 
     def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
-        """The prompt, when it is to be echoed or its ids or logprobs are asked for."""
+        """Return an event with the prompt, if the request asks for its echo, ids or logprobs; else b""."""
         if not (self._echo or self._with_prompt_logprobs or self._with_ids):
             return b""
         echoed = self._echoed(prompt, output)
@@ -64,7 +64,7 @@ class CompletionWriter(ChunkWriter):
         return b"".join(self._heads[choice] + body for choice in range(prompt * n, prompt * n + n))
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """One event."""
+        """Return the event of a piece."""
         if self._plain and not usage and piece.finish_reason is None:
             return self._heads[choice] + ENCODE(piece.text) + self._going_on if piece.text else b""
         if not (piece.token_ids or piece.text or piece.finish_reason):
@@ -79,7 +79,7 @@ class CompletionWriter(ChunkWriter):
         return b"".join([*parts, b"}", self.tail(usage)])
 
     def whole(self, outputs: list[RequestOutput], usage: schema.Usage) -> bytes:
-        """The answer in one piece."""
+        """Return the whole answer."""
         choices: list[schema.CompletionChoice] = []
         for prompt, output in enumerate(outputs):
             echoed = self._echoed(prompt, output) if self._echo else ""
@@ -111,7 +111,7 @@ class CompletionWriter(ChunkWriter):
         return columns
 
     def _echoed(self, prompt: int, output: RequestOutput) -> str:
-        """The text of a prompt, as it was given or as its tokens read."""
+        """Return the text of an echoed prompt: the given text, or its decoded tokens. Without echo: ""."""
         if not self._echo:
             return ""
         text = self._job.prompts[prompt].text

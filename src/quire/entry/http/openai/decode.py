@@ -1,7 +1,7 @@
-"""Request bodies to typed requests: the one validator of every route, and error messages that name field and range.
+"""Decoding of request bodies into types, for all routes, and error messages that name the field and its range.
 
-msgspec decodes strictly (no "3" for 3, no NaN, no bare surrogates) but takes an integer where a number is asked for.
-A field of another route is refused; names that neither a type nor the tables know are told back in a header.
+msgspec decodes strictly (no "3" for 3, no NaN, no lone surrogates) but accepts an integer for a number.
+A field of another route is refused. A field that no type and no table knows is reported in a warning header.
 """
 
 import difflib
@@ -38,20 +38,23 @@ GOT = re.compile(r"Expected .*, got (int|float|str|bool|null|array|object)")
 TOKEN_ID = re.compile("0|[1-9][0-9]*")
 FRACTION = re.compile(r"Expected `int.*`, got `float` - at `\$\.(\w+)`")
 MAX_BIAS = 100
-MAX_WHOLE = 2**53  # from here on a fraction does not say which integer is meant
+MAX_WHOLE = 2**53  # from here on a float does not determine the integer
 FORMS = ("response_format", "structured_outputs")
 STRUCTURAL = 'send tools with "strict": true, or structured_outputs with a grammar.'
 JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
               "array": "a list", "object": "an object"}
-MAX_LOGGED = 100  # names of unknown fields: more would let a client fill the log
-MAX_DEPTH = 128  # of lists and objects in one another: what renders or compiles them calls itself for each
+MAX_LOGGED = 100  # names of unknown fields in the log, so that a client cannot fill it
+MAX_DEPTH = 128  # nested lists and objects: templates and grammar compilation recurse for each
 NO_MARKS = bytes(set(range(256)) - set(b'"[]{}'))
 NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Refused(NamedTuple):
-    """Why a field of other servers' requests that would change the answer is refused, and the values (beside null) that
-    ask for nothing and are let through."""
+    """Rule for a field that is refused: other servers have it, and it would change the answer.
+
+    reason     the end of the error message
+    harmless   values that have no effect and are accepted, as null is
+    """
 
     reason: str
     harmless: list[Any]
@@ -64,20 +67,20 @@ def _refused(table: str) -> Iterator[tuple[str, Refused]]:
 
 
 REFUSED = dict(_refused("refused_fields.txt"))
-ELSEWHERE = "-"  # the reason of a field that some routes read, in whose place those that do not have words of their own
+ELSEWHERE = "-"  # reason of a field that other routes read: `_foreign` makes the message
 ROUTES: dict[str, frozenset[str]] = {path: frozenset(kind.__struct_fields__) for path, kind in (
     ("/v1/chat/completions", schema.ChatRequest), ("/v1/completions", schema.CompletionRequest),
     ("/v1/responses", ResponseRequest), ("/v1/messages", MessagesRequest),
     ("/v1/embeddings", schema_embeddings.EmbeddingRequest), ("/v1/rerank", schema_embeddings.RerankRequest),
     ("/v1/score", schema_embeddings.ScoreRequest), ("/tokenize", schema.TokenizeRequest),
     ("/detokenize", schema.DetokenizeRequest))}
-ALIKE = [line.split() for line in (  # fields for the same, of which each route has some
+ALIKE = [line.split() for line in (  # groups of fields with the same meaning in different routes
     "max_tokens max_completion_tokens max_output_tokens", "stop stop_sequences", "instructions system messages input",
     "messages prompt input", "response_format structured_outputs text output_config",
     "truncation truncate_prompt_tokens", "query queries text_1 data_1", "documents items text_2 data_2",
     "reasoning reasoning_effort output_config thinking chat_template_kwargs")]
-# Do not change the answer here, and are taken silently: who asks, what OpenAI keeps and where it runs; hints (what the
-# answer will mostly be, how long it should be); how pictures would be read; backends, of which there is one.
+# Fields without effect here, accepted silently: the user; OpenAI's storage and service tiers; hints (predicted content,
+# verbosity); options for images; the grammar backend, of which there is one.
 IGNORED = frozenset(
     "user safety_identifier session_id metadata store service_tier prompt_cache_key prompt_cache_retention "
     "prompt_cache_options prediction verbosity media_io_kwargs mm_processor_kwargs guided_decoding_backend "
@@ -85,11 +88,14 @@ IGNORED = frozenset(
 
 
 class RequestDecoder(Generic[T]):
-    """Decodes the bodies of one route."""
+    """Decoder of the request bodies of one route."""
 
     def __init__(self, kind: type[T], *, refused: str = "", unread: frozenset[str] = frozenset()) -> None:
-        """`refused`: a table of fields that this route refuses, though its type or others may know them; `unread`:
-        fields of other routes that would change nothing here, and are told back."""
+        """Prepare the decoder of a type.
+
+        refused   file with a table of fields that this route refuses, even if its type has them
+        unread    fields of other routes without effect here: reported as unknown, not refused
+        """
         self._decoder = msgspec.json.Decoder(kind)
         info = inspect.type_info(kind)
         assert isinstance(info, inspect.StructType)
@@ -102,21 +108,19 @@ class RequestDecoder(Generic[T]):
         self._known = fields | IGNORED | self._refused.keys()
 
     async def read(self, context: ServerContext, exchange: Exchange) -> T:
-        """The request in an exchange's body; fields that nobody knows are told back and logged. Errors: `decode`'s."""
+        """Decode the body of an exchange. Unknown fields are reported to the client and logged. Raises as `decode`."""
         request, unknown = self.decode(await exchange.body())
         for name in unknown:
             exchange.warn(f"unknown field {name}")
             if name not in (told := context.unknown_fields) and len(told) < MAX_LOGGED:
                 told.add(name)
-                LOG.warning("a request has the unknown field %s; it is ignored (told once).", name)
+                LOG.warning("a request has the unknown field %s, which is ignored (logged once).", name)
         return request
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the first of the fields that nobody knows, in words that fit into a header.
-
-        Errors: `HttpError` 400 for what is no JSON or asks for something that is not implemented, `InvalidParameter`
-        for a field of the wrong type or out of its range.
-        """
+        """Decode a body. Return the request and the first unknown fields, as texts for headers.
+        Raises `HttpError` 400 for invalid JSON or a feature that is not implemented, `InvalidParameter` for a field of
+        the wrong type or out of its range."""
         try:
             names = NAMES.decode(body)
             self._refuse(names)
@@ -137,13 +141,13 @@ class RequestDecoder(Generic[T]):
         except UnicodeDecodeError as error:
             raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
         except RecursionError as error:
-            words = f"the body is nested too deeply: at most {MAX_DEPTH} lists and objects in one another."
+            words = f"the body is nested too deeply: at most {MAX_DEPTH} levels of lists and objects."
             raise HttpError(400, words, code="invalid_json") from error
         return request, self._fields.unknown(names, self._known)
 
     def _decoded(self, body: bytes, names: dict[str, msgspec.Raw]) -> T:
-        """The request. 2.0 is an integer, too: JSON does not tell them apart, and some clients have no other numbers.
-        That costs only whom it would be refused to."""
+        """Decode a body into the type. 2.0 is accepted as an integer, since some clients have only floats.
+        Only requests that would be refused otherwise pay for this: they are decoded again."""
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -160,12 +164,12 @@ class RequestDecoder(Generic[T]):
                 continue
             value = msgspec.json.decode(given)
             if not asks_nothing(value, rule.harmless):
-                if rule.reason.startswith("send "):  # there is another way
+                if rule.reason.startswith("send "):  # another field does the same
                     raise HttpError(400, f"{name} is not read: {rule.reason}", code="unsupported_parameter", param=name)
                 raise not_implemented(name, rule.reason)
 
     def explain(self, problem: str) -> InvalidParameter:
-        """An error in our words from one of msgspec's: "Expected `int` <= 128 - at `$.n`"."""
+        """Make our error from a message of msgspec, such as "Expected `int` <= 128 - at `$.n`"."""
         found, missing = PATH.search(problem), MISSING.search(problem)
         path = found[2] if found is not None else ""
         if missing is not None:
@@ -175,7 +179,7 @@ class RequestDecoder(Generic[T]):
             options = [one for kind in self._kinds(path) for one in getattr(kind, "types", [kind])]
             known = [field.encode_name for kind in options for field in getattr(kind, "fields", ())]
             near = difflib.get_close_matches(unknown[1], known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+            hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(known)}."
             return InvalidParameter(f"{path} has an unknown field {shown(unknown[1])}: {hint}",
                                     param=_field(path))
         reason = _reason(problem[: found.start() if found is not None else None].replace("`", ""))
@@ -189,7 +193,7 @@ class RequestDecoder(Generic[T]):
         return " or ".join(dict.fromkeys(map(words, self._kinds(path)))) or "left out"
 
     def _kinds(self, path: str) -> list[inspect.Type]:
-        """The types of what may stand at a path."""
+        """Return the types that a path may have."""
         kinds = [self._type]
         for step in STEP.findall(path):
             kinds = [inner for kind in kinds for inner in _inside(kind, step)]
@@ -197,7 +201,7 @@ class RequestDecoder(Generic[T]):
 
 
 def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
-    """The rules for what any route reads, for one that has these fields."""
+    """Make rules that refuse the fields of all routes, for a route with `fields`; `REFUSED` has precedence."""
     rules: dict[str, Refused] = {}
     for name in frozenset[str]().union(*ROUTES.values()) - IGNORED:
         given = REFUSED.get(name, Refused(ELSEWHERE, []))
@@ -209,7 +213,7 @@ def _foreign(fields: frozenset[str]) -> dict[str, Refused]:
 
 
 def _bad_biases(given: Any) -> list[str]:
-    """The keys of entries that are no biases of tokens."""
+    """Return the keys of entries that are not a token id with a bias in its range."""
     return [key for key, bias in given.items() if not TOKEN_ID.fullmatch(key) or type(bias) is bool or (
         not isinstance(bias, int | float) or abs(bias) > MAX_BIAS)] if isinstance(given, dict) else []
 
@@ -219,17 +223,17 @@ def _is_structural(form: Any) -> bool:
 
 
 def _depth(body: bytes) -> int:
-    """How many lists and objects of valid JSON are in one another at most; a bound where they are few."""
+    """Return the nesting depth of valid JSON, or an upper bound where that is at most MAX_DEPTH."""
     if (most := body.count(b"[") + body.count(b"{")) <= MAX_DEPTH:
         return most
     marks = np.frombuffer(body.replace(rb"\\", b"").replace(rb'\"', b"").translate(None, NO_MARKS), np.uint8)
-    quotes, steps = marks == ord('"'), (marks & 2).astype(np.int8) - 1  # the bit tells what opens from what closes
+    quotes, steps = marks == ord('"'), (marks & 2).astype(np.int8) - 1  # bit 1 is set in [ and {, not in ] and }
     steps[quotes | (np.cumsum(quotes, dtype=np.uint8) & 1).astype(bool)] = 0
     return int(np.cumsum(steps, dtype=np.int32).max())
 
 
 def _reason(text: str) -> str:
-    """What msgspec says beyond what must be: the kind of value that came, or its own words; "" for a bound."""
+    """Return the rest of the message from msgspec's text: the kind of the given value, or its words; "" for a range."""
     if (got := GOT.fullmatch(text)) is not None:
         return f", not {JSON_KINDS[got[1]]}"
     if (none := NONE_OF.fullmatch(text)) is not None:
@@ -242,7 +246,7 @@ def _field(path: str) -> str:
 
 
 def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
-    """The types that one step of a path may lead to: a field's name, or an index in brackets."""
+    """Return the types to which one step of a path may lead. A step is a field's name or an index in brackets."""
     if isinstance(kind, inspect.UnionType):
         return [inner for option in kind.types for inner in _inside(option, step)]
     if isinstance(kind, inspect.StructType):
@@ -255,7 +259,7 @@ def _inside(kind: inspect.Type, step: str) -> list[inspect.Type]:
 
 
 def words(kind: inspect.Type) -> str:
-    """What values a type takes: "an integer in [1, 128]"."""
+    """Describe the values of a type: "an integer in [1, 128]"."""
     if isinstance(kind, inspect.UnionType):
         return " or ".join(dict.fromkeys(words(t) for t in kind.types if not isinstance(t, inspect.NoneType)))
     if isinstance(kind, inspect.IntType):

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of texts, computed in the batch in which others generate."""
+"""POST /v1/embeddings: vectors of texts, computed in the same batches as requests that generate."""
 
 import asyncio
 import base64
@@ -44,7 +44,7 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
     vectors, usage = await vectors_of(context, exchange, request, given, ["input"], request.dimensions)
 
     def write() -> bytes:
-        # One by one: the encoder would hold the interpreter for as long as all of them take.
+        # Encoded one by one, since the encoder holds the interpreter's lock during each call.
         data = [msgspec.Raw(ENCODE(schema.Embedding(index=i, embedding=_written(vector, request.encoding_format))))
                 for i, vector in enumerate(vectors)]
         return ENCODE(schema.EmbeddingResponse(
@@ -56,9 +56,9 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
 async def vectors_of(context: ServerContext, exchange: Exchange, request: schema.EmbeddedFields,
                      texts: Sequence[str | list[int]], params: Sequence[str], dimensions: int | None = None,
                      ) -> tuple[list[F32], schema.PromptUsage]:
-    """The embeddings of texts, or of token ids, and how many tokens they have. `params`: the field of each; the last
-    one is that of all that follow. More than the engine has room for are sent one part after the other, within one
-    deadline."""
+    """Compute the embeddings of texts or token ids. Return the vectors and the token counts.
+    `params`: request field of each text, for errors; the last one counts for all further texts. When the engine's queue
+    cannot hold all texts, they are sent in parts, within one deadline."""
     plan, began = context.text().pooling, time.monotonic()
     prompts = await _prompts(context, exchange, request, texts, params)
     room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()
@@ -66,7 +66,7 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
     deadline = time.monotonic() + min((limit for limit in limits if limit is not None), default=math.inf)
     with context.in_flight.hold(exchange.request_id):
         async with exchange.watch() as watch:
-            await asyncio.sleep(0)  # ends here if the client has hung up
+            await asyncio.sleep(0)  # cancelled here if the client has disconnected
             for at in range(0, len(prompts), room):
                 if (left := deadline - time.monotonic()) <= 0:
                     raise failure(exchange.request_id, "deadline")

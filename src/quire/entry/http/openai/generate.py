@@ -1,7 +1,7 @@
-"""One request for text, from the engine's stream to the client: in one piece, or as events while it is generated.
+"""Generation for one request: from the engine's stream to the client, as a whole answer or as events.
 
-Every route that generates shares this; how an answer looks is the `Writer`'s matter. The engine's stream is closed on
-every way out, so that nothing is generated for a client that is gone.
+All routes that generate text share this. A `Writer` makes the JSON of each route. The engine's stream is always closed,
+so that nothing is generated for a client that has disconnected.
 """
 
 import asyncio
@@ -32,19 +32,20 @@ from quire.entry.prompts import Prompt
 from quire.text.grammar import notes
 from quire.text.tokenizer import Tokenizer
 
-MOST_NOTES, MOST_NOTE_CHARS = 20, 1_000  # keywords that are not enforced, in one warning
+MOST_NOTES, MOST_NOTE_CHARS = 20, 1_000  # limits of one warning about schema keywords that are not enforced
 LOG = logging.getLogger("quire")
 Request = TypeVar("Request", bound=SamplingFields)
-Piece = tuple[int, CompletionOutput]  # (choice, what is new of it)
+Piece = tuple[int, CompletionOutput]  # (choice, its new part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One validated request.
+    """A validated request.
 
-    turn             how the text of a choice is to be read
-    num_choices      choices in all;  choice c belongs to prompt c // params.n
-    include_usage    a last event with the counts;  running_usage: the counts in every event
+    turn             plan for parsing the text of a choice into reasoning, content and calls
+    num_choices      number of choices; choice c belongs to prompt c // params.n
+    include_usage    send a last event with the token counts
+    running_usage    send the token counts in every event
     """
 
     prompts: list[Prompt]
@@ -61,46 +62,47 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        """Choices over all prompts."""
+        """Number of choices of all prompts."""
         return len(self.prompts) * self.params.n
 
     def turns(self, tokenizer: Tokenizer | None) -> list[Turn]:
-        """One per choice, for a writer that shows more than text."""
+        """Make the parser of each choice, for a writer that shows reasoning and calls."""
         return [Turn(self.turn, self.params, tokenizer) for _ in range(self.num_choices)]
 
 
 class Writer(ABC):
-    """How the answers of one route look, as bytes of JSON or framed events."""
+    """Base of the writers, which make a route's answers: JSON bytes or framed events."""
 
-    _turns: Sequence[Turn] = ()  # of the choices, when they are more than text
+    _turns: Sequence[Turn] = ()  # parsers of the choices, if these are more than text
 
     @property
     def num_thought(self) -> int:
-        """Tokens of reasoning, over all choices."""
+        """Number of reasoning tokens of all choices."""
         return sum(turn.num_thought for turn in self._turns)
 
     @abstractmethod
     def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
-        """Events that open the choices of a prompt, before their first piece. `usage`: see `piece`."""
+        """Return the events that open the choices of a prompt, before their first piece. `usage`: see `piece`."""
 
     @abstractmethod
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """Events for what is new of a choice; b"" when it shows nothing. `usage`: JSON of the counts so far when they
-        are to be told with every event, else b""."""
+        """Return the events for the new part of a choice; b"" when there is nothing to show.
+        `usage`: JSON of the token counts so far, if every event has them; else b""."""
 
     @abstractmethod
     def end(self, usage: Usage) -> bytes:
-        """What closes a stream after the last piece."""
+        """Return the events that close a stream after the last piece."""
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
-        """The answer in one piece. `usage` lacks the tokens of reasoning: it is the writer that reads the text."""
+        """Return the whole answer. The writer adds the reasoning tokens to `usage`, since only it parses the text."""
 
 
 class ChunkWriter(Writer):
-    """A writer whose events are chunks as OpenAI's older routes have them: the choices' news in the form of an answer.
+    """A writer whose events are chunks of OpenAI's completions and chat routes.
 
-    prefix   of the answer's id;  kind  of a stream's events, as "object";  opening  of a choice after its index
+    prefix    prefix of the answer's id;  kind  "object" of a stream's events
+    opening   JSON of a choice after its index
     """
 
     def __init__(self, job: Job, request: SamplingFields, tokenizer: Tokenizer | None, *, with_logprobs: bool,
@@ -114,15 +116,15 @@ class ChunkWriter(Writer):
         head = {"id": self._shared["id"], "object": kind, "created": job.created, "model": job.model}
         self._empty = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
         self._heads = [self._empty + b'{"index":%d,' % choice + opening for choice in range(job.num_choices)]
-        # With `include_usage`, every event but the last says null.
+        # With `include_usage`, every event except the last has "usage": null.
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
 
     def tail(self, usage: bytes) -> bytes:
-        """The end of an event, with the counts so far when they are told."""
+        """Return the end of an event, with the token counts if given."""
         return b'],"usage":' + usage + b"}\n\n" if usage else self._tail
 
     def end(self, usage: Usage) -> bytes:
-        """The counts, when they are asked for, and [DONE]."""
+        """Return an event with the token counts, if the request asks for it, and [DONE]."""
         if not self._job.include_usage:
             return DONE
         return self._empty + b'],"usage":' + msgspec.json.encode(usage) + b"}\n\n" + DONE
@@ -136,8 +138,9 @@ async def answer(
 ) -> None:
     """Answer one request.
 
-    params_of    is given the defaults and the server's stream interval, too
-    prompts_of   the prompts and how to read what follows them, for which it may change the parameters
+    params_of    makes the sampling parameters from the request, the defaults and the server's stream interval
+    prompts_of   makes the prompts and the plan for parsing the answer; it may change the parameters
+    writer       makes the writer of the route
     """
     request_id = exchange.name(request.request_id)
     model, text, serve = context.model(request.model), context.text(), context.config.serve
@@ -160,18 +163,17 @@ async def answer(
 
 
 def _told(notes: list[str]) -> str:
-    """Notes as a header has room for them, and how many more there are."""
+    """Join the notes that fit into a header, and append the number of the others."""
     ends = itertools.accumulate(len(note) + 2 for note in notes)
     told = max(1, min(MOST_NOTES, sum(end <= MOST_NOTE_CHARS for end in ends)))
     return "; ".join(notes[:told]) + (f"; and {len(notes) - told} more" if len(notes) > told else "")
 
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:
-    """Do the job. Errors before the first byte are raised; after it, the caller's `Exchange.fail` ends the
-    stream."""
+    """Run a job and send its answer. After the first byte of a stream, the caller ends it by `Exchange.fail`."""
     with context.in_flight.hold(job.request_id):
         async with exchange.watch() as watch:
-            await asyncio.sleep(0)  # ends here if the client has hung up: its text may have taken long to encode
+            await asyncio.sleep(0)  # cancelled here if the client disconnected while its text was encoded
             stream = context.engine.open(
                 job.prompts, job.params, request_id=job.request_id, priority=job.priority, timeout=job.timeout,
                 tenant=tenant_of(exchange.scope, context.config.http))
@@ -191,7 +193,7 @@ async def generate(context: ServerContext, exchange: Exchange, job: Job, writer:
 
 
 def _log(job: Job, stream: RequestStream, seconds: float) -> None:
-    """One line for a request that has ended: sizes and how, no text."""
+    """Log a finished request in one line: token counts, finish reasons and seconds; no text."""
     completions = [c for generation in stream.generations for c in generation.completions]
     LOG.info("request %s: %d prompt tokens, %d generated, %s, %.3f s", job.request_id,
              sum(len(prompt.token_ids or ()) for prompt in job.prompts),
@@ -217,7 +219,7 @@ async def _whole(stream: RequestStream, job: Job, writer: Writer) -> bytes:
 
 async def _events(events: EventStream, stream: RequestStream, progress: "StreamProgress", watch: Watch) -> None:
     def push(batch: Batch) -> None:
-        """Send outputs in the moment in which they come."""
+        """Send outputs at once."""
         if data := progress.events(batch):
             events.push(data)
 
@@ -233,7 +235,7 @@ async def _events(events: EventStream, stream: RequestStream, progress: "StreamP
 
 
 class StreamProgress:
-    """Where the choices of a stream stand; turns what the engine hands out into events."""
+    """State of a stream's choices. It turns the engine's outputs into events."""
 
     def __init__(self, job: Job, writer: Writer) -> None:
         self._job = job
@@ -247,7 +249,7 @@ class StreamProgress:
         self._cached = [0] * len(job.prompts)
 
     def events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
-        """The events of everything that came at once, framed and joined; one event per choice."""
+        """Return the events of a batch of outputs, framed and joined; one piece per choice."""
         if self._single and self._begun[0]:
             piece = batch[-1][1].outputs[0]
             if len(batch) == 1 and piece.finish_reason is None:  # nearly every call
@@ -268,7 +270,7 @@ class StreamProgress:
         return b"".join(frames)
 
     def last(self) -> bytes:
-        """What follows the last choice."""
+        """Return the events after the last choice."""
         return self._writer.end(self._usage())
 
     def _counts(self) -> bytes:
@@ -278,7 +280,7 @@ class StreamProgress:
         return usage(self._num_prompt, self._num_output, sum(self._cached), self._writer.num_thought)
 
     def _pieces(self, batch: list[tuple[int, RequestOutput]]) -> list[Piece]:
-        """What is new, one piece per choice that has any: the pieces of several steps become one."""
+        """Return one piece per choice with new output. Pieces of several steps are joined."""
         if len(batch) == 1 and self._n == 1:
             at, output = batch[0]
             return [] if self._ended[at] else [(at, output.outputs[0])]
@@ -297,7 +299,7 @@ class StreamProgress:
 
 
 def _append(piece: CompletionOutput, newer: CompletionOutput) -> None:
-    """Add a later piece of the same choice; pieces are fresh objects, nobody else holds them."""
+    """Append a later piece of the same choice, in place: no one else refers to a piece."""
     piece.text += newer.text
     piece.token_ids += newer.token_ids
     if newer.logprobs is not None:
@@ -306,13 +308,13 @@ def _append(piece: CompletionOutput, newer: CompletionOutput) -> None:
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int, num_thought: int = 0) -> Usage:
-    """The counts of a request."""
+    """Make the token counts of a request."""
     return Usage(prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
                  prompt_tokens_details=CachedTokens(cached_tokens=num_cached),
                  completion_tokens_details=ReasoningTokens(reasoning_tokens=num_thought))
 
 
 def check_end(completion: CompletionOutput) -> None:
-    """A completion that was aborted has no answer to give: the server is going down."""
+    """Raise `EngineClosed` for a completion that was aborted because the server is stopping."""
     if completion.finish_reason == "abort":
-        raise EngineClosed("the request was aborted, because the server stops: send it again.")
+        raise EngineClosed("the request was aborted because the server is stopping: send it again.")

@@ -1,6 +1,6 @@
-"""Log-probabilities in OpenAI's two forms: columns with text offsets (completions), and one object per token (chat).
+"""Log-probabilities in OpenAI's two formats: columns with text offsets (completions), and one object per token (chat).
 
-A token's number is taken once and shown wherever the token shows, so that clients may compare for equality.
+A token has the same number wherever it appears, so that clients may compare numbers for equality.
 """
 
 import codecs
@@ -16,24 +16,27 @@ LOWEST = -9999.0  # JSON has no infinity; forbidden tokens have a log-probabilit
 
 
 class TokenNames:
-    """How tokens are written in answers."""
+    """Names of tokens in answers."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
-        """`as_ids`, or no tokenizer: every token as "token_id:17"."""
+        """Make the names. With `as_ids`, or without a tokenizer, every token is written as "token_id:17"."""
         self.tokenizer = tokenizer
         self._as_ids = as_ids or tokenizer is None
         self._keys: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """The token's text; bytes that are no whole character show as U+FFFD."""
+        """Return the token's text. Bytes of an incomplete character become U+FFFD."""
         return f"token_id:{token}" if self._as_ids else self._bytes(token).decode("utf-8", "replace")
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """The token's bytes, None when there is no tokenizer."""
+        """Return the token's bytes; None without a tokenizer."""
         return None if self.tokenizer is None else list(self._bytes(token))
 
     def key(self, token: int) -> str:
-        """The token's text if its bytes are whole characters, else "bytes:\\xe2\\x82": different bytes never meet."""
+        """Return the token's text if its bytes are whole characters, else "bytes:\\xe2\\x82".
+
+        So tokens with different bytes have different keys.
+        """
         key = self._keys.get(token)
         if key is None:
             key = self._keys[token] = self._key(token)
@@ -53,25 +56,26 @@ class TokenNames:
 
 
 def number(entry: Logprob) -> float:
-    """The log-probability as JSON can hold it."""
+    """Return the log-probability, at least `LOWEST`."""
     return max(entry.logprob, LOWEST)
 
 
 class _Characters:
-    """The characters that tokens become, one token after the other."""
+    """Incremental UTF-8 decoder of tokens."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, data: bytes) -> tuple[int, str]:
-        """(characters before this token that only it makes certain, the text that it completes, those included): bytes
-        that it does not continue become one U+FFFD, which is not its own."""
+        """Decode the bytes of a token. Return (number of characters of earlier tokens, text).
+        The text is what becomes complete with this token. If earlier bytes are incomplete and this token does not
+        continue them, the text begins with a U+FFFD of the earlier tokens (number 1, else 0)."""
         held = self._decoder.getstate()[0]
         return int(bool(held) and not _goes_on(held + data[:1])), self._decoder.decode(data)
 
 
 def _goes_on(data: bytes) -> bool:
-    """Whether the bytes begin a text."""
+    """Return True if the bytes are valid UTF-8, with an incomplete character at the end at most."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(data)
     except UnicodeDecodeError:
@@ -80,10 +84,10 @@ def _goes_on(data: bytes) -> bool:
 
 
 class LegacyColumns:
-    """The logprobs columns of one choice, written as its tokens come."""
+    """Writer of the logprobs columns of one choice, as its tokens come."""
 
     def __init__(self, names: TokenNames, *, skip_special: bool, offset: int = 0) -> None:
-        """`offset`: characters of the text before the first token."""
+        """Begin the columns. `offset`: characters of the text before the first token."""
         self._names = names
         self._tokenizer = names.tokenizer
         self._skipped = names.tokenizer.all_special_ids if skip_special and names.tokenizer is not None else frozenset()
@@ -91,7 +95,7 @@ class LegacyColumns:
         self._characters = _Characters()
 
     def rows(self, tokens: Sequence[int], entries: Sequence[LogprobsByToken | None]) -> LegacyLogprobs:
-        """The next tokens and what was likely there; None where nothing precedes the token."""
+        """Return the columns of the next tokens. An entry is None for a first token, which has no logprobs."""
         columns = LegacyLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token, entry in zip(tokens, entries, strict=True):
             before, text = self._take(token)
@@ -101,7 +105,7 @@ class LegacyColumns:
         return columns
 
     def add(self, columns: LegacyLogprobs, token: int, entry: LogprobsByToken | None) -> None:
-        """One token without its offset."""
+        """Add one token to the columns, without its text offset."""
         columns.tokens.append(self._names.key(token))
         if entry is None:
             columns.token_logprobs.append(None)
@@ -125,8 +129,9 @@ class LegacyColumns:
 def prompt_columns(
     names: TokenNames, text: str, tokens: Sequence[int], entries: Sequence[LogprobsByToken | None]
 ) -> LegacyLogprobs:
-    """The columns of an echoed prompt, aligned with the text that was given: special tokens that are not written in it
-    (a BOS that the tokenizer added) and leading-space marks that it does not show take no characters."""
+    """Return the columns of an echoed prompt, with offsets in the given text.
+    Special tokens that the text does not contain (a BOS that the tokenizer added) take no characters. Neither does a
+    space that the tokenizer put before the text."""
     writer = LegacyColumns(names, skip_special=False)
     columns = LegacyLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     tokenizer = names.tokenizer
@@ -145,15 +150,15 @@ def prompt_columns(
 
 
 def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
-    """The columns of a text and of what follows it."""
+    """Join the columns of two successive texts."""
     parts = msgspec.structs.asdict(second)
     return LegacyLogprobs(**{name: column + parts[name] for name, column in msgspec.structs.asdict(first).items()})
 
 
 def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[LogprobsByToken],
                   num_top: int | None) -> ChatLogprobs:
-    """One object per token with the `num_top` likeliest ones, -1: the whole vocabulary; None: all that there are (ids
-    that were asked for)."""
+    """Return one object per token, with alternatives.
+    `num_top`: number of likeliest tokens; -1 = the whole vocabulary; None = all entries (the requested ids)."""
     content = []
     for token, entry in zip(tokens, entries, strict=True):
         others = list(entry.items())

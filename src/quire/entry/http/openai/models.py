@@ -1,5 +1,5 @@
-"""What is served: GET /v1/models and /v1/models/{model}, under which names; and its tokenizer, for clients that have
-none: POST /tokenize and /detokenize, GET /tokenizer_info."""
+"""The served model: GET /v1/models and /v1/models/{model}. Its tokenizer, for clients without one: POST /tokenize and
+/detokenize, GET /tokenizer_info."""
 
 import msgspec
 
@@ -14,13 +14,13 @@ from quire.entry.http.openai.prompts import away, conversation_prompt, tokenizer
 from quire.entry.http.openai.tools import plain_tools
 from quire.text.tokenizer import Tokenizer
 
-TOKENIZE = RequestDecoder(  # takes bodies of chats and completions: how an answer is drawn is not in its prompt
+TOKENIZE = RequestDecoder(  # accepts bodies of chats and completions; their sampling fields do not change the prompt
     schema.TokenizeRequest, unread=frozenset((*schema.SamplingFields.__struct_fields__, "max_completion_tokens")))
 DETOKENIZE = RequestDecoder(schema.DetokenizeRequest)
 
 
 async def tokenize(context: ServerContext, exchange: Exchange) -> None:
-    """The token ids of a text, or of a conversation as the chat template writes it."""
+    """Answer with the token ids of a text, or of a conversation rendered by the chat template."""
     request = await TOKENIZE.read(context, exchange)
     context.model(request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -43,7 +43,7 @@ async def tokenize(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def detokenize(context: ServerContext, exchange: Exchange) -> None:
-    """The text of token ids."""
+    """Answer with the text of token ids."""
     request = await DETOKENIZE.read(context, exchange)
     context.model(request.model)
     tokenizer, ids = tokenizer_of(context.text(), "tokens"), request.tokens
@@ -55,7 +55,7 @@ async def detokenize(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
-    """The special tokens and the chat template."""
+    """Answer with the special tokens and the chat template."""
     text = context.text()
     tokenizer = tokenizer_of(text, "tokenizer")
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -68,16 +68,16 @@ async def tokenizer_info(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def list_models(context: ServerContext, exchange: Exchange) -> None:
-    """Every name of the served model."""
+    """Answer with all names of the served model."""
     cards = [_card(context, name) for name in context.model_names]
     await exchange.reply(msgspec.json.encode(schema.ModelList(data=cards)))
 
 
 async def show_model(context: ServerContext, exchange: Exchange) -> None:
-    """One name; 404 when it is not served."""
+    """Answer with one name of the model; 404 if it is not served."""
     asked = exchange.scope["path_params"]["model"]
     if not asked:
-        raise HttpError(404, "no model is named: /v1/models lists them.", code="model_not_found", param="model")
+        raise HttpError(404, "the path names no model: see /v1/models.", code="model_not_found", param="model")
     name = context.model(asked)
     await exchange.reply(msgspec.json.encode(_card(context, name)))
 

@@ -1,4 +1,4 @@
-"""Texts, token ids and conversations of requests to prompts with token ids, off the event loop when they are long."""
+"""Conversion of texts, token ids and conversations to prompts with token ids. Long ones leave the event loop."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -34,15 +34,15 @@ from quire.text.special import SpecialTokens
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import ReasoningFormat
 
-LONG = 8_192  # bytes of a request from which its texts take long enough (1 to 5 ms) to leave the event loop
-HUGE = 2**20  # bytes from which encoding takes hundreds of megabytes for a while (7 MB: 1 GB)
-IDS = r"^prompt_token_ids(?= holds|$)"  # what the engine calls ids that a request has in a field of another name
+LONG = 8_192  # bytes of a request; from here on its texts take 1 to 5 ms, and are processed in a thread
+HUGE = 2**20  # bytes; from here on encoding takes hundreds of megabytes for a while (7 MB: 1 GB)
+IDS = r"^prompt_token_ids(?= holds|$)"  # the engine's name for ids, which a route replaces by its field's
 T = TypeVar("T")
 
 
 async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
-    """Do the CPU work of a request with `size` bytes: here when they are few, else in a thread; huge ones one after the
-    other. Bytes bound everything that takes time: characters, messages (about 18 us each), parts, variables."""
+    """Do the CPU work of a request with `size` bytes: at once if small, else in a thread, huge ones one at a time.
+    The time grows with the bytes, whether these are characters, messages (about 18 us each), parts or variables."""
     if size < LONG:
         return work()
     try:
@@ -55,7 +55,7 @@ async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
 
 
 def tokenizer_of(text: TextSide, param: str) -> Tokenizer:
-    """The tokenizer, or 400 when the server runs without one."""
+    """Return the tokenizer. Raises 400 if the server runs without one."""
     if text.tokenizer is None:
         raise InvalidParameter(
             "this server has no tokenizer (skip_tokenizer_init): use /v1/completions with token ids.", param=param)
@@ -63,8 +63,8 @@ def tokenizer_of(text: TextSide, param: str) -> Tokenizer:
 
 
 async def spell_bad_words(context: ServerContext, exchange: Exchange, params: SamplingParams) -> None:
-    """Have the token sequences of bad words made where it may take time: the tokenizer remembers them for the engine.
-    Errors: 400 for a word without tokens."""
+    """Tokenize the bad words now, in a thread if needed. The tokenizer caches the result for the front end.
+    Raises 400 for a word without tokens."""
     words, tokenizer = params.bad_words, context.text().tokenizer
     if words and tokenizer is not None:
         await away(context, exchange.size, lambda: tokenizer.bad_word_ids(words))
@@ -72,7 +72,7 @@ async def spell_bad_words(context: ServerContext, exchange: Exchange, params: Sa
 
 async def completion_prompts(context: ServerContext, exchange: Exchange, request: CompletionRequest,
                              params: SamplingParams) -> tuple[list[Prompt], TurnPlan]:
-    """The prompts of /v1/completions, encoded and fitted to the context; what follows them is text."""
+    """Make the prompts of /v1/completions, encoded and fitted to the context. The answer is plain text."""
     given = several(request.prompt)
     check_choices(len(given), request)
     longest = _longest(context, request)
@@ -86,7 +86,8 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
         prompts = await away(context, exchange.size, lambda: [
             encoded(tokenizer, text, special, longest, "prompt", after=after) for text in texts])
     elif after:
-        raise InvalidParameter("suffix needs a prompt that is a text: ids may hold the gap's tokens.", param="suffix")
+        raise InvalidParameter("suffix needs a prompt that is a text: with token ids, write the model's "
+                               "fill-in-the-middle tokens yourself.", param="suffix")
     else:
         prompts = [Prompt(token_ids=item) for item in given if not isinstance(item, str)]
     return [fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts], TurnPlan()
@@ -94,25 +95,25 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
 
 async def chat_prompts(context: ServerContext, exchange: Exchange, request: ChatRequest,
                        params: SamplingParams) -> tuple[list[Prompt], TurnPlan]:
-    """The prompt of a conversation, encoded and fitted to the context, and how to read what follows it."""
+    """Make the prompt of a conversation, encoded and fitted to the context, and the plan for parsing its answer."""
     check_choices(1, request)
     longest = _longest(context, request)
     use = tool_use(request, hide_idle=context.config.serve.exclude_tools_when_tool_choice_none)
     text, template = context.text(), _own_template(context, request) or context.text().chat_template
     if use.callable and template is not None and (
             "tools" not in template.source(tools=True) or text.parsers[0] == "none"):
-        raise InvalidParameter("the model cannot be given tools: its template has no place for them, or the server "
+        raise InvalidParameter("the model cannot be given tools: its chat template does not use them, or the server "
                                'runs with --tool-call-parser none. Send tool_choice="none", or start the server with '
                                "another --chat-template.", param="tools")
-    # A form holds from the first token on, or after the reasoning, and so does a budget: whether there is one must be
-    # certain.
+    # A grammar applies from the first token on, or from the end of the reasoning; a thinking budget applies to the
+    # reasoning. So for both the prompt must decide if there is reasoning.
     bounded = request.thinking_token_budget is not None
     opens = text.styles.reasoning if params.structured_outputs is not None or bounded else None
     prompt = await conversation_prompt(context, exchange, request, request.messages, longest, tools=use.shown,
                                        opens=opens)
     plan = plan_turn(request, use, params, text, prompt.text or "")
     if bounded and not plan.thinking:
-        exchange.warn("a budget of thinking bounds nothing here: the prompt begins no reasoning")
+        exchange.warn("thinking_token_budget has no effect here: the prompt begins no reasoning")
     if (asked := request.max_completion_tokens) is not None:
         return [fitted(context, request, prompt, asked, "messages", "max_completion_tokens")], plan
     return [fitted(context, request, prompt, request.max_tokens, "messages")], plan
@@ -122,9 +123,10 @@ async def conversation_prompt(
     context: ServerContext, exchange: Exchange, request: ChatRequest | TokenizeRequest, messages: list[Message],
     longest: int | None, *, tools: list[dict[str, Any]] | None = None, opens: ReasoningFormat | None = None,
 ) -> Prompt:
-    """Render and encode messages; the template writes its own special tokens. `longest`: see `encoded`.
+    """Render and encode messages. The template writes the special tokens.
 
-    opens   reasoning that the model would begin by itself is begun in the prompt
+    longest   see `encoded`
+    opens     format of reasoning that the model begins by itself: the prompt begins it instead
     """
     text = context.text()
     tokenizer = tokenizer_of(text, "messages")
@@ -155,25 +157,26 @@ async def conversation_prompt(
             async with exchange.watch(), context.sandbox():
                 rendered = await asyncio.to_thread(
                     render, lambda given, /, **more: template.render_apart(given, over, **more))
-        finally:  # neither the thread nor its child goes on for a client that is gone
+        finally:  # ends the thread and its child process if the client has disconnected
             over.set_result(None)
         return await away(context, len(rendered), lambda: encode(rendered))
 
 
 def _opening(prompt: str, without: str, row: ReasoningFormat) -> str:
-    """How a model begins to reason that does so by itself: as its template does, to have it end at once, in a prompt
-    `without` reasoning. "" for a model that does not, or where the prompt has begun already."""
+    """Return the text that begins the reasoning, for a model that begins it by itself; else "".
+    It is found in the prompt `without` reasoning, where the template writes an empty reasoning: begin and end. Returns
+    "" also when the prompt has begun the reasoning already."""
     added = without.removeprefix(prompt) if without.startswith(prompt) else ""
     before, start, after = added.partition(row.start)
     return before + start if row.end in after else ""
 
 
 def _own_template(context: ServerContext, request: ChatRequest | TokenizeRequest) -> ChatTemplate | None:
-    """The template that a request brings. Errors: 400 where the server takes none."""
+    """Return the chat template of a request; None without one. Raises 400 if the server accepts no templates."""
     if request.chat_template is None:
         return None
     if not context.config.http.trust_request_chat_template:
-        raise HttpError(400, "chat_template: this server renders its own template only; leave it out, or start the "
+        raise HttpError(400, "chat_template: this server uses only its own template: leave the field out, or start the "
                              "server with --trust-request-chat-template.", code="unsupported_parameter",
                         param="chat_template")
     text = context.text()
@@ -182,14 +185,14 @@ def _own_template(context: ServerContext, request: ChatRequest | TokenizeRequest
 
 
 def _longest(context: ServerContext, request: SamplingFields) -> int | None:
-    """Tokens that a prompt may have at most; None when a longer one is cut."""
+    """Return the maximum number of prompt tokens; None if a longer prompt is truncated."""
     return context.ready().max_model_len if request.truncate_prompt_tokens is None else None
 
 
 def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str, *,
             after: str = "") -> Prompt:
-    """The prompt of a text, or of the gap between it and the text `after`. Errors: 400, without the work, when it
-    surely has more than `longest` tokens."""
+    """Encode a text, or the fill-in-the-middle prompt for the gap between it and the text `after`.
+    Raises 400 before encoding when the text certainly has more than `longest` tokens."""
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
         raise HttpError(400, f"this model's maximum context length is {longest} tokens, and the prompt is too long "
                         f"with at least {fewest}: shorten the prompt.", code="context_length_exceeded", param=param)
@@ -199,7 +202,7 @@ def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None,
 
 
 def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
-    """One text, texts, token ids or lists of token ids, as a list of prompts."""
+    """Return a list of prompts from one text, several texts, token ids, or several lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -215,8 +218,8 @@ def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt"
 
 def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, prompt: Prompt, asked: int | None,
            param: str, limit: str = "max_tokens") -> Prompt:
-    """The prompt cut as asked, with its salt. Errors: 400 when it (`param`) and the `asked` tokens (of the field
-    `limit`) exceed the context."""
+    """Return the prompt with its salt, truncated as requested.
+    Raises 400 when the prompt (field `param`) and the `asked` tokens (field `limit`) exceed the context."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
     text = prompt.text
     if keep is not None:
@@ -232,15 +235,13 @@ def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, pro
 
 def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest | TokenizeRequest,
                defaults: dict[str, Any] | None) -> dict[str, Any]:
-    """Further variables of the template. Errors: `InvalidParameter` for some that a request cannot set.
-
-    Templates of reasoning models read `reasoning_effort`, or can be told not to think at all; with others it changes
-    nothing, and the client is told.
-    """
+    """Return further variables of the template. Raises `InvalidParameter` for names that a request cannot set.
+    `reasoning_effort` is passed to templates that read it; "none" sets enable_thinking=False for templates that read
+    that. Other templates ignore it, and the client gets a warning."""
     variables = {**(defaults or {}), **(request.chat_template_kwargs or {})}
     for name in (*ARGUMENTS, "documents", *SWITCHES):
         if name in variables:
-            hint = "send it as a field of its own" if name in SWITCHES else "leave it out"
+            hint = "send it as a field of the request" if name in SWITCHES else "leave it out"
             raise InvalidParameter(f"chat_template_kwargs may not hold {name}: {hint}.", param="chat_template_kwargs")
     if request.documents is not None:
         variables["documents"] = request.documents
@@ -257,7 +258,7 @@ def _variables(exchange: Exchange, template: ChatTemplate, request: ChatRequest 
 
 
 def check_parts(content: str | list[ContentPart] | None, where: str, param: str) -> None:
-    """Errors: 400 for a part that is no text, or has none."""
+    """Raise 400 for a content part that is not a text, or has no text."""
     for part in () if isinstance(content, str) else content or ():
         if part.type not in TEXT_PARTS:
             raise not_implemented(f"{where}: {shown(part.type)}", "the model reads text only.", param)
@@ -266,7 +267,7 @@ def check_parts(content: str | list[ContentPart] | None, where: str, param: str)
 
 
 def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Messages as plain mappings. Errors: 400 for content that is missing or not text."""
+    """Return the messages as dicts for the template. Raises 400 for content that is missing or not text."""
     plain = []
     knows_developer = "developer" in template.source()
     called: dict[str | None, str] = {}
@@ -281,7 +282,7 @@ def _plain_messages(messages: list[Message], template: ChatTemplate) -> list[dic
             raise InvalidParameter(
                 f"messages[{at}].content is missing: a message of role {message.role} needs a text.", param="messages")
         check_parts(message.content, f"messages[{at}].content", "messages")
-        media = (("audio", message.audio), ("images", message.images))  # of an answer sent back, its text counts
+        media = (("audio", message.audio), ("images", message.images))  # in an assistant's message only the text counts
         for name in [name for name, given in media if given and message.role != "assistant"]:
             raise not_implemented(f"messages[{at}].{name}", "the model reads text only.", "messages")
         if message.function_call is not None:

@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /v1/score: how near texts are, by the cosine between their embeddings."""
+"""POST /v1/rerank and /v1/score: similarity of texts, as the cosine between their embeddings."""
 
 import time
 from itertools import islice
@@ -19,7 +19,7 @@ SCORE = RequestDecoder(schema.ScoreRequest)
 
 
 async def rerank(context: ServerContext, exchange: Exchange) -> None:
-    """The documents, those nearest to the query first; ties as they came."""
+    """Answer with the documents, the most similar to the query first. Ties keep their order."""
     request = await RERANK.read(context, exchange)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     context.text().pooling.check_scores()
@@ -36,7 +36,7 @@ async def rerank(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def score(context: ServerContext, exchange: Exchange) -> None:
-    """The scores of pairs, in the order of `text_2`."""
+    """Answer with the scores of the pairs, in the order of `text_2`."""
     request = await SCORE.read(context, exchange)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     context.text().pooling.check_scores()
@@ -53,7 +53,7 @@ async def score(context: ServerContext, exchange: Exchange) -> None:
 
 
 def _given(request: schema.RerankRequest | schema.ScoreRequest, *names: str) -> tuple[str, list[str]]:
-    """The one of these names of a field that a request has, and its texts. Errors: 400 for none, and for several."""
+    """Return the name under which a request has a field, and its texts. Raises 400 for no name, or for several."""
     found = [name for name in names if getattr(request, name) is not None]
     if not found:
         raise InvalidParameter(f"{names[0]} is missing: it must be a text or a list of texts. Its other names are "

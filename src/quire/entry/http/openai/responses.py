@@ -1,4 +1,4 @@
-"""/v1/responses: make a response, in the background if asked; retrieve, cancel and delete one."""
+"""/v1/responses: create a response, also in the background; retrieve, cancel and delete it."""
 
 import asyncio
 import secrets
@@ -32,12 +32,12 @@ WORDS = ((r"^messages$", "input"), (r"\bmessages\[\d+\]\.", "input: "),
          *CHAT_WORDS)
 REFERENCE = "item_reference"
 ASKED = dict.fromkeys(("stream", "starting_after"), "retrieve the response until its status is final.") | dict.fromkeys(
-    ("include", "include[]"), "a response holds what was asked for when it was made.")
+    ("include", "include[]"), "a response has the data that its request included; set include there.")
 ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 async def respond(context: ServerContext, exchange: Exchange) -> None:
-    """Make a response."""
+    """Create a response."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
@@ -69,21 +69,21 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     gone, asked = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, str]:
-        """Nobody is there who could hang up, until somebody cancels. When the engine's turn comes there is a writer."""
+        """Wait for a cancellation, which stands for a disconnect. The first call reports that the writer exists."""
         if made and not asked.done():
             asked.set_result(None)
         await gone.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
-        """Nobody listens: the writer keeps what there is."""
+        """Drop the message: the writer keeps the response."""
 
     alone = Exchange({**exchange.scope, "state": {"request_id": name}}, receive, send)
     alone.size, alone.warnings, alone.words = exchange.size, exchange.warnings, WORDS
     task = asyncio.create_task(answering(alone))
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
-        task.result()  # what is wrong with the request, and that the engine is full, is told at once
+        task.result()  # raises at once if the request is invalid or the engine's queue is full
     else:
         store.running[name] = Kept(owner=owner, body=made[0].body, task=task, gone=gone, background=True)
         task.add_done_callback(partial(_settle, context, name, made[0]))
@@ -91,7 +91,7 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
 
 
 def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "asyncio.Task[None]") -> None:
-    """A background response has ended; one that did so by itself has been kept."""
+    """Store a background response that was cancelled or failed. A completed one is stored already."""
     del context.responses.running[name]
     error = None if task.cancelled() else task.exception()
     if isinstance(error, ClientGone):
@@ -102,7 +102,7 @@ def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "as
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
-    """One response, as far as it is. DELETE: forget it; what continues it cannot be continued any more."""
+    """Answer with a response in its current state. DELETE: remove it; then it cannot be continued any more."""
     asked = parse_qs(exchange.scope["query_string"].decode("latin-1"))
     for name in asked.keys() & ASKED.keys() - ({"stream"} if asked.get("stream") == ["false"] else set()):
         raise not_implemented(name, ASKED[name])
@@ -115,10 +115,10 @@ async def retrieve(context: ServerContext, exchange: Exchange) -> None:
 
 
 async def cancel(context: ServerContext, exchange: Exchange) -> None:
-    """End one that runs in the background; one that has ended stays as it is."""
+    """Cancel a background response. A finished one stays as it is."""
     name, found = _find(context, exchange)
     if not found.background:
-        raise HttpError(400, f"{name} was not made in the background: to end such a one, close its connection.")
+        raise HttpError(400, f"{name} does not run in the background: to cancel it, close its connection.")
     await _end(found)
     await retrieve(context, exchange)
 
@@ -135,12 +135,12 @@ def _find(context: ServerContext, exchange: Exchange) -> tuple[str, Kept]:
 
 
 def _owner(context: ServerContext, exchange: Exchange) -> bytes:
-    """The key that the request shows; of a server without keys, everybody's is the same."""
+    """Return the API key of the request; b"" on a server without keys."""
     return shown_key(exchange.scope, [key.encode() for key in context.config.http.api_key]) or b""
 
 
 def _referred(store: ResponseStore, owner: bytes, items: list[Item]) -> list[Kept]:
-    """The responses that items refer to, as far as they are kept: an item's id begins with that of its response."""
+    """Return the stored responses that items refer to. An item's id contains the id of its response."""
     found = list[Kept]()
     for name in {f"resp_{(item.id or '').partition('_')[2][:32]}" for item in items if item.type == REFERENCE}:
         with suppress(HttpError):
@@ -149,11 +149,11 @@ def _referred(store: ResponseStore, owner: bytes, items: list[Item]) -> list[Kep
 
 
 def _resolve(items: list[Item], sources: Iterable[Kept]) -> list[Item]:
-    """Put what references name in their places. Errors: 404 for an unknown one."""
+    """Replace item references by their items, in place. Raises 404 for an unknown one."""
     known = {item.id: item for kept in sources for item in _output(kept)}
     for at, item in enumerate(items):
         if item.type == REFERENCE and item.id not in known:
-            raise HttpError(404, f"input[{at}]: no kept response has an item {shown(item.id or '')}: send the item "
+            raise HttpError(404, f"input[{at}]: no stored response has an item {shown(item.id or '')}: send the item "
                                  "itself.", code="item_not_found", param="input")
         items[at] = known[item.id] if item.type == REFERENCE else item
     return items
@@ -164,5 +164,5 @@ def _output(kept: Kept) -> list[Item]:
 
 
 def _earlier(chain: Iterable[Kept]) -> list[Item]:
-    """The items of what a response continues, given the newest first."""
+    """Return the items of earlier responses in order. `chain`: these responses, the newest first."""
     return [item for kept in reversed([*chain]) for item in (*ITEMS.decode(kept.items), *_output(kept))]

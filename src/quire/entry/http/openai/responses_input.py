@@ -1,4 +1,4 @@
-"""A request of the Responses API as one for a chat: its items become messages. Knows nothing of what is kept."""
+"""Conversion of a request of the Responses API to a chat request: items become messages. Knows nothing of the store."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,22 +26,23 @@ NEEDS = {None: "role and content, or a type", "message": "role and content", "fu
 
 
 def check_fields(request: ResponseRequest) -> None:
-    """Refuse by name what is not implemented, or not together."""
+    """Raise 400 for fields that are not implemented, or not in this combination."""
     asked = request.include or ()
     for at, kind in enumerate(tool.get("type") for tool in request.tools or ()):
         if kind != "function":
-            raise not_implemented(f"tools[{at}]: {shown(kind)}", "the server runs none; send functions.", "tools")
+            raise not_implemented(f"tools[{at}]: {shown(kind)}", "the server runs no tools; send functions.", "tools")
     for name in set(asked) - {LOGPROBS, ENCRYPTED}:
-        raise not_implemented(f"include: {shown(name)}", "it is of a tool that the server does not run.", "include")
+        raise not_implemented(f"include: {shown(name)}", "it belongs to a tool that the server does not run; leave it "
+                              "out.", "include")
     if request.top_logprobs and LOGPROBS not in asked:
         raise InvalidParameter(f'top_logprobs needs include=["{LOGPROBS}"].', param="top_logprobs")
     if request.background and (request.stream or request.store is False):
-        raise InvalidParameter("background needs store=true and no stream: the response is to be retrieved.",
+        raise InvalidParameter("background needs store=true and no stream, since the response is retrieved later.",
                                param="background")
 
 
 def chat_request(request: ResponseRequest, earlier: Iterable[Item], items: Iterable[Item]) -> ChatRequest:
-    """The same as a chat: the instructions, the items of earlier responses, the request's own. Errors: 400."""
+    """Convert a request to a chat: instructions, items of earlier responses, the request's own items. Raises 400."""
     talk = Talk()
     if request.instructions:
         talk.say(request.instructions, "system")
@@ -80,11 +81,11 @@ def _nested(tool: Any) -> Any:
 
 
 def _add(talk: Talk, item: Item, where: str) -> None:
-    """One item. Errors: 400 for one that is not read, or lacks something."""
+    """Add an item. Raises 400 for an unknown type or a missing field."""
     given = item.output if item.type == "function_call_output" else item.content
     check_parts(given if item.type in NEEDS else None, where, "input")
     if item.type in (None, "message") and item.role and given is not None:
-        # What is said in a system's voice at one place is one message, since templates take one.
+        # Successive system and developer messages are merged, since templates accept only one.
         others = SYSTEM if item.role in SYSTEM else ()
         talk.say(given, item.role, *others, joined=item.role in (*SYSTEM, "assistant"))
     elif item.type == "function_call_output" and item.call_id in talk.called and given is not None:
@@ -102,8 +103,8 @@ def _add(talk: Talk, item: Item, where: str) -> None:
 
 
 async def fitting(context: ServerContext, exchange: Exchange, chat: ChatRequest) -> ChatRequest:
-    """The chat without as many of its oldest turns as it takes to fit the context: what the system says at the
-    beginning stays, and so does the last turn."""
+    """Return the chat without its oldest turns, so that it fits the context.
+    A binary search finds how many turns have to go. The system message at the beginning and the last turn stay."""
     messages, head = chat.messages, int(chat.messages[0].role in SYSTEM)
     cuts = [head, *(at for at in range(head + 1, len(messages)) if messages[at].role == "user")]
     low, high, tried = 0, len(cuts) - 1, 0

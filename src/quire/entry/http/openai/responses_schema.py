@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API as types. Items of an answer may come back as items of input."""
+"""Types of OpenAI's Responses API. Clients may send items of an answer back as items of input."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ Items = Annotated[list["Item"], Meta(max_length=MAX_MESSAGES)]
 
 
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One item of a conversation, of whatever type; none: a message."""
+    """An item of a conversation of any type; without a type it is a message."""
 
     type: str | None = None
     id: str | None = None
@@ -37,14 +37,14 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
-    """How the text is to be; `verbosity` is a wish that nothing here hears."""
+    """Format of the text. `verbosity` has no effect."""
 
     format: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "text"})
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How much the model is to reason; with a summary, the reasoning is told as that, whole, and not as content."""
+    """Reasoning of the model. With `summary`, the whole reasoning is returned as the summary, not as content."""
 
     effort: Effort | None = None
     summary: Literal["auto", "detailed"] | None = None
@@ -54,12 +54,13 @@ class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class ResponseRequest(SamplingFields, kw_only=True):
-    """POST /v1/responses, with what other routes know of sampling.
+    """POST /v1/responses, with the sampling fields of the other routes.
 
-    previous_response_id   the items of that response and of those before it come first, without their instructions
-    truncation             "auto": of a conversation that does not fit, the oldest turns are left out
-    background             answer at once, generate meanwhile;  store  keep the response (the default)
-    max_tool_calls         of tools that the server runs, which it does not
+    previous_response_id   begin with the items of that response and of those before it, without their instructions
+    truncation             "auto": leave out the oldest turns of a conversation that does not fit the context
+    background             answer at once and generate afterwards
+    store                  store the response (default: true)
+    max_tool_calls         no effect: it limits tools that the server runs, and there are none
     """
 
     input: str | Items | None = None
@@ -85,7 +86,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
 
 
 class ResponseAnswer(msgspec.Struct, kw_only=True):
-    """Answer of /v1/responses, with much of its request. `output`: items, as those of an input."""
+    """Answer of /v1/responses, with most fields of its request. `output`: items, as in an input."""
 
     id: str
     object: Literal["response"]

@@ -1,5 +1,7 @@
-"""Responses that are kept for their callers, in memory, bounded in number and in bytes: the one that was not used for
-longest goes first. A use is one of all that it continues, so those go later. Knows nothing of how they are made."""
+"""Responses stored in memory for their callers, with limits of number and bytes; the least recently used goes first.
+
+A use of a response is a use of all that it continues, too. Knows nothing of how responses are made.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,9 +13,11 @@ from quire.entry.http.errors import HttpError
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A response of the API key `owner`: itself and the items of its input as JSON, and what it continues.
+    """A stored response.
 
-    task, gone   of one that still runs in the background; setting `gone` ends it, as if a client had hung up
+    owner        API key of its request;  body  the response as JSON
+    items        items of its input as JSON;  previous  id of the response that it continues
+    task, gone   of a response that still runs in the background; setting `gone` cancels it, as a disconnect would
     """
 
     owner: bytes
@@ -26,43 +30,44 @@ class Kept:
 
 
 class ResponseStore:
-    """Responses by id: those that are `running`, and those that have ended."""
+    """Responses by id: those `running` in the background, and the finished ones."""
 
     def __init__(self, max_kept: int = 10_000, max_bytes: int = 256 * 2**20) -> None:
         self.running: dict[str, Kept] = {}
-        self._kept: dict[str, Kept] = {}  # the one to go first is the first
+        self._kept: dict[str, Kept] = {}  # least recently used first
         self._max_kept, self._max_bytes, self._num_bytes = max_kept, max_bytes, 0
 
     def keep(self, name: str, kept: Kept) -> None:
-        """One that has ended."""
+        """Store a finished response. Drop the least recently used ones beyond the limits."""
         self._kept[name] = kept
         self._num_bytes += len(kept.body) + len(kept.items)
         while len(self._kept) > self._max_kept or self._num_bytes > self._max_bytes:
             self.drop(next(iter(self._kept)))
 
     def drop(self, name: str) -> None:
-        """Forget one that has ended."""
+        """Remove a finished response."""
         if (kept := self._kept.pop(name, None)) is not None:
             self._num_bytes -= len(kept.body) + len(kept.items)
 
     def find(self, name: str, owner: bytes, param: str | None = None) -> Kept:
-        """One of its owner's, named in the field `param`. Errors: `HttpError` 404, for another's, too."""
+        """Return a response of this owner. Raises `HttpError` 404 for an unknown one, and for one of another owner.
+        `param`: request field with the name, for the error."""
         found = self.running.get(name) or self._kept.get(name)
         if found is None or found.owner != owner:
             raise HttpError(
-                404, f"there is no response {shown(name)} here: kept are those without store=false, for the API key "
-                f"that made them, the last {self._max_kept} or {self._max_bytes // 2**20} MiB of them, until the "
-                "server ends. Send the conversation in input.", param=param,
+                404, f"there is no stored response {shown(name)} for this API key. The server stores responses without "
+                f"store=false until it stops, the last {self._max_kept} or {self._max_bytes // 2**20} MiB. Send the "
+                "conversation in input.", param=param,
                 code="previous_response_not_found" if param else "response_not_found")
         if found.task is None:
             self._kept[name] = self._kept.pop(name)
         return found
 
     def chain(self, name: str | None, owner: bytes) -> Iterator[Kept]:
-        """One that has ended and all that it continues, the newest first. Errors: `HttpError`."""
+        """Yield a finished response and all that it continues, the newest first. Raises `HttpError`."""
         while name is not None:
             found = self.find(name, owner, "previous_response_id")
             if found.task is not None:
-                raise HttpError(400, f"{name} is still in progress: wait for its end.", param="previous_response_id")
+                raise HttpError(400, f"{name} is still in progress: wait until it ends.", param="previous_response_id")
             yield found
             name = found.previous

@@ -1,5 +1,5 @@
-"""A response as it comes: the events of its stream, in OpenAI's order, and the object that they add up to. What is
-answered in one piece goes the same way, so both are the same."""
+"""Writer of a response: the events of its stream, in OpenAI's order, and the object that they add up to. A whole answer
+is made from the same events, so that both are equal."""
 
 import time
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.turn import CallBegins, Event, Thought, Words
 
 ENCODE = msgspec.json.Encoder().encode
-ECHOED: dict[str, Any] = {  # what an answer says of its request, and what if that says nothing
+ECHOED: dict[str, Any] = {  # fields of the request that the answer repeats, with their defaults
     "background": False, "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
     "parallel_tool_calls": True, "previous_response_id": None, "prompt_cache_key": None,
     "reasoning": ReasoningOptions(), "safety_identifier": None, "store": True, "text": TextOptions(),
     "tool_choice": "auto", "tools": [], "top_logprobs": 0, "truncation": "disabled", "user": None}
 
 
-# A kind of item: prefix of ids, what it holds, the field of its part (a text; a call has none, but arguments), what
-# that holds, the events of the part and of the text, and the name of the part's number in them.
+# A kind of item: (prefix of its id, its constant fields, the field of its part ("" for a call, which has arguments),
+# the part's constant fields, name of the part's events, name of the text's events, field of the part's number there).
 Kind = tuple[str, dict[str, Any], str, dict[str, Any], str, str, str]
 PART = "response.content_part"
 MESSAGE: Kind = ("msg", {"type": "message", "role": "assistant"}, "content", {"type": "output_text", "annotations": []},
@@ -38,7 +38,7 @@ CALL: Kind = ("fc", {"type": "function_call"}, "", {}, "", "response.function_ca
 
 
 class ResponseWriter(Writer):
-    """One response. `keep` is given its object as JSON when nothing more comes to it, before a client has that."""
+    """Writer of one response. `keep` is called with the finished object as JSON, before the client gets it."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None, request: ResponseRequest, response_id: str,
                  keep: Callable[[bytes], None]) -> None:
@@ -56,21 +56,21 @@ class ResponseWriter(Writer):
             "output": self._output, "usage": None, "service_tier": "default", "temperature": job.params.temperature,
             "top_p": job.params.top_p, **ECHOED, **given}
         self._thought = SUMMARY if request.reasoning is not None and request.reasoning.summary else THOUGHT
-        # The item that goes on: its kind, its part, the pieces of its text, what its events say of the place.
+        # The open item: its kind, its part, the pieces of its text, and the fields that locate it in its events.
         self._kind: Kind | None = None
         self._part, self._text, self._place = dict[str, Any](), list[str](), dict[str, Any]()
 
     @property
     def body(self) -> bytes:
-        """The response, as far as it is."""
+        """The response in its current state, as JSON."""
         return ENCODE(self._answer)
 
     def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
-        """The response, before anything is in it."""
+        """Return the events of the empty response."""
         return b"".join(self._event(f"response.{name}", response=self._answer) for name in ("created", "in_progress"))
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """Events of what is new; the last piece closes the last item."""
+        """Return the events of a piece. The last piece closes the last item."""
         rows = piece.logprobs or []
         logprobs = chat_logprobs(self._names, piece.token_ids[: len(rows)], rows, self._num_top).content
         frames = list[bytes]()
@@ -84,7 +84,7 @@ class ResponseWriter(Writer):
         return b"".join(frames)
 
     def end(self, usage: Usage) -> bytes:
-        """The whole response."""
+        """Return the last event, with the whole response."""
         cut = self._finish == "length"
         self._answer["usage"] = {
             "input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
@@ -96,22 +96,23 @@ class ResponseWriter(Writer):
         return self.stop("incomplete" if cut else "completed")
 
     def whole(self, outputs: list[RequestOutput], usage: Usage) -> bytes:
-        """The response in one piece."""
+        """Return the whole response."""
         self.piece(0, outputs[0].outputs[0], b"")
         self.end(usage)
         return self.body
 
     def stop(self, status: str) -> bytes:
-        """Nothing more comes."""
+        """End the response with a status, store it, and return its last events."""
         frames = self._close("incomplete")
         self._answer["status"] = status
         self._keep(self.body)
         return b"".join([*frames, self._event(f"response.{status}", response=self._answer)])
 
     def fail(self, status: int, body: bytes) -> bytes:
-        """It cannot go on: the object as it is, then the error, which clients raise. As `Exchange.ending`."""
+        """End the response with an error. Return the last events: the object, then the error, which clients raise.
+        Signature of `Exchange.ending`."""
         error = msgspec.json.decode(body)["error"]
-        # OpenAI's names: an enumeration, with one for what is wrong with a request by itself
+        # OpenAI's codes are an enumeration; "invalid_prompt" is the one for invalid requests.
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(status, "server_error")
         self._answer["error"] = {"code": code, "message": error["message"]}
         told = {name: error[name] for name in ("code", "message", "param")}
@@ -123,7 +124,7 @@ class ResponseWriter(Writer):
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
     def _tell(self, event: Event, logprobs: list[Any]) -> list[bytes]:
-        """What one event of the turn adds."""
+        """Return the events for one event of the turn."""
         if isinstance(event, CallBegins):
             return self._open(CALL, call_id=event.call_id, name=event.name, arguments="")
         kind = MESSAGE if isinstance(event, Words) else self._thought if isinstance(event, Thought) else CALL
@@ -136,7 +137,7 @@ class ResponseWriter(Writer):
         return [*frames, self._event(f"{kind[5]}.delta", **self._place, delta=event.text, **more)]
 
     def _open(self, kind: Kind, **fields: Any) -> list[bytes]:
-        """Begin an item, after what goes on has ended. Its id says where it is to be found."""
+        """Close the open item and begin another. Its id contains the id of the response, and its place there."""
         prefix, held, field, part, part_events, _, number = kind
         frames, index = self._close("completed"), len(self._output)
         item = {"id": f"{prefix}_{self._answer['id'].partition('_')[2]}{index:x}", "status": "in_progress", **held,
@@ -157,7 +158,7 @@ class ResponseWriter(Writer):
             return []
         item, field = self._output[-1], "text" if kind[2] else "arguments"
         self._part[field], item["status"] = text, status
-        name = {"name": item["name"]} if kind is CALL else {}  # clients of the second major need it
+        name = {"name": item["name"]} if kind is CALL else {}  # version 2 of OpenAI's client needs it
         more = {"logprobs": self._part["logprobs"]} if kind is MESSAGE else name
         frames = [self._event(f"{kind[5]}.done", **self._place, **{field: text}, **more)]
         if kind[2]:

@@ -1,4 +1,4 @@
-"""The routes of the OpenAI API, and what surrounds each: errors become answers, a client that is gone gets none."""
+"""The routes of the OpenAI and Anthropic APIs. Every route turns its errors into answers."""
 
 from collections.abc import Awaitable, Callable
 
@@ -38,7 +38,7 @@ HANDLERS: tuple[tuple[str, str, Handler], ...] = (
 
 
 class Endpoint:
-    """One route as an ASGI application."""
+    """A route as an ASGI application. A client that has disconnected gets no answer."""
 
     def __init__(self, context: ServerContext, handler: Handler) -> None:
         self._context = context
@@ -50,7 +50,7 @@ class Endpoint:
             await self._handler(self._context, exchange)
         except ClientGone:
             return
-        except Exception as error:  # whatever it is, the client gets an answer and no other request is touched
+        except Exception as error:  # the client always gets an answer, and other requests go on
             await exchange.fail(error)
         finally:
             if exchange.size >= LONG:
@@ -58,6 +58,6 @@ class Endpoint:
 
 
 def routes(context: ServerContext) -> list[Route]:
-    """All routes over one context."""
+    """Make all routes."""
     return [Route(path, Endpoint(context, handler), methods=method.split(), name=handler.__name__)
             for method, path, handler in HANDLERS]

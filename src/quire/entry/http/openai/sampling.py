@@ -1,4 +1,4 @@
-"""A request's fields to `SamplingParams`: what the request gives wins over the server's defaults."""
+"""Conversion of a request's fields to `SamplingParams`. Fields of the request override the server's defaults."""
 
 import math
 import re
@@ -15,18 +15,17 @@ SAME_NAME = (  # fields that mean the same in a request and in SamplingParams
     "ignore_eos stop_token_ids include_stop_str_in_output skip_special_tokens spaces_between_special_tokens "
     "allowed_token_ids bad_words prompt_logprobs logprob_token_ids skip_reading_prefix_cache"
 ).split()
-MAX_LISTED = 2**18  # entries of a request's lists over all its completions: each completion brings them to the engine
-OUR_GRAMMAR = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \| .*", re.S)  # in an error
-SMALLEST_TOP_P = 1e-9  # OpenAI allows 0, which means: the likeliest token only
+MAX_LISTED = 2**18  # list entries times completions of a request, since each completion sends them to the engine
+OUR_GRAMMAR = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \| .*", re.S)  # in error messages
+SMALLEST_TOP_P = 1e-9  # OpenAI allows 0, which means the likeliest token only
 
 
 def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None,
                     stream_interval: int) -> SamplingParams:
-    """The parameters of a request.
+    """Make the sampling parameters of a request. Raises `InvalidParameter`.
 
-    max_tokens, logprobs   as the route understands them
+    max_tokens, logprobs   as the route reads them from the request
     stream_interval        the server's; a request can only raise it
-    Errors: `InvalidParameter`.
     """
     given: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(request, name)) is not None}
     if request.top_p is not None:
@@ -50,7 +49,7 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
 
 
 def structured(request: SamplingFields) -> StructuredOutputsParams | None:
-    """The form that a request asks for, None when it leaves the text free."""
+    """Return the structured output that a request asks for; None for free text."""
     form, asked = request.response_format, request.structured_outputs
     given = {name: value for name in KINDS if (value := getattr(asked, name, None)) is not None}
     free = form is None or form.type == "text"
@@ -60,20 +59,21 @@ def structured(request: SamplingFields) -> StructuredOutputsParams | None:
         tight = asked is not None and bool(asked.disable_any_whitespace)
         return StructuredOutputsParams(**given, disable_any_whitespace=tight) if given else None
     if given:
-        raise InvalidParameter("response_format and structured_outputs both give the answer a form: send one of them.",
-                               param="structured_outputs")
+        raise InvalidParameter("response_format and structured_outputs both set the format of the answer: send one of "
+                               "them.", param="structured_outputs")
     if form.type == "json_object":
         return StructuredOutputsParams(json_object=True)
     if form.json_schema is None:
-        raise InvalidParameter("response_format of type json_schema needs json_schema, with a schema in it.",
+        raise InvalidParameter("response_format of type json_schema needs the field json_schema, with a schema.",
                                param="response_format")
     return StructuredOutputsParams(json=form.json_schema.schema)
 
 
 def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams,
                tools: bool) -> QuireError:
-    """An error of the engine about the answer's form or its tokens, in words of what was sent: the engine knows one
-    grammar, which may have been made of a request's schemas. Any other error as it is. `tools`: some may be called."""
+    """Rewrite an engine error about the grammar or the allowed tokens so that it names fields of the request.
+    The engine knows one grammar only, which may have been made from schemas in the request. Other errors are returned
+    unchanged. `tools`: the model may call some."""
     form = request.response_format
     names = ["tools"] * tools + ["response_format"] * (form is not None and form.type != "text") + (
         ["structured_outputs"] * (request.structured_outputs is not None))
@@ -96,7 +96,7 @@ def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields,
 
 
 def check_choices(num_prompts: int, request: SamplingFields) -> None:
-    """Bound the completions of one request, and what they bring along."""
+    """Check the number of completions of a request, and of the list entries that they send to the engine."""
     n = request.n or 1
     if num_prompts * n > (MAX_CHOICES if n > 1 else MAX_PROMPTS):
         raise InvalidParameter(f"{num_prompts} prompts with n={n} make {num_prompts * n} completions: at most "
@@ -111,7 +111,7 @@ def check_choices(num_prompts: int, request: SamplingFields) -> None:
 
 
 def request_timeout(header: str | None) -> float | None:
-    """Seconds that the X-Request-Timeout header gives a request; the server's own limit is the engine's matter."""
+    """Return the seconds of the X-Request-Timeout header; None without one. The engine adds the server's own limit."""
     if header is None:
         return None
     try:

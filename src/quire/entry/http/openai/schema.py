@@ -1,7 +1,7 @@
-"""The OpenAI API as types: requests with their ranges, and answers. One source for decoding and for the OpenAPI text.
+"""The OpenAI API as types: requests with their ranges, and answers. Used for decoding and for the OpenAPI document.
 
-Ranges follow OpenAI's specification; fields beyond it are those that clients of other open engines send. Every optional
-field may be null, which means "not given". Defaults are not here: they are the server's.
+Ranges follow OpenAI's specification. Further fields are those that clients of other open engines send. Every optional
+field may be null, which means "not given". Defaults are not here: the server has them.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,8 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 from quire.contracts.output import LogprobsByToken
 from quire.contracts.sampling import MAX_LOGPROB_IDS
 
-MAX_CHOICES = 128  # completions of one request, over all its prompts
-MAX_PROMPTS = 1_024  # prompts of one request with a completion each, as harnesses send whole data sets
+MAX_CHOICES = 128  # completions of one request, of all its prompts together
+MAX_PROMPTS = 1_024  # prompts of one request with n=1: evaluation harnesses send whole data sets
 MAX_STOPS = 64  # OpenAI allows 4; evaluation harnesses send more
 MAX_SALT = 256
 MAX_MESSAGES = 10_000
@@ -35,7 +35,7 @@ BadWord = Annotated[str, Meta(max_length=MAX_BAD_WORD)]
 Messages = Annotated[list["Message"], Meta(min_length=1, max_length=MAX_MESSAGES)]
 Logprobs = Annotated[int, Meta(ge=-1)]
 Tools = Annotated[list["Tool"], Meta(max_length=MAX_TOOLS)]
-# OpenAI takes 64 letters, digits, "_" and "-"; MCP's servers name tools with dots and slashes, gateways add colons.
+# OpenAI allows 64 letters, digits, "_" and "-". MCP servers use dots and slashes in names, gateways add colons.
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./:-]{1,128}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FinishReason = str
@@ -44,10 +44,10 @@ FinishReason = str
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream holds beside the text.
+    """Options of a stream.
 
-    include_usage            one more event at the end, with the token counts
-    continuous_usage_stats   the counts so far in every event
+    include_usage            send one more event at the end, with the token counts
+    continuous_usage_stats   send the token counts so far in every event
     """
 
     include_usage: bool | None = None
@@ -55,7 +55,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A schema with a name. It is always enforced, whatever `strict` says."""
+    """A JSON schema with a name. It is always enforced; `strict` has no effect."""
 
     schema: dict[str, Any] | bool
     name: str | None = None
@@ -64,14 +64,14 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of an answer."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The form of an answer, in more ways: exactly one of the first five, which are `StructuredOutputsParams`'."""
+    """Structured output: exactly one of the first five fields, with the meaning of `StructuredOutputsParams`."""
 
     json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
@@ -84,13 +84,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What every request for text may hold. Fields that no other comment explains are `SamplingParams`' of that name.
+    """Fields of every request for text. Fields that are not explained have the meaning of `SamplingParams`.
 
-    response_format, structured_outputs   the form of the answer, in one of two ways
+    response_format, structured_outputs   two ways to set the format of the answer
     truncate_prompt_tokens   keep this many tokens of the prompt (its end, unless truncation_side is "right"); -1: as
                              many as the context holds
-    cache_salt               prompts share cached blocks only with prompts of the same salt
-    return_token_ids         answer with the token ids of prompt and text, too
+    cache_salt               prompts share cached KV blocks only with prompts of the same salt
+    return_token_ids         also return the token ids of prompt and text
     """
 
     model: str | None = None
@@ -133,8 +133,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """POST /v1/completions. `prompt`: a text, several texts, token ids, or several lists of token ids. `suffix`: a text
-    before which the answer fits."""
+    """POST /v1/completions.
+
+    prompt   a text, several texts, token ids, or several lists of token ids
+    suffix   text after the answer (fill in the middle)
+    """
 
     prompt: str | list[str | int | list[int]]
     suffix: str | None = None
@@ -143,7 +146,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A piece of a message; only text is read, and as such what an assistant refused."""
+    """A part of a message. Only text is read; a refusal of the assistant counts as text."""
 
     type: str
     text: str | None = None
@@ -151,7 +154,7 @@ class ContentPart(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """A call the assistant made; `arguments` is JSON text, or an object."""
+    """A function call of the assistant. `arguments`: JSON text or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -167,8 +170,8 @@ class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message of a conversation. Its role is a usual one, or one that the chat template asks for. Reasoning of an
-    earlier turn is read under both names in use."""
+    """A message of a conversation. The reasoning of an earlier turn may have either name.
+    `role`: system, developer, user, assistant, tool, or another that the chat template knows."""
 
     role: str
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
@@ -185,9 +188,10 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class FunctionSpec(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A function that the model may call; `parameters` is the JSON schema of an object, none: it takes nothing.
+    """A function that the model may call.
 
-    strict   arguments that do not fit the schema are impossible, instead of unlikely
+    parameters   JSON schema of an object; none = no parameters
+    strict       force the arguments to fit the schema
     """
 
     name: FunctionName
@@ -197,7 +201,7 @@ class FunctionSpec(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """Something that the model may call."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionSpec
@@ -210,14 +214,14 @@ class FunctionReference(msgspec.Struct, kw_only=True):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """Those of the request's tools that may be called now; with "required" one of them must be."""
+    """The tools of the request that may be called now. With mode "required" the model must call one."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list["Tool"], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which tools: a `function`, which must be called, or `allowed_tools`."""
+    """Choice of tools: a `function` that must be called, or `allowed_tools`."""
 
     type: Literal["function", "allowed_tools"]
     function: FunctionReference | None = None
@@ -225,14 +229,15 @@ class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """POST /v1/chat/completions. `max_completion_tokens` wins over `max_tokens`.
+    """POST /v1/chat/completions. `max_completion_tokens` overrides `max_tokens`.
 
     continue_final_message   leave the last message open and continue it; add_generation_prompt is then off by default
-    chat_template            instead of the model's, on a server with --trust-request-chat-template
+    chat_template            template instead of the model's, on a server with --trust-request-chat-template
     chat_template_kwargs     variables of the chat template, such as enable_thinking
     echo                     with continue_final_message: the answer begins with the message that it continues
-    parallel_tool_calls      false: at most one call;  include_reasoning  false: the reasoning is not shown
-    thinking_token_budget    of reasoning that the prompt begins: it is ended there;  -1: it has none
+    parallel_tool_calls      false: at most one call
+    include_reasoning        false: the reasoning is not returned
+    thinking_token_budget    maximum tokens of reasoning, if the prompt begins it;  -1: no limit
     """
 
     messages: Messages
@@ -271,7 +276,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """POST /detokenize: the text of `tokens`; special tokens show unless they are skipped."""
+    """POST /detokenize: the text of `tokens`. Special tokens are shown unless `skip_special_tokens` is true."""
 
     tokens: list[TokenId]
     model: str | None = None
@@ -294,7 +299,7 @@ class ReasoningTokens(msgspec.Struct, kw_only=True):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Token counts of a request, over all its choices; each prompt counts once."""
+    """Token counts of a request, of all its choices. Each prompt counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -313,7 +318,7 @@ class LegacyLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion; index = prompt index * n + number of the completion. The last three only when asked for."""
+    """A completion; index = prompt index * n + number of the completion. The last three fields only on request."""
 
     index: int
     text: str
@@ -338,7 +343,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
-    """One token and how likely it was. `bytes`: its bytes, since a token may hold a part of a character."""
+    """A token and its log-probability. `bytes`: its bytes, since a token may be a part of a character."""
 
     token: str
     logprob: float
@@ -346,7 +351,7 @@ class TokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatLogprob(TokenLogprob, kw_only=True):
-    """A generated token beside the likeliest ones."""
+    """A generated token, with the likeliest tokens at its place."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -359,7 +364,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """What the model answered. Content is null beside calls; reasoning goes by both names in use."""
+    """Message of the model. Content is null if there are only calls. Reasoning is returned under both names."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -370,7 +375,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer; `token_ids` only when asked for."""
+    """An answer; `token_ids` only on request."""
 
     index: int
     message: AnswerMessage
@@ -395,7 +400,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A served model. `root`: what was loaded; `max_model_len`: tokens of context, null while it loads."""
+    """A served model. `root`: the loaded model; `max_model_len`: tokens of context, null while it loads."""
 
     id: str
     object: Literal["model"] = "model"
@@ -429,8 +434,8 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """Answer of /tokenizer_info: what a client needs to count tokens and to render chats by itself. `tokenizer_class`:
-    the name of the class in transformers."""
+    """Answer of /tokenizer_info, with which a client can count tokens and render chats itself.
+    `tokenizer_class`: name of the class in transformers."""
 
     tokenizer_class: str
     bos_token: str | None
@@ -444,7 +449,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """What went wrong; `param` names the field, `code` is for programs."""
+    """An error. `param` names the field; `code` is for programs."""
 
     message: str
     type: str
@@ -453,6 +458,6 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class ErrorResponse(msgspec.Struct, kw_only=True):
-    """Body of every answer that is not 2xx."""
+    """Body of every error response."""
 
     error: ErrorDetail

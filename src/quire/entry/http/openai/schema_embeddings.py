@@ -1,5 +1,5 @@
-"""Embeddings, reranking and scores as types, like `schema`. Answers of reranking are Cohere's and Jina's, of scores
-vLLM's."""
+"""Types of embeddings, reranking and scores, like `schema`. Answers of reranking follow Cohere and Jina, those of
+scores follow vLLM."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
 class EmbeddedFields(msgspec.Struct, kw_only=True):
-    """What every request for vectors may hold, with the meaning that it has for a request for text."""
+    """Fields of every request for vectors, with the same meaning as in a request for text."""
 
     model: str | None = None
     user: str | None = None
@@ -27,8 +27,8 @@ class EmbeddedFields(msgspec.Struct, kw_only=True):
 class EmbeddingRequest(EmbeddedFields, kw_only=True):
     """POST /v1/embeddings. `input`: a text, several texts, token ids, or several lists of token ids.
 
-    encoding_format   base64: of little-endian float32
-    dimensions        keep so many numbers of each vector, the first ones, and give it length 1 again
+    encoding_format   "base64": little-endian float32
+    dimensions        keep the first so many numbers of each vector and normalize it to length 1
     """
 
     input: str | list[str | int | list[int]]
@@ -37,7 +37,7 @@ class EmbeddingRequest(EmbeddedFields, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """A text that is ranked."""
+    """A text to rank."""
 
     text: str
 
@@ -46,8 +46,12 @@ Documents = Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_IN
 
 
 class RerankRequest(EmbeddedFields, kw_only=True):
-    """POST /v1/rerank. `top_n`: how many results (0: all); `return_documents`: each with its text (true). `queries` is
-    another name of `query`, `items` of `documents`."""
+    """POST /v1/rerank.
+
+    queries, items     other names of `query` and `documents`
+    top_n              number of results; 0 = all
+    return_documents   return the text of each document (default: true)
+    """
 
     query: str | None = None
     queries: str | Annotated[list[str], Meta(min_length=1, max_length=1)] | None = None
@@ -58,8 +62,11 @@ class RerankRequest(EmbeddedFields, kw_only=True):
 
 
 class ScoreRequest(EmbeddedFields, kw_only=True):
-    """POST /v1/score: `text_1` with each of `text_2`, or two lists of one length, pair by pair. `queries` and `data_1`
-    are other names of `text_1`, `documents`, `items` and `data_2` of `text_2`."""
+    """POST /v1/score: `text_1` with each of `text_2`, or two lists of the same length, pair by pair.
+
+    queries, data_1            other names of `text_1`
+    documents, items, data_2   other names of `text_2`
+    """
 
     text_1: str | Texts | None = None
     queries: str | Texts | None = None
@@ -71,7 +78,7 @@ class ScoreRequest(EmbeddedFields, kw_only=True):
 
 
 class PromptUsage(msgspec.Struct, kw_only=True):
-    """Tokens of all texts of a request."""
+    """Token counts of all texts of a request."""
 
     prompt_tokens: int
     total_tokens: int
@@ -97,7 +104,7 @@ class EmbeddingResponse(msgspec.Struct, kw_only=True):
 
 
 class RankedDocument(msgspec.Struct, kw_only=True):
-    """A document by its place in the request, and how near it is to the query, in [-1, 1]."""
+    """A document, by its index in the request, and its similarity to the query, in [-1, 1]."""
 
     index: int
     relevance_score: float
@@ -114,7 +121,7 @@ class RerankResponse(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """How near the texts of a pair are, in [-1, 1]."""
+    """Similarity of the texts of a pair, in [-1, 1]."""
 
     index: int
     object: Literal["score"] = "score"

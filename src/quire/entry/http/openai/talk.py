@@ -1,5 +1,5 @@
-"""A conversation of another API as the messages of a chat. Each API names its items itself and has them written here,
-so that the same turn is the same message, whichever way it came."""
+"""Chat messages made from a conversation of another API (Responses, Messages). Each API reads its own items and writes
+them here, so that the same turn becomes the same message in all of them."""
 
 from typing import Any
 
@@ -7,33 +7,32 @@ from quire.entry.http.openai.schema import ContentPart, FunctionCall, Message, T
 
 
 class Talk:
-    """A conversation being written. All that the assistant thinks, says and calls in a row is one message."""
+    """Builder of a conversation. Successive reasoning, text and calls of the assistant become one message."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.called: dict[str, str] = {}  # the id of a call -> the name of its function
 
     def say(self, content: str | list[ContentPart], role: str, *others: str, joined: bool = True) -> None:
-        """More content. With `joined` it belongs to the last message, where that one has this role or one of the
-        others."""
+        """Add content. With `joined` it is added to the last message if that has this role or one of `others`."""
         parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
         turn = self._turn(role, *others) if joined else self._new(role)
         turn.content = [*(turn.content or ()), *parts]
 
     def think(self, text: str) -> None:
-        """More reasoning; none where the text is empty."""
+        """Add reasoning, unless the text is empty."""
         if text:
             turn = self._turn("assistant")
             turn.reasoning_content = "\n".join(filter(None, [turn.reasoning_content, text]))
 
     def call(self, call_id: str, name: str, arguments: str | dict[str, Any] | None) -> None:
-        """A call of a tool."""
+        """Add a tool call."""
         turn, self.called[call_id] = self._turn("assistant"), name
         function = FunctionCall(name=name, arguments=arguments)
         turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(id=call_id, type="function", function=function)]
 
     def answer(self, call_id: str, content: str | list[ContentPart]) -> None:
-        """The result of a call."""
+        """Add the result of a tool call."""
         self.messages.append(Message(role="tool", tool_call_id=call_id, content=content))
 
     def _turn(self, role: str, *others: str) -> Message:

@@ -1,5 +1,7 @@
-"""The tools of a request: which the model is shown, which it may call, whether it must, and what form that gives its
-answer. Knows the fields of a request; the words of a model's calls are `quire.text.tools`' matter."""
+"""The tools of a request: those shown to the model, those it may or must call, and the grammar this gives its answer.
+
+Knows the fields of a request. `quire.text.tools` knows the syntax of a model's calls.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,17 +18,17 @@ from quire.text.load import TextSide
 from quire.text.tools import thinking_at_end, tool_grammar
 
 NO_BUDGET = -1
-NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # where none are given
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # no parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """What a request wants of its tools.
+    """The use of tools that a request asks for.
 
-    shown      to the model, as a template takes them; None: nothing is
-    callable   those of them that may be called; (): calls are not looked for
-    must       one of them has to be;  named  because it is the one that was asked for
-    bound      only a grammar keeps the model to what is asked
+    shown      tools shown to the model, in the format of templates; None = no tools
+    callable   tools that may be called; () = the answer is not parsed for calls
+    must       the model must call a tool;  named  tool_choice names the only tool that may be called
+    bound      a grammar must force the model to follow the request
     """
 
     shown: list[dict[str, Any]] | None = None
@@ -37,7 +39,8 @@ class ToolUse:
 
 
 def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
-    """What a request wants. `hide_idle`: tools that may not be called are not shown either. Errors: 400."""
+    """Return the use of tools that a request asks for. Raises 400.
+    `hide_idle`: with tool_choice="none", do not show the tools to the model."""
     tools = plain_tools(request.tools or ())
     by_name = {tool["function"]["name"]: tool for tool in tools}
     choice = request.tool_choice or ("auto" if tools else "none")
@@ -57,7 +60,7 @@ def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
             raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools: add it there, or name "
                                    "another.", param="tool_choice")
     if must and not picked:
-        raise InvalidParameter("tool_choice asks for a call and there are no tools: send some.", param="tool_choice")
+        raise InvalidParameter("tool_choice requires a call and there are no tools: send tools.", param="tool_choice")
     strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
     callable = {name: {"type": "function", "function": by_name[name]["function"] | {"strict": name in strict}}
                 for name in picked}
@@ -66,11 +69,11 @@ def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
 
 
 def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
-    """Tools as templates take them, their parts in the order in which models have seen them. Errors: 400."""
+    """Return tools in the format of templates, with fields in the order that models are trained on. Raises 400."""
     plain: dict[str, dict[str, Any]] = {}
     for at, tool in enumerate(tools):
         function = msgspec.to_builtins(tool.function)
-        function.pop("strict", None)  # is nothing to tell the model
+        function.pop("strict", None)  # not for the model
         if function.setdefault("parameters", NOTHING).get("type", "object") != "object":
             raise InvalidParameter(f"tools[{at}].function.parameters must be the schema of an object "
                                    '("type": "object").', param="tools")
@@ -82,8 +85,8 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 
 
 def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: str) -> TurnPlan:
-    """How to read what follows the rendered `prompt`; the form that this gives the answer is put into the parameters.
-    Errors: 400 for a form beside which nothing can be called."""
+    """Return the plan for parsing the answer to the rendered `prompt`. Sets the grammar of the answer in `params`.
+    Raises 400 for a structured output that cannot be combined with tool calls."""
     styles, row, form = text.styles, text.styles.reasoning, params.structured_outputs
     plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
                     named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
@@ -101,17 +104,17 @@ def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: 
         elif budget is not None:
             form = StructuredOutputsParams(after=row.end, budget=budget)
     params.structured_outputs = form
-    params.shown_special_ids = text.tag_ids[bool(use.callable)] or None  # the tags have to be seen
+    params.shown_special_ids = text.tag_ids[bool(use.callable)] or None  # the parser needs the tags in the text
     return plan
 
 
 def _calls_or(form: StructuredOutputsParams, plan: TurnPlan) -> StructuredOutputsParams:
-    """Calls, or an answer in a form."""
+    """Return the structured output "tool calls, or an answer that fits `form`"."""
     schema = {"type": "object"} if form.json_object else form.json
     if not isinstance(schema, dict) or plan.styles is None:
-        raise InvalidParameter("where tools may be called the answer's form can be a JSON schema and no other: send "
-                               'tool_choice="none" with it.', param="tools")
-    styles = msgspec.structs.replace(plan.styles, reasoning=None)  # the form's `after` sees to that
+        raise InvalidParameter("where tools may be called, the answer's format can only be a JSON schema: send "
+                               'tool_choice="none" with another one.', param="tools")
+    styles = msgspec.structs.replace(plan.styles, reasoning=None)  # `after` of the structured output skips reasoning
     calls = tool_grammar(styles, plan.tools, "required", parallel=plan.parallel).replace("start: ", "calls: ", 1)
     text = msgspec.json.encode(schema).decode()
     return StructuredOutputsParams(grammar=f"start: form | calls\nform: %json {text}\n{calls}")

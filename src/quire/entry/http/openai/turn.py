@@ -1,7 +1,7 @@
-"""One choice of an answer as events, for every route that talks: what the text means, but not how a route shows it.
+"""Parsing of a choice into events (content, reasoning, calls), for all chat routes. Each route writes them in its way.
 
-A `TurnPlan` says, once per request, how the model's text is to be read; a `Turn` reads one choice, in whatever pieces
-the engine hands it out: what is streamed, joined, is what comes in one piece.
+A `TurnPlan` says how to parse the text of a request's choices. A `Turn` parses one choice, in pieces of any size: the
+joined events of a stream equal those of the whole text.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from quire.text.turn import Event, Thought, Words
 
 @dataclass(frozen=True, kw_only=True)
 class TurnPlan:
-    """How the text of a request's choices is to be read.
+    """Plan for parsing the text of a request's choices.
 
-    styles     in which the model thinks and calls; None: all text is content
-    tools      that it may call, as the API has them; (): calls are not looked for
-    thinking   the prompt leaves its reasoning open
-    parallel   it may call more than once
-    must       it is held to a call;  named: of one given function: such an answer ends as any other, with "stop"
-    thoughts   the reasoning is to be shown
+    styles     formats of the model's reasoning and calls; None = all text is content
+    tools      tools that the model may call, in the API's format; () = the text is not parsed for calls
+    thinking   the prompt has begun the reasoning;  parallel  the model may make several calls
+    must       the model must make a call
+    named      the call is of one given function; then the finish reason is "stop", not "tool_calls"
+    thoughts   return the reasoning
     """
 
     styles: OutputStyles | None = None
@@ -38,12 +38,12 @@ class TurnPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether every text is content, so that nothing has to be parsed."""
+        """True when all text is content, so that nothing has to be parsed."""
         return self.styles is None or not (self.tools or self.styles.reasoning)
 
 
 class Turn:
-    """One choice being read. `num_thought`: tokens of its reasoning, but for one that still goes on."""
+    """Parser of one choice. `num_thought`: number of its reasoning tokens, counted when a reasoning ends."""
 
     def __init__(self, plan: TurnPlan, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._plan, self._tokenizer = plan, tokenizer
@@ -52,11 +52,11 @@ class Turn:
         self._hidden = frozenset[int]() if tokenizer is None else hidden_ids(
             tokenizer, params.hides_special_tokens, params.shown_special_ids)
         self.num_thought = 0
-        # Text and tokens so far, but for what `_count` has left behind: that many characters.
+        # Text and tokens that `_count` has not counted yet, and the number of characters before them.
         self._behind, self._text, self._tokens = 0, list[str](), list[int]()
 
     def events(self, piece: CompletionOutput) -> list[Event]:
-        """What a piece adds: its text may be any part of the whole, "" included; the last one has a finish reason."""
+        """Return the events of a piece. Its text may be any part of the whole, or "". The last has a finish reason."""
         if self._parser is None:
             return [Words(piece.text)] if piece.text else []
         events = self._parser.feed(piece.text) if piece.text else []
@@ -70,12 +70,12 @@ class Turn:
         return events if self._plan.thoughts else [event for event in events if not isinstance(event, Thought)]
 
     def finish_reason(self, piece: CompletionOutput) -> str | None:
-        """Why the choice ended, in OpenAI's words, after `events` of the piece; None while it goes on."""
+        """Return OpenAI's finish reason; None while the choice goes on. Call it after `events` of the piece."""
         called = self._parser is not None and self._parser.num_calls > 0 and not self._plan.named
         return "tool_calls" if called and piece.finish_reason == "stop" else piece.finish_reason
 
     def _count(self, thoughts: list[tuple[int, int]]) -> None:
-        """Reasoning has ended: count the tokens whose bytes are in it, and leave all up to there behind."""
+        """Count the tokens with bytes in the ended reasoning, and drop all text and tokens up to its end."""
         text, at, past = "".join(self._text), 0, 0
         for span in thoughts:
             low, high = (len(text[: place - self._behind].encode()) for place in span)

@@ -1,4 +1,4 @@
-"""Fields that no type knows, at the top of a request and inside its fields: what msgspec drops without a word."""
+"""Unknown fields of a request, at its top and inside its fields. msgspec drops them silently; here they are found."""
 
 import difflib
 from collections.abc import Collection, Iterator
@@ -10,40 +10,41 @@ import msgspec
 from msgspec import inspect
 
 MAX_NAME = 64
-MAX_UNKNOWN = 10  # names that are told back: more would let a client fill the log
-MAX_LOOKED = 1000  # objects of a request: a client writes all of them alike, and this runs where streams are served
-MOST_BYTES = 1 << 20  # of a field: more is an attached file or a fuzz, and decoding it again some 25 ms a megabyte
-NOTHING: tuple[object, ...] = (None, False, "", [], {})  # values that ask for nothing
-# Inside fields, what clients send back as it came, and labels: nothing of it changes the answer.
+MAX_UNKNOWN = 10  # names reported per request, so that a client cannot fill the log
+MAX_LOOKED = 1000  # objects checked per request: they are mostly alike, and this runs on the event loop
+MOST_BYTES = 1 << 20  # larger fields are not checked: decoding them again takes some 25 ms per megabyte
+NOTHING: tuple[object, ...] = (None, False, "", [], {})  # values without effect
+# Names inside fields that do not change the answer: labels, and parts of answers that clients send back.
 LABELS = frozenset("annotations cache_control caller citations data encrypted_content id include_obfuscation logprobs "
                    "parsed parsed_arguments phase refusal signature status".split())
 
 
 class Fields:
-    """The names that an object may have, and the fields of what is in them."""
+    """The known field names of a type, and of the types inside its fields."""
 
     def __init__(self, kind: inspect.StructType, seen: dict[type, "Fields"]) -> None:
         seen[kind.cls] = self  # before its fields are looked into: an object may hold others of its kind
         self.known = frozenset(field.encode_name for field in kind.fields)
-        self.closed = kind.forbid_unknown_fields  # what is unknown is refused: nothing is to be told
+        self.closed = kind.forbid_unknown_fields  # msgspec refuses unknown fields itself
         self.inner: dict[str, Fields] = {}
         for field in kind.fields:
             if (fields := _inside(field.type, seen)) is not None:
                 self.inner[field.encode_name] = fields
 
     def near(self, name: str) -> str:
-        """The name that was probably meant by an unknown one, in words."""
+        """Return " (did you mean NAME?)" for an unknown name; "" if no known name is close."""
         close = difflib.get_close_matches(name[:MAX_NAME], self.known, n=1, cutoff=0.8)
         return "".join(f" (did you mean {known}?)" for known in close)
 
     def unknown(self, names: dict[str, msgspec.Raw], known: Collection[str]) -> list[str]:
-        """The first names in a request, in words, that are neither in `known` nor, inside fields, in their types."""
+        """Return the first unknown names of a request, with hints.
+        `known`: names at the top of the request; inside fields the types decide."""
         top = ((self, "", name) for name in names if name not in known)
         objects = chain.from_iterable(fields._objects(value_again(names[name]), name + ".")
                                       for name, fields in self.inner.items() if name in names)
         inside = ((fields, path, name) for fields, path, value in islice(objects, MAX_LOOKED) for name in value
                   if name not in fields.known and name not in LABELS and value[name] not in NOTHING)
-        found: dict[tuple[str, str], Fields] = {}  # what is near is sought once for all places of a kind
+        found: dict[tuple[str, str], Fields] = {}  # (path, name): a name in many list entries is reported once
         for fields, path, name in chain(top, inside):
             found.setdefault((path, name), fields)
             if len(found) == MAX_UNKNOWN:
@@ -62,8 +63,7 @@ class Fields:
 
 
 def value_again(raw: msgspec.Raw) -> Any:
-    """The value of a field that was decoded before by its type, or could not be. None where it is large, or not valid
-    JSON."""
+    """Decode a field again, without its type. Return None if it is large or not valid JSON."""
     if len(memoryview(raw)) > MOST_BYTES:
         return None
     with suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -72,7 +72,7 @@ def value_again(raw: msgspec.Raw) -> Any:
 
 
 def _inside(kind: inspect.Type, seen: dict[type, Fields]) -> Fields | None:
-    """The fields of the object, or the objects, that a field holds, if any may have unknown ones."""
+    """Return the `Fields` of the objects that a field holds; None if they cannot have unknown fields."""
     if isinstance(kind, inspect.UnionType):
         return next((fields for one in kind.types if (fields := _inside(one, seen)) is not None), None)
     if isinstance(kind, inspect.ListType):

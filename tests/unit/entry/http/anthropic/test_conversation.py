@@ -168,9 +168,9 @@ def test_what_changes_no_answer_is_taken(api: Api) -> None:
     ([*HELLO, assistant({"type": "tool_use", "id": "t", "name": "f", "input": "{}"})], "input must be an object"),
     ([user()], "messages[0].content is an empty list"), ([], "messages must be a list"),
     ([{"role": "tool", "content": "x"}], "messages[0].role must be one of assistant, system, user"),
-    ([*HELLO, assistant({"type": "tool_use", "id": "t", "name": "f", "input": {}})], "which the answer continues"),
-    ([*HELLO, assistant({"type": "thinking", "thinking": "x", "signature": ""})], "which the answer continues"),
-    ([*HELLO, assistant()], "which the answer continues"),
+    ([*HELLO, assistant({"type": "tool_use", "id": "t", "name": "f", "input": {}})], "the answer continues it"),
+    ([*HELLO, assistant({"type": "thinking", "thinking": "x", "signature": ""})], "the answer continues it"),
+    ([*HELLO, assistant()], "the answer continues it"),
 ])
 def test_messages_that_cannot_be_read(api: Api, messages: Any, words: str) -> None:
     assert words in refusal(api, messages=messages)
@@ -192,7 +192,7 @@ def test_messages_that_cannot_be_read(api: Api, messages: Any, words: str) -> No
     ({"tool_choice": {"type": "required"}}, "tool_choice.type must be one of any, auto, none, tool"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type must be one of"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is missing"),
-    ({"container": "c"}, "container is not implemented yet: no code runs here"),
+    ({"container": "c"}, "container is not implemented yet: the server runs no code"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not implemented"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management is not impl"),
     ({"output_format": {"type": "json_schema"}}, "send output_config.format"),
