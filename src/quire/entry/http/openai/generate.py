@@ -18,7 +18,7 @@ import msgspec
 from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
-from quire.entry.http.auth import tenant_of
+from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange, Watch
 from quire.entry.http.openai.logprobs import TokenNames
@@ -169,7 +169,7 @@ def _told(notes: list[str]) -> str:
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:
     """Do the job. Errors before the first byte are raised; after it, the caller's `Exchange.fail` ends the
     stream."""
-    with context.in_flight.hold(job.request_id):
+    with context.in_flight.hold(owner_of(exchange.scope, context.config.http), job.request_id):
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # ends here if the client has hung up: its text may have taken long to encode
             stream = context.engine.open(
