@@ -13,7 +13,7 @@ from quire.contracts.structured import StructuredOutputsParams
 from quire.entry.http.openai.schema import ChatRequest, Tool, ToolChoice
 from quire.entry.http.openai.turn import TurnPlan
 from quire.text.load import TextSide
-from quire.text.tools import thinking_at_end, tool_grammar
+from quire.text.tools import OutputStyles, thinking_at_end, tool_grammar
 
 NO_BUDGET = -1
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # where none are given
@@ -88,12 +88,13 @@ def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: 
     plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
                     named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
                     thoughts=request.include_reasoning is not False)
+    schema = _schema_beside_calls(form) if form is not None and use.callable else None
     if use.callable and (use.bound or styles.tools is None) and (form is None or use.must):
         form = StructuredOutputsParams(grammar=tool_grammar(
             styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking),
             inside=True)
-    elif form is not None and use.callable:
-        form = _calls_or(form, plan)
+    elif schema is not None:
+        form = _calls_or(schema, styles, plan)
     if plan.thinking and row is not None:
         budget = None if request.thinking_token_budget == NO_BUDGET else request.thinking_token_budget
         if form is not None:
@@ -105,13 +106,18 @@ def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: 
     return plan
 
 
-def _calls_or(form: StructuredOutputsParams, plan: TurnPlan) -> StructuredOutputsParams:
-    """Calls, or an answer in a form."""
-    schema = {"type": "object"} if form.json_object else form.json
-    if not isinstance(schema, dict) or plan.styles is None:
+def _schema_beside_calls(form: StructuredOutputsParams) -> dict[str, Any]:
+    """The JSON schema of a form that may be asked for beside tools. Errors: 400 for every other form."""
+    schema = {"type": "object"} if form.json_object else {} if form.json is True else form.json
+    if not isinstance(schema, dict):
         raise InvalidParameter("where tools may be called the answer's form can be a JSON schema and no other: send "
                                'tool_choice="none" with it.', param="tools")
-    styles = msgspec.structs.replace(plan.styles, reasoning=None)  # the form's `after` sees to that
+    return schema
+
+
+def _calls_or(schema: dict[str, Any], styles: OutputStyles, plan: TurnPlan) -> StructuredOutputsParams:
+    """Calls, or an answer in a form."""
+    styles = msgspec.structs.replace(styles, reasoning=None)  # the form's `after` sees to that
     calls = tool_grammar(styles, plan.tools, "required", parallel=plan.parallel).replace("start: ", "calls: ", 1)
     text = msgspec.json.encode(schema).decode()
     return StructuredOutputsParams(grammar=f"start: form | calls\nform: %json {text}\n{calls}")
