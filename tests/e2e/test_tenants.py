@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
 
 import pytest
 
-from .serving import MOCK, Answer, Server, running_server
+from .serving import MOCK, Answer, Server, running_server, wait_until
 
 TEXT = "The json module exposes an API familiar to users of the marshal and pickle modules. " * 4
 ONE, TWO = "sk-one", "sk-two"
@@ -85,3 +86,16 @@ def test_keys_that_share_the_cache_share_the_records(flags: tuple[str, ...]) -> 
         assert cached(server, ONE, "/v1/completions", ROUTES["/v1/completions"]) == 0
         assert cached(server, other, "/v1/completions", ROUTES["/v1/completions"]) > 0
         assert len(ask(server, other, "/debug/requests").json()["requests"]) == 2
+
+
+@pytest.mark.parametrize("flags", [("--share-prefix-cache-across-keys",), ()])
+def test_an_id_is_taken_by_a_running_request_of_the_same_key_only(flags: tuple[str, ...]) -> None:
+    """Else a key learns which ids another one uses, and can keep them from it."""
+    head = {"x-request-id": "job-7"}
+    with running_server(*FLAGS, *flags, "--mock-step-ms", "50", wait="/health") as server, ThreadPoolExecutor() as pool:
+        long = pool.submit(ask, server, ONE, "/v1/completions", {"prompt": [1, 2], "max_tokens": 100}, **head)
+        wait_until(lambda: "job-7" in ask(server, ONE, "/debug/requests").body.decode())
+        for path, body in ROUTES.items():
+            assert server.ask(path, body, authorization=f"Bearer {ONE}", **head).status == 409
+            assert ask(server, TWO, path, body, **head).headers["x-request-id"] == "job-7"
+        assert not long.done() and long.result()

@@ -98,7 +98,8 @@ def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str
 
 def _one_by_one(form: ToolFormat, root: dict[str, Any], shared: dict[str, Any], rule: str) -> tuple[str, list[str]]:
     """Return the expression for arguments that are not written as a JSON object, and its rules."""
-    properties, required = root.get("properties") or {}, root.get("required") or []
+    properties = {key: each for key, each in (root.get("properties") or {}).items() if each is not False}
+    required = root.get("required") or []
     least, most = root.get("minProperties", 0), root.get("maxProperties")
     unheld = [key for key in (*LISTS, "$ref") if root.get(key)]
     unheld += [f"required {name}" for name in required if name not in properties]

@@ -253,3 +253,17 @@ def test_a_tool_without_parameters_takes_none(vocabulary: Any) -> None:
     grammar = tool_grammar(OutputStyles(FORMATS["llama3_json"], None, ""), [tool], "required", parallel=True)
     assert matches(vocabulary, grammar, '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}')
     assert not matches(vocabulary, grammar, '{"name": "f", "parameters": {"a": 1}}')
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.key or form.python])
+def test_an_argument_that_no_value_fits_is_not_given(name: str) -> None:
+    """`false` as the schema of a property; where the property is required, that is told."""
+
+    def grammar(**more: Any) -> str:
+        parameters = {"type": "object", "properties": {"odd": False, "even": {"type": "integer"}}, **more}
+        tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+        return tool_grammar(OutputStyles(FORMATS[name], None, ""), [tool], "f", parallel=False)
+
+    assert "even" in grammar() and "odd" not in grammar()
+    with pytest.raises(InvalidParameter, match="cannot be used: f.parameters: required odd"):
+        holdable_in_lark(grammar(required=["odd"]))

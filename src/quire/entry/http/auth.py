@@ -96,12 +96,17 @@ def shown_key(scope: Scope, keys: Iterable[bytes]) -> bytes | None:
     return next(iter([key for key in keys for one in given if hmac.compare_digest(key, one)]), None)
 
 
+def owner_of(scope: Scope, http: HttpConfig) -> bytes:
+    """The API key that a request shows; of a server without keys, everybody's is the same."""
+    return shown_key(scope, [key.encode() for key in http.api_key]) or b""
+
+
 def tenant_of(scope: Scope, http: HttpConfig) -> str:
     """Return the tenant of a request: a digest of its API key.
     Returns "" when all callers are one tenant: with fewer than two keys, or with `share_prefix_cache_across_keys`."""
     if len(set(http.api_key)) < 2 or http.share_prefix_cache_across_keys:
         return ""
-    return sha256(shown_key(scope, [key.encode() for key in http.api_key]) or b"").hexdigest()
+    return sha256(owner_of(scope, http)).hexdigest()
 
 
 def _is_address(name: str) -> bool:

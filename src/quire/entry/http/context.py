@@ -20,26 +20,26 @@ LOADING = "the model is still loading: try again in a few seconds."
 
 
 class RequestIds:
-    """The ids of the requests that are being answered."""
+    """The ids of the requests that are being answered, each with the API key of its request."""
 
     def __init__(self) -> None:
-        self._ids: set[str] = set()
+        self._ids: set[tuple[bytes, str]] = set()
 
     def __len__(self) -> int:
         return len(self._ids)
 
     @contextmanager
-    def hold(self, request_id: str) -> Iterator[None]:
-        """Reserve a request id inside the block. Raises 409 when another request has it."""
-        if request_id in self._ids:
+    def hold(self, owner: bytes, request_id: str) -> Iterator[None]:
+        """Reserve a request id inside the block. Raises 409 when another request of the same API key has it."""
+        if (owner, request_id) in self._ids:
             raise HttpError(
                 409, f"request {shown(request_id)} is already running: wait for its answer, or send another "
                 "X-Request-Id.", code="duplicate_request_id", param="request_id")
-        self._ids.add(request_id)
+        self._ids.add((owner, request_id))
         try:
             yield
         finally:
-            self._ids.discard(request_id)
+            self._ids.discard((owner, request_id))
 
 
 @dataclass(frozen=True, kw_only=True)

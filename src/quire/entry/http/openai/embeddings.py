@@ -14,7 +14,7 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.step import F32
 from quire.entry.completion import Generation
 from quire.entry.embedding import embed_params, vector_of
-from quire.entry.http.auth import tenant_of
+from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema_embeddings as schema
@@ -64,7 +64,7 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
     room, generations = context.config.max_waiting + context.ready().num_slots, list[Generation]()
     limits = (request_timeout(exchange.header(b"x-request-timeout")), context.config.serve.request_timeout)
     deadline = time.monotonic() + min((limit for limit in limits if limit is not None), default=math.inf)
-    with context.in_flight.hold(exchange.request_id):
+    with context.in_flight.hold(owner_of(exchange.scope, context.config.http), exchange.request_id):
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # cancelled here if the client has disconnected
             for at in range(0, len(prompts), room):

@@ -18,7 +18,7 @@ import msgspec
 from quire.contracts.errors import EngineClosed, InvalidParameter, RequestFailed
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
-from quire.entry.http.auth import tenant_of
+from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.exchange import Exchange, Watch
 from quire.entry.http.openai.logprobs import TokenNames
@@ -171,7 +171,7 @@ def _told(notes: list[str]) -> str:
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:
     """Run a job and send its answer. After the first byte of a stream, the caller ends it by `Exchange.fail`."""
-    with context.in_flight.hold(job.request_id):
+    with context.in_flight.hold(owner_of(exchange.scope, context.config.http), job.request_id):
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # cancelled here if the client disconnected while its text was encoded
             stream = context.engine.open(

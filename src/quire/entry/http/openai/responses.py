@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from quire.contracts.errors import shown
-from quire.entry.http.auth import shown_key
+from quire.entry.http.auth import owner_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, http_error, not_implemented
 from quire.entry.http.exchange import ClientGone, Exchange
@@ -41,7 +41,8 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
-    store, owner, name = context.responses, _owner(context, exchange), f"resp_{secrets.token_hex(16)}"
+    owner, name = owner_of(exchange.scope, context.config.http), f"resp_{secrets.token_hex(16)}"
+    store = context.responses
     given = request.input or []
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
     chain, sources = list(store.chain(request.previous_response_id, owner)), _referred(store, owner, items)
@@ -131,12 +132,7 @@ async def _end(found: Kept) -> None:
 
 def _find(context: ServerContext, exchange: Exchange) -> tuple[str, Kept]:
     name: str = exchange.scope["path_params"]["response_id"]
-    return name, context.responses.find(name, _owner(context, exchange))
-
-
-def _owner(context: ServerContext, exchange: Exchange) -> bytes:
-    """Return the API key of the request; b"" on a server without keys."""
-    return shown_key(exchange.scope, [key.encode() for key in context.config.http.api_key]) or b""
+    return name, context.responses.find(name, owner_of(exchange.scope, context.config.http))
 
 
 def _referred(store: ResponseStore, owner: bytes, items: list[Item]) -> list[Kept]:

@@ -15,7 +15,7 @@ from quire.contracts.structured import StructuredOutputsParams
 from quire.entry.http.openai.schema import ChatRequest, Tool, ToolChoice
 from quire.entry.http.openai.turn import TurnPlan
 from quire.text.load import TextSide
-from quire.text.tools import thinking_at_end, tool_grammar
+from quire.text.tools import OutputStyles, thinking_at_end, tool_grammar
 
 NO_BUDGET = -1
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}  # no parameters
@@ -91,12 +91,13 @@ def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: 
     plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
                     named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
                     thoughts=request.include_reasoning is not False)
+    schema = _schema_beside_calls(form) if form is not None and use.callable else None
     if use.callable and (use.bound or styles.tools is None) and (form is None or use.must):
         form = StructuredOutputsParams(grammar=tool_grammar(
             styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking),
             inside=True)
-    elif form is not None and use.callable:
-        form = _calls_or(form, plan)
+    elif schema is not None:
+        form = _calls_or(schema, styles, plan)
     if plan.thinking and row is not None:
         budget = None if request.thinking_token_budget == NO_BUDGET else request.thinking_token_budget
         if form is not None:
@@ -108,13 +109,18 @@ def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: 
     return plan
 
 
-def _calls_or(form: StructuredOutputsParams, plan: TurnPlan) -> StructuredOutputsParams:
-    """Return the structured output "tool calls, or an answer that fits `form`"."""
-    schema = {"type": "object"} if form.json_object else form.json
-    if not isinstance(schema, dict) or plan.styles is None:
+def _schema_beside_calls(form: StructuredOutputsParams) -> dict[str, Any]:
+    """Return the JSON schema of structured output beside tools. Errors: 400 for every other kind of grammar."""
+    schema = {"type": "object"} if form.json_object else {} if form.json is True else form.json
+    if not isinstance(schema, dict):
         raise InvalidParameter("where tools may be called, the answer's format can only be a JSON schema: send "
                                'tool_choice="none" with another one.', param="tools")
-    styles = msgspec.structs.replace(plan.styles, reasoning=None)  # `after` of the structured output skips reasoning
+    return schema
+
+
+def _calls_or(schema: dict[str, Any], styles: OutputStyles, plan: TurnPlan) -> StructuredOutputsParams:
+    """Return the structured output "tool calls, or an answer that fits `schema`"."""
+    styles = msgspec.structs.replace(styles, reasoning=None)  # `after` of the structured output skips reasoning
     calls = tool_grammar(styles, plan.tools, "required", parallel=plan.parallel).replace("start: ", "calls: ", 1)
     text = msgspec.json.encode(schema).decode()
     return StructuredOutputsParams(grammar=f"start: form | calls\nform: %json {text}\n{calls}")

@@ -131,6 +131,16 @@ def test_bad_tools(refused: Callable[..., Any], fields: dict[str, Any], param: s
     assert error["param"] == param and words in error["message"], error
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", named("f")], ids=str)
+def test_beside_tools_only_json_is_a_form(refused: Callable[..., Any], sent: Callable[..., Any], choice: Any) -> None:
+    fields = {"tools": [tool("f")], "tool_choice": choice}
+    for form in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, {"json": False}):
+        error = refused(**fields, structured_outputs=form)
+        assert error["param"] == "tools" and 'tool_choice="none"' in error["message"], form
+    for form in ({"json": CITY}, {"json": True}, {"json_object": True}):
+        assert sent(**fields, structured_outputs=form)[1].structured_outputs.grammar
+
+
 def test_a_template_without_tools_says_so(
     refused: Callable[..., Any], sent: Callable[..., Any], scripted: Any
 ) -> None:
