@@ -271,6 +271,23 @@ def test_a_wrong_sum_is_named_once(checkpoint: Any, planted: Any, monkeypatch: p
         assert "The same step differs" not in report.render()
 
 
+def test_what_the_reference_does_after_its_head_counts(
+        checkpoint: Any, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A scale of the logits changes no greedy token."""
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def scaled(self: Any, *given: Any, **options: Any) -> Any:
+        result = forward(self, *given, **options)
+        result.logits = result.logits * 1.001
+        return result
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    report = planted(checkpoint("llama"))
+    assert report.first_divergent == ("logits", "lm_head") and not report.ok, report.render()
+
+
 def test_a_sum_that_is_wrong_in_every_layer_is_counted_by_layers() -> None:
     steps = (Step("sum", 1e-3, 3e-5),)
     stages = tuple(Stage(f"layer {layer} {half}", steps, 0.0) for layer in range(3)

@@ -109,10 +109,10 @@ def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
                 _on_result(module, differences, stage_name(index, half), step)
         _feed_products(layer, differences, index)
     _on_result(body.norm, differences, "norm", "norm")
-    _on_result(model.get_output_embeddings(), differences, "logits", "lm_head")
     _register_attention(differences)
     model.set_attn_implementation(INTERFACE)
-    model(torch.tensor([token_ids]), use_cache=False)
+    result = model(torch.tensor([token_ids]), use_cache=False)
+    differences.replace("logits", "lm_head", result.logits)  # with all that the reference does after its head
     return differences
 
 
