@@ -63,7 +63,7 @@ def test_ctrl_c_keeps_what_is_answered_and_the_next_run_goes_on(tmp_path: Path) 
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     kept = {json.loads(text)["custom_id"]: text for text in partial.read_text().splitlines()}
-    assert process.returncode == 130 and 0 < len(kept) < 300 and f"{len(kept)} of 300 are answered" in err, err
+    assert process.returncode == 130 and 0 < len(kept) < 300 and f"{len(kept)} of 300 answers are kept" in err, err
     assert "Traceback" not in err and not (tmp_path / "out.jsonl").exists()
     with start(tmp_path) as process:
         _, err = process.communicate(timeout=300)

@@ -73,7 +73,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The server and the form of the requests. `extra` is merged into every body."""
+    """The server and the format of the requests. `extra` is merged into every body."""
 
     base_url: str
     endpoint: str
