@@ -127,6 +127,9 @@ class ComparedRunners:
         self.num_steps += 1
         return found
 
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        raise NotImplementedError
+
     def facts(self) -> ExecutorFacts:
         return self._facts
 

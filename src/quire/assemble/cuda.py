@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quire.assemble.parts import Loading, Parts, RunnerReport
+from quire.assemble.parts import Loading, Parts
 from quire.assemble.plain import assemble_plain, fill
 from quire.config.engine import EngineConfig
 from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_steps
@@ -81,13 +81,13 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
         plan=plan,
         model=model,
         worker=worker,
-        executor=lambda facts: LaunchingExecutor(worker, facts),
+        executor=lambda facts: LaunchingExecutor(worker, facts, {"describe": worker.describe}),
         depth=limits.depth,
         memory=memory,
         prompt_chunk=PROMPT_CHUNK,
         hardware=str(facts),
         plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
-               "graphs": f"{len(worker.recorder)}", "runner": RunnerReport(worker)},
+               "graphs": f"{len(worker.recorder)}"},
         notes=(note,) if note else (),
     )
 

@@ -1,10 +1,7 @@
 """What a device's half of the composition root hands to the other."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import msgspec
 
 from quire.config.resolve import MemoryPlan
 from quire.contracts.protocols import Executor, ExecutorFacts
@@ -36,14 +33,3 @@ class Parts:
     hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-
-class RunnerReport:
-    """A runner's words about itself as JSON, of the moment when they are printed. Does not keep the runner alive."""
-
-    def __init__(self, runner: StepRunner) -> None:
-        self._describe = weakref.WeakMethod(runner.describe)
-
-    def __str__(self) -> str:
-        describe = self._describe()
-        return msgspec.json.encode(describe() if describe else None).decode()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quire.assemble.parts import Loading, Parts, RunnerReport
+from quire.assemble.parts import Loading, Parts
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
@@ -41,10 +41,9 @@ def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loadin
         plan=plan,
         model=model,
         worker=worker,
-        executor=lambda facts: InProcessExecutor(worker.run, facts),
+        executor=lambda facts: InProcessExecutor(worker.run, facts, {"describe": worker.describe}),
         depth=plan.config.device.async_depth or 1,
         memory=memory,
-        plans={"runner": RunnerReport(worker)},
     )
 
 

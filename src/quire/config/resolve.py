@@ -105,24 +105,24 @@ def resolve_memory(
     more when a sequence of the given max_model_len needs more. An unset max_model_len shrinks until it fits. Raises
     `ConfigError` with the numbers when a given max_model_len, or cache and slot tables together, do not fit.
     """
-    size, asked = geometry.block_size, model.max_model_len
+    asked = model.max_model_len
     check_context(model, context)
     length = asked or context
-    num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.num_blocks(length), free_bytes)
-    if asked and source.startswith(QUARTER) and num_blocks < geometry.num_blocks(asked):  # the default share grows
+    num_blocks, source, remedy = _budget(geometry, cache, max_num_seqs * geometry.request_blocks(length), free_bytes)
+    if asked and source.startswith(QUARTER) and num_blocks < geometry.request_blocks(asked):  # the default share grows
         room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
-        if (most := min(geometry.num_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
+        if (most := min(geometry.request_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
             num_blocks, source, remedy = most, f"the {_bytes(free_bytes)} of free memory", "end other programs"
-    if num_blocks < 1:
+    if num_blocks < len(geometry.groups):
         raise ConfigError(f"the KV cache ({source}) does not hold one block of {_bytes(geometry.page_bytes)}: "
                           f"{remedy}, or choose a smaller model.")
     notes: tuple[str, ...] = ()
-    if num_blocks * size < length:
+    if geometry.most_tokens(num_blocks) < length:
         if asked is not None:
-            needed, given = (_bytes(n * geometry.page_bytes) for n in (geometry.num_blocks(length), num_blocks))
+            needed, given = (_bytes(n * geometry.page_bytes) for n in (geometry.request_blocks(length), num_blocks))
             raise ConfigError(f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
-                              f"max_model_len to {num_blocks * size}, or {remedy}.")
-        length = num_blocks * size
+                              f"max_model_len to {geometry.most_tokens(num_blocks)}, or {remedy}.")
+        length = geometry.most_tokens(num_blocks)
         notes = (f"context shortened from {context} to {length} tokens: the KV cache ({source}) holds no more.",)
     kv_bytes = (num_blocks + 1) * geometry.page_bytes
     _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
@@ -140,7 +140,7 @@ def check_context(model: ModelConfig, context: int) -> None:
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
     """Return the bytes of a slot in the tables: its columns, and 4 bytes per token of history and block table entry."""
-    return SLOT_BYTES + 4 * (max_model_len + geometry.num_blocks(max_model_len))
+    return SLOT_BYTES + 4 * (max_model_len + geometry.request_blocks(max_model_len))
 
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:

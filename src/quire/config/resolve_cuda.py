@@ -104,7 +104,7 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
     asked, page = config.model.max_model_len, geometry.page_bytes
     length = asked or context
     num_blocks, source = _num_blocks(config, memory, page)
-    wanted = (geometry.num_blocks(length) + 1) * page if asked else 2 * page
+    wanted = ((geometry.request_blocks(length) if asked else len(geometry.groups)) + 1) * page
     given = max(0, (num_blocks + 1) * page)
     forced = source != "gpu_memory_utilization"
     room = max(0, memory.free - memory.later - SPARE)
@@ -113,7 +113,7 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
         raise ConfigError(f"{source} asks for {_size(given)} of KV cache, and {_size(room)} of the GPU's memory are "
                           f"free: lower it to {most}, or leave it out.")
     if given < wanted:
-        shorter = num_blocks * geometry.block_size if asked else 0
+        shorter = geometry.most_tokens(num_blocks) if asked else 0
         there_is = f"{source} gives {_size(given)}" if forced else _room(memory, config)
         more = f"a larger {source}." if forced else _advice(memory, config, dtype, wanted)
         cause = f"max_model_len={asked} needs {_size(wanted)} of KV cache" if asked else (
@@ -124,8 +124,8 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
         raise ConfigError(f"{cause}{held}, and {there_is}: {_size(missing)} are missing. "
                           f"Try {cut}{more}")
     notes: tuple[str, ...] = ()
-    if num_blocks * geometry.block_size < length:
-        length = num_blocks * geometry.block_size
+    if geometry.most_tokens(num_blocks) < length:
+        length = geometry.most_tokens(num_blocks)
         notes = (f"context shortened from {context} to {length} tokens: the KV cache of {_size(given)} ({source}) "
                  "holds no more.",)
     if not forced and _limit(memory, config) < int(config.cache.gpu_memory_utilization * memory.total):

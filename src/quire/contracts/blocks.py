@@ -48,6 +48,14 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         group = self.groups[0]
         return len(group.layers) * sum(c.num_bytes(self.block_size) for c in group.components)
 
+    def request_blocks(self, num_tokens: int) -> int:
+        """Return the blocks of a request that keeps all its tokens in every group. With windows it needs fewer."""
+        return len(self.groups) * self.num_blocks(num_tokens)
+
+    def most_tokens(self, num_blocks: int) -> int:
+        """Return the longest request that `num_blocks` blocks hold, with all its tokens in every group."""
+        return num_blocks // len(self.groups) * self.block_size
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each group."""

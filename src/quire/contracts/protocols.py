@@ -1,6 +1,6 @@
 """The protocol between the engine core and the executor that runs its plans."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -45,6 +45,12 @@ class Executor(Protocol):
 
     def collect(self) -> StepResult:
         """Wait for the oldest uncollected step and return its result."""
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Run a named operation of the executor between two steps, and return its value.
+
+        Raises `ConfigError` for a name that the executor does not know.
+        """
 
     def facts(self) -> ExecutorFacts:
         """Return the capabilities of this executor."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import (
     F32,
@@ -163,6 +164,10 @@ class MockExecutor:
     def facts(self) -> ExecutorFacts:
         """Return the sizes of the mock."""
         return self._facts
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Refuse every name: the mock has no operations."""
+        raise ConfigError(f"unknown control {name!r}.")
 
     def shutdown(self) -> None:
         """Record the shutdown for tests; there is nothing to free."""

@@ -40,7 +40,7 @@ class KVAllocator:
         self._windows = [g for g, group in enumerate(geometry.groups) if group.window is not None]
         self.has_windows = bool(self._windows)
         self._tables: list[list[list[int]]] = [[[] for _ in range(num_slots)] for _ in geometry.groups]
-        self._behind = [[0] * num_slots for _ in geometry.groups]  # leading entries given back: NULL_BLOCK
+        self._behind = np.zeros((len(geometry.groups), num_slots), np.int32)  # leading entries given back: NULL_BLOCK
         self._num_shared = [0] * num_slots  # leading blocks of each group that came from a match
         self._index = PrefixIndex(pool, geometry.block_size, geometry.groups)
 
@@ -65,7 +65,7 @@ class KVAllocator:
             blocks = match.blocks[group]
             peak = self._peak(group, (num_tokens if upto is None else upto) - match.num_tokens)
             missing += min(whole, blocks.count(NULL_BLOCK) + peak) - len(blocks)
-        if len(self._groups) > 1:
+        if self.has_windows or len(self._groups) > 1:
             held = [block for blocks in match.blocks for block in blocks if block]
         return self.pool.num_free - missing - headroom >= self.pool.num_free_among(held)
 
@@ -85,12 +85,12 @@ class KVAllocator:
         assert not self._tables[0][slot], f"slot {slot} is taken"
         assert num_tokens > 0 and num_tokens >= match.num_tokens, "a slot holds at least what was matched"
         assert not count or match.generation == pool.generation, "a key was dropped since the match"
-        for group in self._windows:
-            self._behind[group][slot] = match.blocks[group].count(NULL_BLOCK)
-        for tables, blocks in zip(self._tables, match.blocks, strict=True):
+        for group, (tables, blocks) in enumerate(zip(self._tables, match.blocks, strict=True)):
             pool.share([block for block in blocks if block] if self.has_windows else blocks)  # else they may be evicted
             tables[slot] += blocks
-        self._num_shared[slot] = count
+            self._num_shared[slot] = count
+            if group in self._windows:
+                self._behind[group, slot] = blocks.count(NULL_BLOCK)
         whole = chunk = -(-num_tokens // self.block_size)
         if self.has_windows:
             chunk = whole if upto is None else -(-upto // self.block_size)
@@ -147,13 +147,18 @@ class KVAllocator:
         Published blocks can be hit until they are taken again. A step in flight reads them before the next one writes.
         """
         for group in self._windows:
-            for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
-                before, table = self._behind[group][slot], self._tables[group][slot]
-                behind = min(self._groups[group].num_behind(position, self.block_size), len(table))
-                if behind > before:
-                    self.pool.release(table[before:behind])
-                    table[before:behind] = [NULL_BLOCK] * (behind - before)
-                    self._behind[group][slot] = behind
+            tables, behind = self._tables[group], self._behind[group]
+            window = self._groups[group].window
+            assert window is not None
+            passed = np.maximum(positions - window + 1, 0) // self.block_size  # `KVGroup.num_behind` of each
+            for i in np.flatnonzero(passed > behind[slots]).tolist():
+                slot = int(slots[i])
+                before, table = int(behind[slot]), tables[slot]
+                upto = min(int(passed[i]), len(table))
+                if upto > before:
+                    self.pool.release(table[before:upto])
+                    table[before:upto] = [NULL_BLOCK] * (upto - before)
+                    behind[slot] = upto
 
     def publish(self, slot: int, chain: KeyChain, num_full_blocks: int) -> None:
         """Offer the slot's first `num_full_blocks` blocks to other requests. Blocks already offered are skipped.
@@ -198,22 +203,19 @@ class KVAllocator:
         """Return (slots, number of shared blocks) for each set of slots that begin with the same blocks.
 
         Slots with the same first block form a set, with the blocks that all of them share. A set is returned when
-        reading its blocks once saves at least `least` tokens. The first group of full attention decides for all such
-        groups: shared blocks come from matches, and matches are the same in all of them.
+        reading its blocks once saves at least `least` tokens. Groups of full attention that share fewer blocks
+        than the first decide: a block may have been evicted and computed again in one of them.
         """
         if len(self._windows) == len(self._groups):
             return []
-        whole = next(self._tables[g] for g, group in enumerate(self._groups) if group.window is None)
+        full = [self._tables[g] for g, group in enumerate(self._groups) if group.window is None]
         groups: dict[int, list[int]] = {}
         for slot in slots:
-            if whole[slot] and self.pool.refs(whole[slot][0]) > 1:
-                groups.setdefault(whole[slot][0], []).append(slot)
+            if full[0][slot] and self.pool.refs(full[0][slot][0]) > 1:
+                groups.setdefault(full[0][slot][0], []).append(slot)
         found = []
         for members in groups.values():
-            tables = [whole[slot] for slot in members]
-            first, last = min(tables), max(tables)  # in order of ids; what these two share, all do
-            shorter = min(len(first), len(last))
-            same = next((i for i in range(shorter) if first[i] != last[i]), shorter)
+            same = min(_num_alike([tables[slot] for slot in members]) for tables in full)
             if same * self.block_size * (len(members) - 1) >= least:
                 found.append((members, same))
         return found
@@ -248,3 +250,10 @@ class KVAllocator:
                     refs[block] += 1
         wrong = [block for block, count in enumerate(refs) if count != self.pool.refs(block)]
         assert not wrong, f"reference counts of blocks {wrong[:8]} are not the number of their holders"
+
+
+def _num_alike(tables: list[list[int]]) -> int:
+    """Return the number of leading blocks that all tables share."""
+    first, last = min(tables), max(tables)  # in the order of ids: blocks that these two share are in all
+    shorter = min(len(first), len(last))
+    return next((i for i in range(shorter) if first[i] != last[i]), shorter)

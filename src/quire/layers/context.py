@@ -41,7 +41,9 @@ class Build:
 
     def group_of(self, layer: int) -> int:
         """The KV group of a layer."""
-        return next((number for number, group in enumerate(self.kv_groups) if layer in group.layers), 0)
+        if not self.kv_groups:
+            return 0
+        return next(number for number, group in enumerate(self.kv_groups) if layer in group.layers)
 
     def window(self, group: int) -> int | None:
         """Tokens that a row of a KV group sees, its own included; None: all before it."""

@@ -89,6 +89,7 @@ class LatentAttention(nn.Module):
         Writes this step's latents and rotated keys to `kv` before anything attends.
         """
         sizes, meta, tokens = self.sizes, ctx.attention[self.group], len(hidden)
+        assert meta.row_positions is None, "latent attention computes the last rows of a sequence"
         up = self.kv_up.weight
         down = self.down.normed(hidden, norm)
         width = sizes.kv_rank + sizes.rope_dim

@@ -108,13 +108,16 @@ def resolve_engine(
     quantization, device = dict(quantization or {}), machine.device
     rank = list(ranks(args, parallel))[number]
     params = layout(args, rank)
+    by_triton = device == "cuda" and not probe("triton")
+    geometry = rank_geometry(args, rank, dtype=dtype.dtype, device="cuda" if by_triton else "cpu",
+                             block_size=config.cache.block_size)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
+    windowed = frozenset({"window"} if any(window is not None for window in geometry.windows) else ())
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, forced=forced,
-                             probe=probe)  # fmt: skip
+                             attention_features=windowed, probe=probe)  # fmt: skip
     moe = moe_plans(args, KernelNeeds(device=device, dtype=dtype.dtype), probe, parallel=parallel, forced=experts,
                     quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
-    by_triton = device == "cuda" and not probe("triton")
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
@@ -124,8 +127,7 @@ def resolve_engine(
         config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
         mesh=Mesh(parallel=parallel, rank=rank), params=params, kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe,
-        geometry=rank_geometry(args, rank, dtype=dtype.dtype, device="cuda" if by_triton else "cpu",
-                               block_size=config.cache.block_size),
+        geometry=geometry,
         graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
         missing=missing_features(parallel, quantization), quantization=quantization,
     )  # fmt: skip

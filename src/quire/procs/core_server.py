@@ -4,7 +4,7 @@ Knows sockets, messages and one `EngineCore`. Knows nothing of processes, nor of
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import zmq
@@ -145,20 +145,32 @@ def _add(core: EngineCore, message: Add, send: Send) -> None:
 
 def _control(core: EngineCore, message: Control) -> Reply:
     try:
-        if message.name == "reset_prefix_cache":
-            return Reply(message.id, core.reset_prefix_cache())
-        if message.name == "plan":
-            return Reply(message.id, _plan(core))
-        if message.name == "check":  # checks the bookkeeping, and that an idle core holds nothing
-            core.check()
-            return Reply(message.id, True)
+        if handler := HANDLERS.get(message.name):
+            return Reply(message.id, handler(core, **message.args))
+        value = core.executor.control(message.name, message.args)
+        return Reply(message.id, msgspec.json.encode(value).decode())
     except Exception as error:  # the caller is told; the engine goes on
+        if isinstance(error, QuireError):
+            return Reply(message.id, error=str(error))
         LOG.error("control %s failed", message.name, exc_info=error)
         return Reply(message.id, error=f"{type(error).__name__}: {error}")
-    return Reply(message.id, error=f"unknown control {message.name!r}")
 
 
 def _plan(core: EngineCore) -> str:
     """Return the plan made at the engine's start, and the state of its runner, as JSON."""
-    plan, runner = (core.facts.plans.get(name) for name in ("engine", "runner"))
-    return "null" if plan is None else f'{str(plan)[:-1]},"runner":{runner or "null"}}}'
+    plan = core.facts.plans.get("engine")
+    if plan is None:
+        return "null"
+    runner = msgspec.json.encode(core.executor.control("describe", {})).decode()
+    return f'{str(plan)[:-1]},"runner":{runner}}}'
+
+
+def _check(core: EngineCore) -> bool:
+    """Check the bookkeeping, and that an idle core holds nothing. Raises AssertionError."""
+    core.check()
+    return True
+
+
+HANDLERS: Mapping[str, Callable[..., bool | str]] = {
+    "reset_prefix_cache": EngineCore.reset_prefix_cache, "plan": _plan, "check": _check,
+}  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
-from quire.procs.launching import LaunchingExecutor
+from quire.procs.launching import Controls, LaunchingExecutor
 
 Late = Callable[[], I32]  # waits for the grammar masks of a step and returns them
 Run = Callable[[StepPlan, Late], StepResult]
@@ -27,13 +27,14 @@ class InProcessExecutor(LaunchingExecutor):
     interpreter ends aborts the process. Later plans run in the caller's thread.
     """
 
-    def __init__(self, run: Run, facts: ExecutorFacts) -> None:
+    def __init__(self, run: Run, facts: ExecutorFacts, controls: Controls | None = None) -> None:
         self._runner = _Runner(run, threaded=facts.depth > 1)
-        super().__init__(self._runner, facts)
+        super().__init__(self._runner, facts, controls)
 
     def shutdown(self) -> None:
         """Stop the worker thread; idempotent."""
         self._runner.stop()
+        self._controls = {}
 
 
 class _Runner:

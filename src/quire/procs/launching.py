@@ -1,11 +1,13 @@
 """The executor of an asynchronous device: `submit` launches a step, `collect` waits for the oldest step."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from quire.contracts.errors import EngineDead
+from quire.contracts.errors import ConfigError, EngineDead
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
+
+Controls = Mapping[str, Callable[..., object]]
 
 
 class Launches(Protocol):
@@ -22,11 +24,14 @@ class Launches(Protocol):
 
 
 class LaunchingExecutor:
-    """Runs the host's part of plans in this thread. After a fault every step fails."""
+    """Runs the host's part of plans in this thread. After a fault every step fails.
 
-    def __init__(self, worker: Launches, facts: ExecutorFacts) -> None:
+    controls   operations for `control`, by name
+    """
+
+    def __init__(self, worker: Launches, facts: ExecutorFacts, controls: Controls | None = None) -> None:
         self._worker: Launches | None = worker
-        self._facts = facts
+        self._facts, self._controls = facts, controls or {}
         self._fault: Exception | None = None
 
     def submit(self, plan: StepPlan) -> None:
@@ -56,10 +61,16 @@ class LaunchingExecutor:
                 self._fault = fault
         raise EngineDead(f"the step failed: {type(self._fault).__name__}: {self._fault}") from self._fault
 
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Run an operation of `controls`."""
+        if name not in self._controls:
+            raise ConfigError(f"unknown control {name!r}.")
+        return self._controls[name](**args)
+
     def facts(self) -> ExecutorFacts:
         """Return the sizes and the resolved plans."""
         return self._facts
 
     def shutdown(self) -> None:
         """Release the worker and its memory on the device; idempotent."""
-        self._worker = None
+        self._worker, self._controls = None, {}

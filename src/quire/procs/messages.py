@@ -4,7 +4,7 @@
     from the core    Loading*, then Ready or Failed; then Outputs, Rejected, Reply; at a fault Failed; Dropped
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -41,11 +41,14 @@ class Control(msgspec.Struct, frozen=True, tag="control"):
 
     reset_prefix_cache   True when no request was running
     check                True, or an error that names the inconsistency
-    plan                 `EnginePlan.describe()` as JSON; null when there is no model
+    plan                 `PlanReport.describe()` as JSON, and the state of the runner; null when there is no model
+
+    Other names are operations of the executor; see `Executor.control`. `args` are its keyword arguments.
     """
 
     id: int
     name: str
+    args: dict[str, Any] = {}
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

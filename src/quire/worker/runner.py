@@ -96,9 +96,9 @@ class StepRunner:
         slots = plan.slots if shape.decode else plan.slots[(plan.outputs & SAMPLE) != 0]
         programs = self.programs
         programs.end(shape, slots)
-        scored = programs.sampler.logprobs(programs.logits(len(slots)), slots) if len(slots) else None
-        if scored is not None:
-            features = (*features, scored)
+        if len(slots) and programs.sampler.table.scored:
+            scored = programs.sampler.logprobs(programs.logits(len(slots)), slots)
+            features = features if scored is None else (*features, scored)
         fetch, num_tokens = self._upload.fetch(programs.out), self._upload.step.num_tokens
         self._running.append(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded))
 

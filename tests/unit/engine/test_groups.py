@@ -87,3 +87,15 @@ def test_prefixes_that_are_read_once_are_those_of_full_attention(Rig: Any) -> No
         rig.step(4)
         assert bool(rig.plans[-1].shared) is shared
         rig.drain()
+
+
+@pytest.mark.parametrize("blocks", [20, 12, 9])
+def test_a_hit_behind_the_window_of_the_only_group_is_admitted(Rig: Any, blocks: int) -> None:
+    """The second turn of a conversation: most blocks of the hit have been given back, and count as nothing."""
+    rig = Rig(windows=(8,), block_size=4, blocks=blocks, budget=8, slots=4, max_len=128)
+    first = rig.add(range(90), 2)
+    rig.drain()
+    second = rig.add([*range(90), *rig.tokens[first], 7, 8], 2)
+    for _ in range(50):
+        rig.step()
+    assert second in rig.finish and rig.cached[second] == 88 and rig.pool.num_free == blocks

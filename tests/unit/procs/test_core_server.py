@@ -139,7 +139,7 @@ def test_controls_are_answered() -> None:
     core = make_core()
     caller = Caller(Control(1, "reset_prefix_cache"), Control(2, "check"), Control(3, "explode"))
     serve_core(core, caller.receive, caller.send)
-    assert caller.said == [Reply(1, True), Reply(2, True), Reply(3, error="unknown control 'explode'")]
+    assert caller.said == [Reply(1, True), Reply(2, True), Reply(3, error="unknown control 'explode'.")]
 
 
 def test_a_control_that_fails_leaves_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +160,12 @@ def test_a_fault_of_a_step_is_told_and_is_the_end() -> None:
     assert isinstance(failed, Failed) and failed.kind == "EngineDead"
     assert "OSError: device lost" in failed.message and "Traceback" in failed.details
     assert len(caller.tokens()[0]) == 2
+
+
+def test_other_controls_are_the_executor_s() -> None:
+    core = make_core()
+    asked: list[Any] = []
+    core.executor.control = lambda name, args: asked.append((name, args)) or {"steps": 3}  # type: ignore[method-assign]
+    caller = Caller(Control(1, "describe", {"deep": True}))
+    serve_core(core, caller.receive, caller.send)
+    assert caller.said == [Reply(1, '{"steps":3}')] and asked == [("describe", {"deep": True})]
