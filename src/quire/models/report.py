@@ -104,7 +104,7 @@ class PlanReport:
     def page(self, rank: Rank) -> KVGeometry:
         """The page of a rank's KV cache."""
         return rank_geometry(self.plan.args, rank, dtype=self.plan.dtype.dtype, device=self.plan.machine.device,
-                             block_size=self.plan.config.cache.block_size)  # fmt: skip
+                             block_size=self.plan.geometry.block_size)  # fmt: skip
 
     def num_bytes(self, param: Param) -> int | None:
         """Bytes of a parameter of the model or of a rank, with scales. Quantized in another way than blocks of FP8, it
