@@ -7,9 +7,16 @@ from typing import Any
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.quantized import read_quantization
-from quire.config.resolve import DTypePlan, check_context, check_cpu_weights, resolve_dtype
+from quire.config.resolve import (
+    DTypePlan,
+    check_context,
+    check_cpu_weights,
+    resolve_dtype,
+    resolve_geometry,
+    resolve_memory,
+)
 from quire.models.layout import layout
-from quire.models.registry import check_routing, unpacked_bytes
+from quire.models.registry import check_routing, kv_components, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.weights.files import Checkpoint
 from quire.weights.folder import fetch_weights
@@ -43,6 +50,10 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: s
         params = layout(args)
         match_tensors(checkpoint, params, args)
         if free_bytes is not None:
-            check_cpu_weights(unpacked_bytes(params, dtype), free_bytes, dtype)
+            weights = unpacked_bytes(params, dtype)
+            check_cpu_weights(weights, free_bytes, dtype)
+            geometry = resolve_geometry(kv_components(args, dtype), args.num_layers, config.cache.block_size)
+            resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
+                           max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip
 
     fetch_weights(config, folder, check)
