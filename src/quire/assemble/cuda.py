@@ -32,7 +32,6 @@ from quire.worker.runner import StepRunner
 DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
 LATENT_CONTEXT = 32768  # tokens before the largest step: what is made of them fills the workspace
-GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -68,7 +67,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
     torch.cuda.empty_cache()
     measured = DeviceMemory(
         total=facts.total_memory, at_start=facts.free_memory, free=torch.cuda.mem_get_info(DEVICE)[0], weights=weights,
-        later=working + (len(limits.graph_sizes) + len(limits.graph_tokens)) * GRAPH_BYTES,
+        later=working + plan.graphs.num_bytes,
         others=facts.others_memory, per_seq=per_seq, per_token=per_token,
     )  # fmt: skip
     memory = resolve_sizing(plan, measured)

@@ -28,7 +28,7 @@ from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 
-EMPTY, GRAPHS = 600 << 20, 40 * (24 << 20)  # bytes: a process on a GPU before there is anything in it, and its graphs
+EMPTY = 600 << 20  # bytes: a process on a GPU before there is anything in it
 
 
 HOST_GPUS = 8  # of one machine: the most ranks of tensor parallelism that are proposed
@@ -167,8 +167,7 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
     if gpu is None:
         check_cpu_weights(weights, free, "" if plan.quantization else plan.dtype.dtype)
         return resolve_sizing(plan, free - weights)
-    graphs = GRAPHS * (not plan.config.device.enforce_eager)
-    ours = EMPTY + graphs + _activations(plan.args, plan.config, plan.mesh.parallel.tp)
+    ours = EMPTY + plan.graphs.num_bytes + _activations(plan.args, plan.config, plan.mesh.parallel.tp)
     left = gpu.memory - weights - ours
     return resolve_sizing(plan, DeviceMemory(total=gpu.memory, at_start=gpu.memory, free=left, weights=weights,
                                              others=0))  # fmt: skip

@@ -7,6 +7,7 @@ from quire.config.engine import EngineConfig
 from quire.models.layout import parameters_per_token
 
 LAUNCH_SECONDS = 0.025  # of the host, for a step whose kernels are launched one by one
+GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 FLOPS = 600e12  # of a GPU, in a large product
 LATENT_TOKENS = 1024  # of a captured step: in one, prompts attend to latents, which costs more the longer they are
 
@@ -16,6 +17,11 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     sequences: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are set aside for the graphs."""
+        return (len(self.sequences) + len(self.tokens)) * GRAPH_BYTES
 
 
 def resolve_graphs(config: EngineConfig, args: ModelArgs) -> GraphPlan:

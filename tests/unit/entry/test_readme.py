@@ -26,7 +26,7 @@ def test_the_memory_of_a_real_model(shared: Path, capsys: pytest.CaptureFixture[
     plan = capsys.readouterr().out
     assert "1.11 GiB of weights" in plan and "1.11 GiB of weights" in SECTION
     assert "112.0 KiB per token" in plan and "112 KiB of KV cache per token" in SECTION
-    assert "activations and graphs 3.5" in plan and "3.5 GiB of activations" in SECTION
+    assert "activations and graphs 3.9" in plan and "3.9 GiB of activations" in SECTION
     assert "gpu_memory_utilization 0.92" in plan and "92% of the memory" in SECTION
 
 
