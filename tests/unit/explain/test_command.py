@@ -126,7 +126,7 @@ def test_what_changes_on_a_gpu_changes_its_plan() -> None:
     graphs = {eager: plan.describe()["phases"]["graphs"] for eager, plan in plans.items()}
     assert graphs == {False: "KV cache in what is left, CUDA graphs of steps", True: "KV cache in what is left"}
     free = {eager: plan.memory.free_bytes for eager, plan in plans.items()}  # type: ignore[union-attr]
-    assert free[True] - free[False] == 960 << 20
+    assert free[True] - free[False] == plans[False].plan.graphs.num_bytes > 0
     dummy = plan_engine(EngineConfig.from_flat(model=TINY, load_format="dummy"), described="h200").describe()
     loads = {(one["load"], *one["stored"].values()) for layer in dummy["layers"] for one in layer["weights"]}
     assert {load for load, *_ in loads} == {"quire.weights.dummy.load_dummy"}
