@@ -3,8 +3,8 @@
 Units come in the order of the layers. When all bytes of a unit have arrived, its rows are put in the kernels' order,
 its layer packs it, and its raw tensors are freed. Units under way hold at most twice the bytes of the largest unit, so
 the peak is the packed model, two of the largest units, and the threads' buffers. Experts of a layer with a destination
-are one unit, which is read into the layer's memory (`unpacked.py`) and needs no more. Knows nothing of names: `match.py`
-proves that every part of every parameter is read exactly once.
+are one unit, which is read into the layer's memory (`unpacked.py`) and needs no more. Knows nothing of names:
+`match.py` proves that every part of every parameter is read exactly once.
 """
 
 from collections import deque
