@@ -38,7 +38,7 @@ DEVICE = torch.device("cuda", 0)
 
 def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
                   end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on a GPU; raises a `UserError` that names what would make it fit.
+    """Build the engine of a plan on a GPU; raises a `UserError` that names options with which it fits.
 
     end_phase   called with the name of each start-up phase when it ends
     """

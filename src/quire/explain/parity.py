@@ -46,7 +46,7 @@ def verify(
     config      engine options; dtype is forced to float32, and the device to the CPU
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer
     reference   folder that transformers reads instead of the model's own, to compare two checkpoints
-    Raises ConfigError when transformers is not installed or the context is too short, and what assembling raises.
+    Raises ConfigError when transformers is not installed or the context is too short, and the errors of `assemble`.
     """
     _need_transformers()
     config = config or EngineConfig()

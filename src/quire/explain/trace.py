@@ -105,7 +105,8 @@ def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
         llm.generate(prompt, params, use_tqdm=False)
     root.begin, root.end = root.inside[0].begin, root.inside[0].end
     root.name = f"{engine.folder.name}, {engine.dtype.dtype} on {engine.device.device}; the host's time, " + (
-        "which waits for the device after every stop; no graphs" if cuda else "no replayed tapes")
+        "which waits for the device after every stop; no graphs" if cuda else
+        "without replay of recorded CPU steps (tapes)")  # fmt: skip
     return root
 
 
@@ -153,7 +154,10 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
 
 
 def _stops(llm: LLM) -> Iterator[tuple[Any, str, str]]:
-    """Yield (owner, attribute, name) of every function to record; name "": that of the kernel, the first argument."""
+    """Yield (owner, attribute, name) of every function to record.
+
+    The name is "" for launches of Triton kernels: the kernel is the first argument and has the name.
+    """
     core, worker, kernels = llm.engine.core, llm.engine.worker, llm.engine.kernels
     parts = [llm, llm._front, core, core.scheduler, core.scheduler.allocator, core._finisher, core.executor, worker,
              worker.state, worker.programs, worker.sampler, worker.sampler.operations, worker.model.rotary]  # fmt: skip

@@ -219,7 +219,7 @@ class PlanReport:
         return self.plan.experts is None or "in place" in self.plan.experts.features and not elsewhere
 
     def _qualified(self, function: str, parameters: Iterable[str]) -> str:
-        """"linear.run" -> the function of the implementation that is planned for what reads these parameters."""
+        """Return the full name of a function ("linear.run"), of the implementation planned for these parameters."""
         op, _, rest = function.partition(".")
         if op == "linear":
             modules = (name.rpartition(".")[0] for name in parameters)

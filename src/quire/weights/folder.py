@@ -40,7 +40,7 @@ def absent_weights(config: EngineConfig, folder: Path) -> Repository | None:
 def fetch_weights(config: EngineConfig, folder: Path, check: Callable[[Checkpoint], None]) -> None:
     """Download the weights that `folder` lacks, after a `check` of their headers.
 
-    Raises ModelNotFound, WeightsError for headers that are damaged, and what `check` raises.
+    Raises ModelNotFound, WeightsError for damaged headers, and the errors of `check`.
     """
     repository = absent_weights(config, folder)
     if repository is not None:
