@@ -1,4 +1,4 @@
-"""The public names of Quire, and nothing else. They load on first use: `import quire` never imports torch."""
+"""The public names of Quire. They load on first use, so `import quire` never imports torch."""
 
 import importlib
 from typing import TYPE_CHECKING

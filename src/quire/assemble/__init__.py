@@ -48,7 +48,7 @@ LOG = logging.getLogger("quire")
 class Engine:
     """An assembled engine and every choice that was made for it.
 
-    weight_bytes   of the parameters, before they are packed
+    weight_bytes   bytes of the parameters, before they are packed
     phases   seconds by start-up phase, in order;  notes   lines the user should see
     """
 
@@ -72,7 +72,7 @@ class Engine:
     notes: tuple[str, ...] = ()
 
     def close(self) -> None:
-        """Stop the worker and give its memory back, the device's to the driver."""
+        """Stop the worker and free its memory; a GPU's memory goes back to the driver."""
         self.core.shutdown()
         del self.worker, self.core
         gc.collect()  # modules that PyTorch imports late keep the frames of whoever was at work then
@@ -81,7 +81,7 @@ class Engine:
 
 
 class _Phases:
-    """Seconds since the last phase ended."""
+    """Clock of the start-up phases: seconds of each, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -96,8 +96,8 @@ class _Phases:
 def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served: bool = True) -> Engine:
     """Build an engine; raises a `UserError` that names the fix when model or options cannot be served.
 
-    on_loading   told (bytes done, bytes in all) while the weights are read, instead of a progress bar
-    served       answers are read token by token
+    on_loading   called with (bytes done, bytes in all) while weights are read; replaces the progress bar
+    served       clients read answers token by token
     """
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")

@@ -1,4 +1,4 @@
-"""The GPU's half of the composition root: weights, the KV cache in what is left, graphs, the executor."""
+"""Assembly of an engine on a GPU: weights, the KV cache in the memory that is left, CUDA graphs, the executor."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,15 +31,15 @@ from quire.worker.runner import StepRunner
 
 DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
-LATENT_CONTEXT = 32768  # tokens before the largest step: what is made of them fills the workspace
+LATENT_CONTEXT = 32768  # tokens of context before the largest step: their expansion fills the workspace
 DEVICE = torch.device("cuda", 0)
 
 
 def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
                   end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on a GPU; raises a `UserError` that names what would make it fit.
+    """Build the engine of a plan on a GPU; raises a `UserError` that names options with which it fits.
 
-    end_phase   told the name of each part of the start when it is over
+    end_phase   called with the name of each start-up phase when it ends
     """
     plan.check_runnable()
     config, weights = plan.config, plan.weight_bytes
@@ -93,7 +93,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
 
 @contextmanager
 def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[None]:
-    """What runs out of memory inside says what would need less."""
+    """Turn an out-of-memory error inside into a ConfigError that names the options which need less memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -107,8 +107,11 @@ def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits)
 
 
 def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, int, int, int]:
-    """Compile every kernel and run the largest step once, on a cache that just holds it: (what was compiled; the bytes
-    of everything but weights and cache; those of them that a slot takes in tables; and a token in activations)."""
+    """Compile every kernel and run the largest steps once, on a KV cache that just holds them.
+
+    Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
+    (tables) and per token (activations).
+    """
     blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
     worker = _worker(model, geometry, blocks, limits)
@@ -131,8 +134,10 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, 
 
 
 def _largest_step(limits: Limits, num_seqs: int, past: int = 0) -> StepPlan:
-    """As many tokens as a step may have, in `num_seqs` sequences of one length, all sampled; `past` more were computed
-    before, where the context allows. Their blocks are those of the tokens, over and over."""
+    """Return the plan of a step with as many tokens as allowed, in `num_seqs` sampled sequences of equal length.
+
+    past   tokens computed before, as far as the context allows; they share the blocks of the step's own tokens
+    """
     tokens = min(limits.max_tokens // num_seqs, limits.max_model_len - 1)
     blocks = -(-tokens // limits.block_size)
     past = min(past, limits.max_model_len - 1 - tokens) // limits.block_size * limits.block_size

@@ -1,4 +1,4 @@
-"""What a device's half of the composition root hands to the other."""
+"""`Parts` of an engine, which the assembly for a device returns to `assemble`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A model on its device and who runs it.
+    """A model on its device, its worker and its executor.
 
-    plan           that it was built from
-    executor       makes the executor, once the facts are known;  depth  of its queue
+    plan           the plan from which the model was built
+    executor       makes the executor, once the facts are known;  depth  steps in its queue
     prompt_chunk   see `ExecutorFacts`
     hardware       the device, if there is more to say than its name
-    plans          printable values;  notes  lines the user should see
+    plans          printable values;  notes  lines that the user should see
     """
 
     plan: EnginePlan

@@ -1,4 +1,4 @@
-"""Where a worker runs each step to its end before it takes the next: on a CPU, and on a GPU without Triton."""
+"""Assembly of an engine that finishes each step before the next begins: on a CPU, and on a GPU without Triton."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loadin
                    end_phase: Callable[[str], None]) -> Parts:
     """Build the engine of a plan; raises a `UserError` that names the fix.
 
-    free_bytes   says how much of the device's memory is free
+    free_bytes   returns the free bytes of the device's memory
     """
     plan.check_runnable()
     device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
@@ -48,7 +48,7 @@ def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loadin
 
 
 def fill(model: Model, plan: EnginePlan, on_loading: Loading) -> str:
-    """Give the layers of a model their weights, which they pack; what was read, in words."""
+    """Load the weights of a model into its layers, which pack them. Returns a line about the loading."""
     load = plan.config.load
     device = torch.device("cpu") if load.load_device == "cpu" else None
     if load.load_format == "dummy":

@@ -1,4 +1,4 @@
-"""What the engine does and whether it is right, as values: for people, tests and bug reports.
+"""Descriptions of the engine and checks of its results, as values: for people, tests and bug reports.
 
-May look into every room; nothing of the product but the command line imports it.
+May look into every room. Of the product, only the command line imports it.
 """

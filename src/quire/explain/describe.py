@@ -1,7 +1,7 @@
-"""The plan of an engine that is not there: for this machine or for one that is only described. No torch, no weights.
+"""The plan of an engine that is not built, for this machine or for a described GPU. No torch, no weights.
 
-Everything comes from the functions that `assemble` asks, but for what only a device can tell: of a GPU's memory the
-share that activations and graphs take is estimated here.
+All values come from the functions that `assemble` calls, except a value that only a GPU can tell: the memory of
+activations and CUDA graphs is estimated here.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from quire.platforms.detect import probe_driver, resolve_device
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 
-EMPTY = 600 << 20  # bytes: a process on a GPU before there is anything in it
+EMPTY = 600 << 20  # bytes on a GPU: an empty process
 
 
 HOST_GPUS = 8  # of one machine: the most ranks of tensor parallelism that are proposed
@@ -50,9 +50,9 @@ GPUS = {
 
 
 def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str = "") -> PlanReport:
-    """What `config` would become, on the device named `described` (a key of GPUS) or on this machine.
+    """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
-    Also for engines that cannot be built yet. Raises what `assemble` would.
+    Plans engines that cannot be built yet, too. Raises the errors that `assemble` would raise.
     """
     gpu, words = _device(config, described)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
@@ -74,15 +74,17 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
 
 
 def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
-    """A described plan with no other layer than "embed", a number or "head"; raises ConfigError when there is none."""
+    """Cut a described plan to a layer: "embed", a number or "head". Raises ConfigError when there is no such layer."""
     if found := [one for one in plan["layers"] if one["layer"] == layer]:
         return plan | {"layers": found}
     raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
 
 
 def _with_headers(report: PlanReport, folder: Path) -> PlanReport:
-    """The report with the words of a loader that would refuse the weights, in `folder` or on the hub, and with their
-    headers where they are on the hub."""
+    """Add to a report the error that the loader would raise for the weights, in `folder` or on the hub.
+
+    Weights on the hub add their headers, too.
+    """
     config, args, quantized = report.plan.config, report.plan.args, bool(report.plan.quantization)
     if config.load.load_format == "dummy":
         return report
@@ -101,7 +103,7 @@ def _with_headers(report: PlanReport, folder: Path) -> PlanReport:
 
 
 def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
-    """The GPU, if it is one, and the device in words."""
+    """Return the GPU, or None for a CPU, and the device in words."""
     if gpu := GPUS.get(described):
         return gpu, "cuda (described: {}, sm_{}{}, {:.1f} GiB)".format(gpu.name, *gpu.capability, gpu.memory / GIB)
     found = resolve_device(config.device.device)
@@ -112,8 +114,10 @@ def _device(config: EngineConfig, described: str) -> tuple[Gpu | None, str]:
 
 
 def _probe(gpu: Gpu | None) -> Probe:
-    """What a machine lacks, as far as that is known without PyTorch: nothing of a GPU's software and of PyTorch's own;
-    of the CPU's kernels what the processor and their compiler say."""
+    """Return a probe that tells the reason why a kernel cannot run, as far as that is known without PyTorch.
+
+    The software of a GPU and PyTorch's own kernels count as present. CPU kernels depend on processor and compiler.
+    """
 
     def probe(need: str) -> str:
         if need == "hopper" and gpu and gpu.capability[0] != 9:
@@ -128,7 +132,7 @@ def _probe(gpu: Gpu | None) -> Probe:
 
 
 def _tightest(report: PlanReport, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:
-    """The memory of the rank that has least room, or the reason why nothing fits there, and the rank's number."""
+    """Return the memory of the rank with the least room, or the reason why nothing fits there, and its number."""
     kinds, memory = {rank.kind: rank for rank, _ in reversed(report.held)}, list[tuple[MemoryPlan, int]]()
     for rank in sorted(kinds.values(), key=lambda rank: (-(report.held[rank.number][1] or 0), rank.number)):
         try:
@@ -139,9 +143,9 @@ def _tightest(report: PlanReport, gpu: Gpu | None, free: int) -> tuple[MemoryPla
 
 
 def _larger(report: PlanReport, gpu: Gpu) -> str:
-    """The smallest number of GPUs like this one that holds the model, with the sizes that make it so, in words.
+    """Return a sentence with the smallest number of such GPUs that holds the model and its parallel sizes, or "".
 
-    Tensor parallelism is doubled inside a machine, then stages are; replicas stay as they are asked for.
+    Doubles tensor parallelism inside a machine, then pipeline stages; replicas stay as they are asked for.
     """
     plan = report.plan
     asked, layers = plan.mesh.parallel, plan.args.num_layers
@@ -159,7 +163,7 @@ def _larger(report: PlanReport, gpu: Gpu) -> str:
 
 
 def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
-    """The sizing of a rank; `free`: bytes of a CPU's memory before its weights are there."""
+    """Size the memory of a rank; `free`: bytes of a CPU's memory before weights are loaded."""
     if (weights := report.held[rank.number][1]) is None:
         raise ConfigError("the number of pages is not planned: the sizes of weights in this format are known from the "
                           "headers of their files alone, and there are none in this folder.")
@@ -174,8 +178,11 @@ def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> Memor
 
 
 def _activations(args: ModelArgs, config: EngineConfig, tp: int) -> int:
-    """Bytes, roughly, of the largest step: hidden states and the widest layer's results for every token, 2 bytes each;
-    float32 logits and what sampling makes of them for every sequence."""
+    """Estimate the bytes of the largest step.
+
+    Every token has hidden states and the results of the widest layer, 2 bytes per number. Every sequence has float32
+    logits and the copies that sampling makes of them.
+    """
     inner = 3 * max(args.intermediate_size, args.num_heads * args.head_dim) // tp
     if args.moe is not None:
         inner = max(inner, args.moe.routing.top_k * (3 * args.moe.expert_size + args.hidden_size))

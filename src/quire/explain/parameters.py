@@ -1,6 +1,6 @@
-"""The parameters that Quire computes with, in the checkpoint's order, held against the checkpoint bit for bit.
+"""Bit for bit comparison of the parameters with which Quire computes and those of the checkpoint.
 
-Undoes what `pack` does in float32 on a CPU; reads the files that the loader reads, with the safetensors library.
+Unpacks the float32 layouts of a CPU to the checkpoint's order. Reads the loader's files with the safetensors library.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,11 @@ from quire.weights.files import full_names, weight_files
 
 @dataclass(frozen=True)
 class Changed:
-    """A tensor of the checkpoint that Quire computes with other numbers: `count` of `size` differ, by at most `most`
-    relative to the tensor's largest number."""
+    """A checkpoint tensor whose numbers differ from those with which Quire computes.
+
+    count   numbers that differ, of `size`
+    most    largest difference, relative to the tensor's largest number
+    """
 
     name: str
     count: int
@@ -35,7 +38,7 @@ class Changed:
 
 
 def changed_parameters(model: Decoder, folder: Path) -> tuple[Changed, ...]:
-    """Every tensor of the checkpoint in `folder` that is not bit for bit what the packed `model` computes with.
+    """Return every checkpoint tensor in `folder` that is not bit for bit equal to the tensor in the packed `model`.
 
     A tensor that the folder does not have counts as changed.
     """
@@ -60,7 +63,7 @@ def _compare(name: str, ours: Tensor, read: Callable[[], Tensor] | None) -> Chan
 
 
 def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, float32 tensor) of every part of every parameter, from the packed model.
+    """Yield (checkpoint name, float32 tensor) of every part of every parameter, from the packed model.
 
     Norms of heads are [H, D], one row for each head.
     """
@@ -73,7 +76,7 @@ def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
-    """Rows, or the numbers of each row of a norm of heads, in the order of the checkpoint."""
+    """Return rows (of a norm of heads: the numbers in each row) in the order of the checkpoint."""
     if not order:
         return rows
     back = torch.tensor(order).argsort()
@@ -81,7 +84,7 @@ def _unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
 
 
 def _packed(owner: Any, name: str) -> Tensor:
-    """A parameter of a layer, in the rows of the layout."""
+    """Return a parameter of a layer, with the rows of the layout."""
     if isinstance(owner, Experts):
         packed: Any = owner.packed
         stacked = [one[name == "down"] for one in packed] if isinstance(packed, list) else packed[name == "down"]

@@ -46,7 +46,7 @@ def verify(
     config      engine options; dtype is forced to float32, and the device to the CPU
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer
     reference   folder that transformers reads instead of the model's own, to compare two checkpoints
-    Raises ConfigError when transformers is not installed or the context is too short, and what assembling raises.
+    Raises ConfigError when transformers is not installed or the context is too short, and the errors of `assemble`.
     """
     _need_transformers()
     config = config or EngineConfig()
@@ -88,7 +88,7 @@ def _report(model: str, folder: Path, tokens: list[int], alone: dict[str, Tensor
 
 
 def _bound(step: str, num_rows: int) -> float:
-    """What rounding may make of a step, relative to its row."""
+    """Return the largest difference of a step that rounding explains, relative to its row."""
     if step.endswith("norm"):
         return NORM_BOUND
     return BOUND + TURN * num_rows if step in ("queries", "keys") else BOUND
@@ -105,7 +105,7 @@ def _need_transformers() -> None:
 
 
 def _without_missing_tokenizer(config: EngineConfig, model: str) -> EngineConfig:
-    """Random test checkpoints have no tokenizer; token ids will do."""
+    """Skip the tokenizer of a folder that has none, as random test checkpoints do; token ids suffice."""
     folder = Path(config.model.tokenizer or model)
     if not model or not folder.is_dir() or (folder / TOKENIZER_FILE).is_file():
         return config
@@ -113,7 +113,7 @@ def _without_missing_tokenizer(config: EngineConfig, model: str) -> EngineConfig
 
 
 def _prompt_ids(engine: Engine, prompt: str | None) -> list[int]:
-    """Token ids of the prompt, cut so that the greedy tokens still fit the context."""
+    """Return the token ids of the prompt, cut so that the greedy tokens still fit the context."""
     room = engine.core.facts.max_model_len - NUM_TOKENS
     if room < 1:
         raise ConfigError(f"verify needs a context of more than {NUM_TOKENS} tokens: raise max_model_len.")
@@ -123,7 +123,7 @@ def _prompt_ids(engine: Engine, prompt: str | None) -> list[int]:
 
 
 def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Recording]:
-    """NUM_TOKENS greedy tokens, and what every step gave on the way, prefill chunks and decode steps joined."""
+    """Generate NUM_TOKENS greedy tokens and record the result of every step; prefill and decode are joined."""
     recording, model = Recording(), engine.worker.model
     last = model.args.num_layers - 1
     watch(model, recording)
@@ -155,7 +155,7 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
 
 
 def _not_finite(recording: Recording) -> str:
-    """The first step with a number that is not finite, in words."""
+    """Return the name of the first step with NaN or infinity."""
     steps = ((stage, step) for stage, pieces in recording.pieces.items() for step in pieces)
     return next((f"{step} of {stage}" for stage, step in steps if not recording.result(stage, step).isfinite().all()),
                 "lm_head of logits")  # fmt: skip

@@ -1,7 +1,7 @@
-"""The same steps by Hugging Face's implementation: on its own, and each step on what Quire's steps before it gave.
+"""The same steps by Hugging Face's implementation: run alone, and run with Quire's results as input of each step.
 
-In the second run every step of the reference starts from Quire's results, so the difference of a step is its own error:
-nothing adds up, and an error in one step shows in no other. Knows the names of transformers' modules.
+In the second run every step starts from Quire's results, so the difference of a step is its own error: nothing adds up,
+and an error in a step shows in no other. Knows the names of transformers' modules.
 """
 
 import sys
@@ -26,9 +26,9 @@ SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 
 @dataclass
 class Differences:
-    """Largest difference of each step relative to the largest value of the reference's row; the worst row counts.
+    """Largest difference of each step, relative to the largest value of the reference's row; the worst row counts.
 
-    A step that the reference never reached is not here.
+    Has no entry for a step that the reference never reached.
     """
 
     ours: Recording
@@ -59,7 +59,7 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def load(folder: Path) -> Any:
-    """Hugging Face's model of a checkpoint, in float32. Raises ModelError where transformers cannot load it."""
+    """Load a checkpoint with transformers, in float32. Raises ModelError where transformers cannot load it."""
     import transformers
 
     try:
@@ -76,7 +76,7 @@ def load(folder: Path) -> Any:
 
 @torch.inference_mode()
 def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
-    """The reference's own results [T, width] of every stage, from the tokens on."""
+    """Run the reference from the token ids and return its result [T, width] of every stage."""
     body, kept, handles = model.base_model, {}, []
 
     def keep(stage: str) -> Callable[..., None]:
@@ -99,7 +99,7 @@ def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
-    """The difference of every step that Quire recorded, each computed from Quire's results of the steps before it."""
+    """Compute every recorded step from Quire's results of the steps before it, and return the differences."""
     differences = Differences(ours)
     body = model.base_model
     _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens")
@@ -117,7 +117,7 @@ def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
 
 
 def _modules(layer: Any, differences: Differences, stage: str) -> Iterator[tuple[str, Any]]:
-    """The steps of a stage that are the result of a module."""
+    """Yield (step, module) for the steps of a stage that are the result of a module."""
     room = "self_attn" if stage.endswith(ATTENTION) else "mlp"
     shared = next((path for path in SHARED if _at(layer, path) is not None), "")
     for step in differences.ours.pieces.get(stage, {}):
@@ -130,7 +130,7 @@ def _modules(layer: Any, differences: Differences, stage: str) -> Iterator[tuple
 
 
 def _feed_products(layer: Any, differences: Differences, index: int) -> None:
-    """Steps that are what a module is given: gated products, and the sum after attention."""
+    """Compare the steps that are the input of a module: gated products, and the sum after attention."""
     stage = stage_name(index, FEED_FORWARD)
     shared = (_at(layer, f"{path}.down_proj") for path in SHARED)
     for module, where, step in (
@@ -143,7 +143,7 @@ def _feed_products(layer: Any, differences: Differences, index: int) -> None:
 
 
 def _at(module: Any, path: str) -> Any:
-    """The module at a dotted path, or None."""
+    """Return the module at a dotted path, or None."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
@@ -155,7 +155,7 @@ def _first(value: Any) -> Tensor:
 
 
 def _on_given(module: Any, differences: Differences, stage: str, step: str) -> None:
-    """Compare what a module is given, and write Quire's result over it: a sum is the residual of what follows, too."""
+    """Compare the input of a module and overwrite it with Quire's result, because a sum is a later residual, too."""
 
     def hook(module: Any, given: Any) -> None:
         given[0].copy_(differences.replace(stage, step, given[0]))
@@ -195,13 +195,13 @@ def _register_attention(differences: Differences) -> None:
 
 
 def _replace_heads(differences: Differences, stage: str, *parts: Tensor) -> Iterator[Tensor]:
-    """Queries, keys and values [1, H, T, D]."""
+    """Compare queries, keys and values [1, H, T, D], and yield Quire's."""
     for step, part in zip(("queries", "keys", "values"), parts, strict=True):
         yield differences.replace(stage, step, part.transpose(1, 2)).transpose(1, 2)
 
 
 def _replace_latent(differences: Differences, stage: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Queries and the rotated part of keys; nothing but the order of the pairs differs between families."""
+    """Compare queries and the rotated part of keys. Families differ only in the order of the rotated pairs."""
     width = differences.ours.result(stage, "keys").shape[-1]
     found = []
     for step, part in (("queries", q), ("keys", k[:, :1, :, -width:])):

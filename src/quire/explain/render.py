@@ -1,4 +1,4 @@
-"""A described plan as a tree for a terminal: layers that are alike once, experts of a layer as one name."""
+"""A described plan as a tree for a terminal. Equal layers are shown once, the experts of a layer as a single name."""
 
 import re
 from collections import Counter
@@ -22,8 +22,10 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def render(plan: Plan, full: bool = False) -> Group:
-    """All of a described plan, between a line about features that are missing and one about weights that would not
-    load; `full`: nothing but its layers (`one_layer`), with every name."""
+    """Draw a described plan, after a line about missing features and before a line about weights that cannot load.
+
+    full   draw only the plan's layers (`one_layer`), with every name
+    """
     first = not_runnable([one["feature"] for one in plan["missing"]])
     last = plan["load_error"] and f"would not load: {plan['load_error']}"
     return Group(*[Text(first)] * bool(first), _tree(plan, full), *[Text(last)] * bool(last))
@@ -56,7 +58,7 @@ def _tree(plan: Plan, full: bool) -> Tree:
 
 
 def folded(names: Iterable[str]) -> Iterator[str]:
-    """Checkpoint names in order, those of all experts as one: "experts.{0-255}.up_proj.weight"."""
+    """Yield checkpoint names in order; the names of all experts become "experts.{0-255}.up_proj.weight"."""
     groups: dict[str, list[str]] = {}
     for name in names:
         found = _EXPERT.search(name)
@@ -99,7 +101,7 @@ def _shape(one: Plan) -> str:
 
 
 def _parts(one: Plan) -> str:
-    """The parts of a fused parameter with their shapes, those of one expert where it stacks experts."""
+    """Return the parts of a fused parameter with their shapes; of stacked experts, the parts of a single expert."""
     if len(one["parts"]) == 1 and not one["experts"]:
         return ""
     parts = ", ".join(f"{part['name']} {_shape(part)}".strip() for part in one["parts"])
@@ -107,7 +109,7 @@ def _parts(one: Plan) -> str:
 
 
 def _origin(one: Plan, layer: str, full: bool) -> Iterator[str]:
-    """Names and files of a parameter; `layer`: the number that stands for those of all layers like it."""
+    """Yield names and files of a parameter; `layer`: number of the layer that stands for all equal layers, or ""."""
     if full:
         yield from (f"{name} in {file}" if file else name for name, file in one["stored"].items())
         return
@@ -147,7 +149,7 @@ def _kernels(branch: Tree, plan: Plan) -> None:
 
 
 def _phases(moe: Plan) -> Iterator[tuple[str, Any]]:
-    """Plans of the expert layers with their phases; once, where those of all phases differ in nothing else."""
+    """Yield (phases, plan) of the expert layers; phases with the same plan are joined."""
     same = {phase: one.replace(f"in {phase} on", "in {} on") if isinstance(one, str) else {**one, "phase": ""}
             for phase, one in moe.items()}  # fmt: skip
     first, *others = same.values() or [None]
@@ -209,7 +211,7 @@ def _ranks(tree: Tree, plan: Plan) -> None:
 
 
 def _kv_heads(plan: Plan) -> str:
-    """The KV heads of each rank of tensor parallelism; "" where there is one such rank."""
+    """Return the KV heads of each rank of tensor parallelism, in words; "" for a single rank."""
     held: dict[tuple[int, int], list[int]] = {}
     for rank in plan["ranks"]:
         if rank["replica"] == rank["stage"] == 0:
@@ -224,7 +226,7 @@ def _kv_heads(plan: Plan) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Ranks by their numbers: each run of neighbours, or their count where there are many runs."""
+    """Return ranks by number, in words: each run of neighbours, or a count where there are many runs."""
     known = set(ranks)
     runs = list(zip([n for n in ranks if n - 1 not in known], [n for n in ranks if n + 1 not in known], strict=True))
     if len(runs) > MOST_RUNS:

@@ -1,7 +1,7 @@
-"""Every step of Quire's layers, as the engine computes it, under the names that Hugging Face gives to the steps.
+"""Recording of every step of Quire's layers in a running engine, under the names that Hugging Face gives to the steps.
 
 Wraps the modules of an assembled model in float32 on a CPU, where no kernel joins a norm and a projection. Knows how
-layers order their rows; knows nothing of the reference. The model that was watched serves nothing else afterwards.
+layers order their rows; knows nothing of the reference. A watched model serves no requests afterwards.
 """
 
 from dataclasses import replace
@@ -22,9 +22,9 @@ ATTENTION, FEED_FORWARD = "attention", "feed-forward"  # the two halves of a lay
 
 
 class Recording:
-    """What each step gave: `pieces[stage][step]`, stages and steps in the order in which they are computed.
+    """Results of the steps of layers, `pieces[stage][step]`, in the order in which they are computed.
 
-    A piece is [T, ...] of one step of the engine; `result` joins the pieces.
+    A piece is the result [T, ...] in a single engine step; `result` joins the pieces.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class Recording:
         self.pieces.setdefault(stage, {}).setdefault(step, []).append(result.detach().clone())
 
     def result(self, stage: str, step: str) -> Tensor:
-        """[T, ...] of all tokens, in their order."""
+        """Return the result [T, ...] for all tokens, in their order."""
         return torch.cat(self.pieces[stage][step])
 
 
 def watch(model: Decoder, recording: Recording) -> None:
-    """Record every step inside the layers of `model` from now on; the tap of `run_layers` adds the layers' ends."""
+    """Record every step inside the layers of `model` from now on. The tap of `run_layers` records their results."""
     block: Any
     for index, block in enumerate(model.layers):
         keep: Any = partial(recording.keep, stage_name(index, ATTENTION))
@@ -60,7 +60,7 @@ def watch(model: Decoder, recording: Recording) -> None:
 
 
 def stage_name(layer: int, half: str) -> str:
-    """Name of half a layer, as reports show it."""
+    """Return the name of half a layer, as reports show it."""
     return f"layer {layer} {half}"
 
 
@@ -69,7 +69,7 @@ def _on_result(module: Any, keep: Any, step: str) -> None:
 
 
 def _on_sum(linear: Any, keep: Any, given: str, step: str) -> None:
-    """Record what a projection is given, and its product without the residual that it is added to."""
+    """Record the input of a projection, and its product without the residual."""
     add = linear.add
 
     def tapped(x: Tensor, residual: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _on_sum(linear: Any, keep: Any, given: str, step: str) -> None:
 
 
 def _watch_heads(layer: Any, keep: Any, rotary_dim: int) -> None:
-    """Projections, norms of heads, and queries, keys and values as attention reads them."""
+    """Record projections, norms of heads, and queries, keys and values as attention reads them."""
     heads, kv_heads, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
     plain = torch.tensor(head_order(rotary_dim, width) or range(width)).argsort()
     kernel = layer.kernels.heads
@@ -112,11 +112,11 @@ def _watch_heads(layer: Any, keep: Any, rotary_dim: int) -> None:
 
 
 def _watch_latent(layer: LatentAttention, keep: Any) -> None:
-    """Projections and norms, queries and rotated keys as attention reads them."""
+    """Record projections and norms, and queries and rotated keys as attention reads them."""
     sizes, kernel = layer.sizes, layer.kernel
 
     def neighbours(x: Tensor) -> Tensor:
-        """The rotated part at the end of the last dimension, in the order of the checkpoint."""
+        """Put the rotated part, at the end of the last dimension, in the order of the checkpoint."""
         if not sizes.interleaved:
             return x
         first, second = x[..., -sizes.rope_dim :].chunk(2, -1)
@@ -151,7 +151,7 @@ def _watch_latent(layer: LatentAttention, keep: Any) -> None:
 
 
 def _watch_experts(layer: MoE, keep: Any) -> None:
-    """The router's weights [T, E], the shared experts, and the sum of the experts without them."""
+    """Record the router's weights [T, E], the shared experts, and the sum of the routed experts."""
     experts = layer.router.routing.num_experts
 
     def routed(weights: Tensor, ids: Tensor) -> None:
@@ -170,7 +170,7 @@ def _watch_experts(layer: MoE, keep: Any) -> None:
 
 
 def _watch_shared(shared: Any, keep: Any) -> None:
-    """Record the shared expert as it is before a gate scales it: the gate is a step of its own."""
+    """Record the shared expert before a gate scales it: the gate is a step of its own."""
     add = shared.down.add
     inner: list[Tensor] = []
 

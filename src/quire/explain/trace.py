@@ -1,7 +1,7 @@
-"""One request from the entry point to the kernels, as it really ran: every stop with its file, shapes and time.
+"""Trace of a request from the entry point to the kernels: every call with its file, shapes and time.
 
-The engine knows nothing of this. While a trace is made, the functions on the way are replaced on the live objects and
-modules by ones that also note their begin, end and shapes; afterwards all of them are put back.
+The engine knows nothing of traces. During a trace, functions of live objects and modules are replaced by wrappers that
+also note begin, end and shapes; afterwards all functions are put back.
 """
 
 import inspect
@@ -35,7 +35,12 @@ STEP = "LLM._step"
 
 @dataclass(eq=False)
 class Span:
-    """One call. takes, gives: shapes, in words; phase: of a step; begin, end: nanoseconds."""
+    """A recorded call.
+
+    takes, gives   shapes of arguments and result, in words
+    phase          number and kind of the engine step, for its call only
+    begin, end     nanoseconds
+    """
 
     name: str
     where: str
@@ -47,14 +52,19 @@ class Span:
     inside: list["Span"] = field(default_factory=list)
 
     def alike(self) -> tuple[object, ...]:
-        """What calls have in common that differ in times, layer or step; within a kernel, in how often what ran."""
+        """Return a key that is equal for calls which differ only in times, layer or step.
+
+        Calls inside a kernel count as a set: their number and order do not matter.
+        """
         kernel = self.where.startswith("kernels/")
         inside = frozenset(span.name for span in self.inside) if kernel else tuple(map(Span.alike, self.inside))
         return re.sub(r"\.\d+", "", self.name), self.takes, self.gives, self.phase.partition(":")[2], inside
 
     def render(self, shown: set[object] | None, depth: int = 0) -> Iterator[str]:
-        """Lines of a tree. What repeats the call before it is one line, and what is in `shown`, which collects what
-        was; None: nothing is left out."""
+        """Yield the lines of a tree. Calls like the call before them are joined in a line.
+
+        shown   collects the calls that were shown: a call like them has no lines for calls inside; None: show all
+        """
         indent, again = "  " * depth, shown is not None and self.inside and self.alike() in shown
         if self.phase:
             yield from ("", f"{' ' * 14}{indent}{self.phase}")
@@ -70,7 +80,7 @@ class Span:
             shown.add(self.alike())
 
     def events(self, origin: int, phase: str = "entry") -> Iterator[dict[str, object]]:
-        """Trace events, which Perfetto and chrome://tracing open, of the call and those inside; `origin`: time 0."""
+        """Yield events of the call and those inside, for Perfetto or chrome://tracing; `origin`: time 0."""
         phase = self.phase or phase
         told = {"function": self.name, "where": self.where, "takes": self.takes, "gives": self.gives}
         yield {"name": self.phase or self.name, "cat": phase, "ph": "X", "ts": (self.begin - origin) / 1e3,
@@ -80,10 +90,10 @@ class Span:
 
 
 def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
-    """Run one request on an engine of one step in flight and without graphs, and record it.
+    """Run and record a request on an engine with a single step in flight and without CUDA graphs.
 
-    It runs untraced first, so that no first time is measured; the prefix cache is emptied. Nothing else may run in this
-    process meanwhile. Restores all that it has replaced, whatever happens.
+    The request first runs without a trace, to warm up; the prefix cache is emptied. Nothing else may run in this
+    process meanwhile. Puts back all functions that it has replaced, also after an error.
     """
     engine, params = llm.engine, llm.get_default_sampling_params().clone(max_tokens=max_tokens, ignore_eos=True)
     assert engine.core.facts.depth == 1, "steps in flight would be mixed up"
@@ -95,13 +105,14 @@ def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
         llm.generate(prompt, params, use_tqdm=False)
     root.begin, root.end = root.inside[0].begin, root.inside[0].end
     root.name = f"{engine.folder.name}, {engine.dtype.dtype} on {engine.device.device}; the host's time, " + (
-        "which waits for the device after every stop; no graphs" if cuda else "no replayed tapes")
+        "which waits for the device after every stop; no graphs" if cuda else
+        "without replay of recorded CPU steps (tapes)")  # fmt: skip
     return root
 
 
 @contextmanager
 def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Span]:
-    """Record every stop of what runs inside, below the span that this gives. wait: called at the end of each."""
+    """Record every call inside the context, below the span that it yields. wait: called at the end of each call."""
     root = Span("", "")
     stack, num_steps = [root], 0
 
@@ -138,12 +149,15 @@ def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Spa
     with ExitStack() as undo:
         for owner, attribute, name in {stop[:2]: stop for stop in _stops(llm)}.values():
             put(owner, attribute, recorded(getattr(owner, attribute), name))
-        put(llm.engine.worker.programs, "on_hidden", lambda where, hidden: None)  # who looks on gets nothing recorded
+        put(llm.engine.worker.programs, "on_hidden", lambda where, hidden: None)  # observers are not recorded
         yield root
 
 
 def _stops(llm: LLM) -> Iterator[tuple[Any, str, str]]:
-    """(owner, attribute, name) of everything that is recorded; "" for the kernel that is the first argument."""
+    """Yield (owner, attribute, name) of every function to record.
+
+    The name is "" for launches of Triton kernels: the kernel is the first argument and has the name.
+    """
     core, worker, kernels = llm.engine.core, llm.engine.worker, llm.engine.kernels
     parts = [llm, llm._front, core, core.scheduler, core.scheduler.allocator, core._finisher, core.executor, worker,
              worker.state, worker.programs, worker.sampler, worker.sampler.operations, worker.model.rotary]  # fmt: skip
@@ -174,7 +188,7 @@ def _stops(llm: LLM) -> Iterator[tuple[Any, str, str]]:
 
 
 def _where(function: Any) -> str:
-    """The file of a function, of Python or of ours in C, below the package, and its line."""
+    """Return "file:line" of a Python function or of a C function of the package; "" when it is not found."""
     function = inspect.unwrap(function)
     if inspect.isroutine(function):
         path, line = Path(function.__code__.co_filename), function.__code__.co_firstlineno
@@ -187,7 +201,7 @@ def _where(function: Any) -> str:
 
 
 def _shapes(value: Any, deep: bool = True) -> Iterator[str]:
-    """Types and shapes of the arrays in a value, with the names of the fields of the records that hold them."""
+    """Yield types and shapes of the arrays in a value, with the field names of records that hold arrays."""
     if isinstance(value, torch.Tensor | np.ndarray):
         short = re.sub(r"(float|u?int)(?=\d)", lambda kind: kind[0][0], str(value.dtype).removeprefix("torch."))
         yield f"{short}{list(value.shape)}".replace(" ", "")

@@ -1,4 +1,4 @@
-"""What `quire verify` found, and how it says so. Knows no tensors."""
+"""The report of `quire verify`: its values and their printed form. Knows no tensors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from math import isfinite
 
 from quire.explain.parameters import Changed
 
-TIE = 1e-3  # of the largest logit: a lead that float32 may give to the other token where many layers round
+TIE = 1e-3  # of the largest logit: rounding in many layers may reverse a smaller lead
 SHOWN = 6  # lines of a list before "and N more"
-# What is computed in a step beside the product with its parameters, for a step whose parameters are right.
+# Where to look for the error of a step whose parameters are right: what it computes beside their product.
 BESIDE = {
     "queries": "the rotation (rope_theta and rope_scaling of config.json)",
     "keys": "the rotation (rope_theta and rope_scaling of config.json), or the write to the cache",
@@ -23,9 +23,9 @@ BESIDE = {
 
 @dataclass(frozen=True)
 class Step:
-    """One operation: the largest difference from the reference on the same input, relative to the row of the result.
+    """An operation, and its largest difference from the reference on the same input, relative to the result's row.
 
-    bound   what the rounding of float32 may make of it
+    bound   the largest difference that float32 rounding explains
     """
 
     name: str
@@ -34,7 +34,7 @@ class Step:
 
     @property
     def diverged(self) -> bool:
-        """True for more than rounding; for a difference that is not a number, too."""
+        """True when rounding does not explain the difference, or the difference is not a number."""
         return not self.difference <= self.bound
 
 
@@ -42,7 +42,7 @@ class Step:
 class Stage:
     """The embedding, a half of a layer, the last norm, or the logits.
 
-    so_far   difference of the stage's result when the reference computes alone: rounding of all stages so far adds up
+    so_far   difference of the stage's result when the reference runs alone: rounding of all stages so far adds up
     """
 
     name: str
@@ -66,8 +66,8 @@ class Report:
 
     stages    in the order in which they are computed
     changed   tensors of the checkpoint that Quire computes with other numbers
-    ours      greedy tokens;  theirs  the reference's choice after the same tokens, so equal up to the first difference
-    margin    at that difference: the lead of the reference's token (logits); 0 when there is none
+    ours      greedy tokens;  theirs  the reference's choices after the same tokens, equal up to the first difference
+    margin    lead of the reference's token at the first difference (logits); 0 without a difference
     scale     largest logit of the reference
     """
 
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def first_divergent(self) -> tuple[str, str] | None:
-        """The first stage that differs by more than rounding, and its first step that does."""
+        """Names of the first stage that differs by more than rounding, and of its first such step."""
         return next(((stage.name, step.name) for stage in self.stages if (step := stage.first_divergent)), None)
 
     @property
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def tied(self) -> bool:
-        """True when no token differs, or the first that does leads by so little that rounding decides."""
+        """True when no token differs, or rounding decides: the lead at the first difference is at most TIE."""
         return self.first_token is None or self.margin <= TIE * self.scale
 
     @property

@@ -1,4 +1,4 @@
-"""The layers models are made of, and the one loop over them.
+"""The layers of which models are made, and `run_layers`, the only loop over them.
 
 Single-device code. A layer gets what it needs at construction (`Build`) and per step (`StepContext`); nothing is
 global and no layer is found by name. Knows kernels and weight formats, not models, checkpoints or requests.

@@ -11,10 +11,11 @@ from quire.layers.rope import Rotation
 
 
 class Attention(nn.Module):
-    """Projections, optional RMS norm of each query and key head, rotation, cache write, attention, output.
+    """Grouped-query attention of one layer, with the heads of this rank.
 
-    `group`: the KV group of the layer. The heads are those of this rank. Rows of q and k lie in the order that kernels
-    rotate (see `models/layout.py`).
+    Its steps: q, k and v projection, optional RMS norm of each query and key head, rotation, write to the KV cache,
+    attention, output projection. `group`: the KV group of the layer. Rows of q and k have the order that rotation
+    kernels need (see `models/layout.py`).
     """
 
     def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0) -> None:
@@ -30,9 +31,9 @@ class Attention(nn.Module):
         self.output = Linear(f"{at}.output", build)
 
     def forward(self, hidden: Tensor, norm: RMSNorm, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory.
+        """Return hidden + attention(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`.
 
-        Writes this step's keys and values to `kv` before anything attends.
+        Writes the step's keys and values to `kv` before attention reads them.
         """
         tokens = hidden.shape[0]
         qkv = self.qkv.normed(hidden, norm).view(tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)

@@ -1,4 +1,4 @@
-"""What layers are given: `Build` once, at construction; `StepContext` at every step."""
+"""Inputs of layers: `Build` once, at construction; `StepContext` at every step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,14 +19,15 @@ Sum = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Build:
-    """Where a rank's layers live, what they compute in, with which kernels, and the parameters they will be given.
+    """Everything that a rank's layers need at construction.
 
+    dtype, device   of activations;  kernels   the implementation of each operation
     params    by name, with local shapes: layers take their sizes from them
     linears   plans of linear layers, by the names of the layers
     experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
-    sum_tp    adds up the partial results of the ranks that cut a layer; None: this rank has all of it
+    sum_tp    adds up the partial results of the ranks that share a layer; None: this rank has the whole layer
     moe       the plan of layers with experts; None without them
-    kv_groups   of this rank's layers; (): all of them are one group, which sees everything
+    kv_groups   of this rank's layers; (): all layers form a group without a sliding window
     """
 
     dtype: torch.dtype
@@ -40,34 +41,34 @@ class Build:
     kv_groups: tuple[KVGroup, ...] = ()
 
     def group_of(self, layer: int) -> int:
-        """The KV group of a layer."""
+        """Return the number of the KV group of a layer."""
         if not self.kv_groups:
             return 0
         return next(number for number, group in enumerate(self.kv_groups) if layer in group.layers)
 
     def window(self, group: int) -> int | None:
-        """Tokens that a row of a KV group sees, its own included; None: all before it."""
+        """Return the tokens that a row of a KV group attends to, its own included; None: all before it."""
         return self.kv_groups[group].window if self.kv_groups else None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Local shape of a parameter."""
+        """Return the local shape of a parameter."""
         return self.params[name].shape
 
     def rows(self, name: str) -> list[int]:
-        """Local rows of each part of a fused parameter."""
+        """Return the local rows of each part of a fused parameter."""
         return [part.rows for part in self.params[name].parts]
 
 
 @runtime_checkable
 class Loads(Protocol):
-    """A layer with parameters. `at` is its name: that of its parameters without the last word."""
+    """A layer with parameters. `at` is its name: the name of its parameters without the last word."""
 
     at: str
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """Pack the loaded tensors of a `LoadUnit`, by their names below the layer; the layer owns them from now on.
 
-        Called once for each unit, with all tensors of it. `place`: of an expert on this rank, else 0.
+        Called once for each unit, with all its tensors. `place`: of the expert on this rank; 0 for other layers.
         """
 
 
@@ -76,17 +77,18 @@ class LoadsInPlace(Loads, Protocol):
     """A layer that can be loaded without a copy."""
 
     def destination(self) -> dict[str, Tensor] | None:
-        """The memory in which the layer keeps its parameters, by their names below the layer and in their shapes. The
-        loader writes there instead of calling `take`. None where the layer's kernel has a layout of its own.
+        """Return the memory of the layer's parameters, by their names below the layer and in their shapes.
+
+        The loader writes there instead of calling `take`. None where the layer's kernel has a layout of its own.
         """
 
 
 @dataclass
 class StepContext:
-    """One step of the batch.
+    """Inputs of a step that all layers read.
 
     positions   [T] int64, position of each token in its sequence
-    attention   who attends to what, by KV group
+    attention   metadata of attention, one for each KV group
     kv          one view per layer, by layer index
     """
 

@@ -19,7 +19,7 @@ from quire.layers.rope import Rotary, Rotation
 
 
 class DecoderBlock(nn.Module):
-    """hidden + attention(norm(hidden)), then that + mlp(norm(that)); the config says which kinds of both."""
+    """A decoder layer: h = hidden + attention(norm(hidden)), then h + mlp(norm(h)). `args` choose the kinds of both."""
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class DecoderBlock(nn.Module):
             self.mlp = GatedMLP(f"{at}.mlp", build)
 
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden], perhaps in its memory."""
+        """hidden [T, hidden] -> [T, hidden], which may reuse the memory of `hidden`."""
         hidden = self.attention(hidden, self.attention_norm, rotation, ctx, kv)
         return self.mlp(hidden, self.mlp_norm, ctx)
 
 
 class Decoder(nn.Module):
-    """The model that every family is so far; without weights until each `LoadUnit` was loaded.
+    """The model class of every family so far. It has no weights until each `LoadUnit` was loaded.
 
-    layout      the parameters of this rank;  dtype, device  of its activations
+    layout      the parameters of this rank;  dtype, device  of activations
     elsewhere   tensors of the checkpoint that other ranks read
     """
 
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         assert not lost, f"layers and parameters differ: {sorted(lost)}"
 
     def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
-        """Give a layer the loaded tensors of a `LoadUnit`, which it packs."""
+        """Give a layer the loaded tensors of a `LoadUnit`; the layer packs them."""
         with torch.no_grad():
             self._owners[module].take(tensors, place)
 

@@ -8,10 +8,10 @@ from quire.quantization.pack import unquantized
 
 
 class VocabEmbedding(nn.Module):
-    """A row per token id; the weight is [V, hidden].
+    """The embedding table [V, hidden], a row for each token id.
 
-    With `tied` the head uses the same rows, packed for its product; the rows as they were are kept beside them, unless
-    the kernel can read packed ones.
+    A head that is `tied` packs the same rows for its product. The unpacked rows are kept beside them, unless the kernel
+    can read packed rows.
     """
 
     def __init__(self, at: str, tied: "LMHead | None", build: Build) -> None:
@@ -38,7 +38,7 @@ class VocabEmbedding(nn.Module):
             self.weight = weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 ids in [0, V) -> [T, hidden]; a kernel's rows are NaN for other ids."""
+        """[T] int64 ids in [0, V) -> [T, hidden]; kernels give rows of NaN for other ids."""
         if self.packed is not None:
             return unquantized.rows(self.kernel, self.packed, token_ids)
         assert self.weight is not None, "run before its weights were taken"
@@ -46,7 +46,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Scores of every token id. A tied head has no name of its own: the embedding hands on what it is given."""
+    """The projection from hidden states to logits. A tied head has no name: the embedding gives it the weight."""
 
     packed: unquantized.PackedLinear
 
@@ -59,5 +59,5 @@ class LMHead(nn.Module):
         self.packed = unquantized.pack(self.kernel, tensors, self.device)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, hidden] -> [R, V] float32 logits; in the memory of `out` where that is given."""
+        """[R, hidden] -> [R, V] float32 logits, written to `out` if it is given."""
         return unquantized.run_float(self.kernel, hidden, self.packed, out)

@@ -1,7 +1,7 @@
-"""Multi-head latent attention over the paged cache, in two forms of one layer.
+"""Multi-head latent attention (MLA) over the paged cache, computed in one of two ways.
 
-Absorbed, queries and sums go through the projection that expands a latent, and what is attended to are the latents;
-naive, every latent is expanded to keys and values. The first costs less for few rows, the second for many.
+Absorbed: the up-projection is applied to queries and to attention's sums, so attention reads the cached latents.
+Naive: every latent is expanded to keys and values. Absorbed costs less for few query rows, naive for many.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from quire.layers.rope import Rotation
 
 
 def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
-    """Rows up to which a sequence is absorbed, and why. `form`: "auto", or "absorbed" or "naive" wherever possible."""
+    """Return the most query rows of a sequence that is absorbed, and the choice in words.
+
+    form   "auto", or "absorbed" or "naive" wherever possible
+    """
     most = {"absorbed": math.inf, "naive": 0.0}.get(form, args.break_even)
     some = f"absorbed up to {most:.0f} query tokens per sequence, else naive"
     what = {math.inf: "absorbed", 0.0: "naive"}.get(most, some)
@@ -32,8 +35,11 @@ def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
 
 
 def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt, ...]]:
-    """The part of a step that is absorbed, and the sequences that are not: all from the first of more than `most` rows
-    on, for rows of one form are to be together, and decodes come first. None in a captured step, which names none."""
+    """Return the metadata of the absorbed part of a step, and the sequences of the naive part.
+
+    All sequences from the first with more than `most` rows on are naive: decodes come first, and the rows of each part
+    must be contiguous. A captured step names no prompts, so it is absorbed as a whole.
+    """
     known = sequences(meta) if meta.prompts is None else meta.prompts
     naive = tuple(itertools.dropwhile(lambda prompt: prompt[1] - prompt[0] <= most, known))
     if not naive:
@@ -48,7 +54,10 @@ def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt
 
 
 class Expansion(nn.Module):
-    """The projection from a latent to keys and values of every head, kept as [H, P + V, L]."""
+    """The up-projection from a latent to keys and values of every head, [H, P + V, L].
+
+    P: nope_dim, V: v_dim, L: kv_rank.
+    """
 
     weight: Tensor
 
@@ -62,9 +71,10 @@ class Expansion(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Compressed queries (or uncompressed ones), latents and rotated keys, cache write, attention in a `form`, output.
+    """Multi-head latent attention of one layer, absorbed or naive as `form` says (see `choose_form`).
 
-    `down` projects the hidden state to the queries' input (or the queries) and to the latent at once.
+    Its steps: projection to queries and latents, rotation, write to the KV cache, attention, output projection. `down`
+    projects the hidden state to the compressed queries (or to the queries) and to the latent at once.
     """
 
     def __init__(self, args: ModelArgs, at: str, build: Build, group: int = 0, form: str = "auto") -> None:
@@ -84,9 +94,9 @@ class LatentAttention(nn.Module):
         self.output = Linear(f"{at}.output", build)
 
     def forward(self, hidden: Tensor, norm: RMSNorm, rotation: Rotation, ctx: StepContext, kv: LatentView) -> Tensor:
-        """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory.
+        """Return hidden + attention(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`.
 
-        Writes this step's latents and rotated keys to `kv` before anything attends.
+        Writes the step's latents and rotated keys to `kv` before attention reads them.
         """
         sizes, meta, tokens = self.sizes, ctx.attention[self.group], len(hidden)
         assert meta.row_positions is None, "latent attention computes the last rows of a sequence"
@@ -108,7 +118,7 @@ class LatentAttention(nn.Module):
         return self.output.add(out.flatten(1), hidden)
 
     def _absorb(self, q: Tensor, up: Tensor, kv: LatentView, meta: AttentionMeta, out: Tensor) -> None:
-        """Attention of rows q [n, H, P + R] in latents -> out [n, H, V]."""
+        """Absorbed attention of rows q [n, H, P + R] to the cached latents, written to out [n, H, V]."""
         keys, values = up.split([self.sizes.nope_dim, self.sizes.v_dim], dim=1)
         plain, turned = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=2)
         latents = q.new_empty(len(q), self.num_heads, self.sizes.kv_rank)

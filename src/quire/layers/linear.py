@@ -8,16 +8,18 @@ from quire.quantization.pack import unquantized
 
 
 def add_sum(partial: Tensor, residual: Tensor, sum_tp: Sum) -> Tensor:
-    """residual + the sum of the ranks' partial results. Every product that ranks cut by columns ends here, so that the
-    residual enters once."""
+    """Return residual + the sum of the ranks' partial results.
+
+    Every product whose weight is divided among ranks by columns ends here, so the residual is added once.
+    """
     return residual + sum_tp(partial)
 
 
 class Linear(nn.Module):
-    """[T, in_features] -> [T, out_features], of this rank's slice of a projection.
+    """This rank's slice of a projection, [T, in_features] -> [T, out_features].
 
-    The slice is one of rows (each rank makes some outputs), or one of columns (each rank has some inputs, and results
-    are partial): then `add` sums over the ranks.
+    With a slice of rows, each rank computes some of the outputs. With a slice of columns, each rank has some of the
+    inputs and its results are partial: `add` sums them over the ranks.
     """
 
     packed: unquantized.PackedLinear
@@ -39,13 +41,13 @@ class Linear(nn.Module):
         return unquantized.run(self.kernel, x, self.packed)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """[T, in_features] -> the projection of norm(x), in one kernel where it has the feature "norm"."""
+        """Return the projection of norm(x), [T, out_features]; one call of a kernel with the feature "norm"."""
         if "norm" not in self.features:
             return self(norm(x))
         return unquantized.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, in_features] -> residual [T, out_features] + the projection; perhaps in the residual's memory."""
+        """Return residual [T, out_features] + the projection of x; it may reuse the memory of `residual`."""
         if self.sum_tp is not None:
             return add_sum(self(x), residual, self.sum_tp)
         if "add" in self.features:
@@ -54,9 +56,9 @@ class Linear(nn.Module):
 
 
 class GatedLinear(Linear):
-    """silu(gate(x)) * up(x): [T, in_features] -> [T, out_features / 2], the two in one projection.
+    """silu(gate(x)) * up(x), [T, in_features] -> [T, out_features / 2]; gate and up are rows of the same weight.
 
-    In one kernel where it has the feature "gated", else a projection and an activation.
+    A kernel with the feature "gated" computes all of it; with others, an activation follows the projection.
     """
 
     def __init__(self, at: str, build: Build) -> None:

@@ -8,7 +8,7 @@ from quire.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one projection."""
+    """down(silu(gate(x)) * up(x)); gate and up are a single projection."""
 
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
@@ -16,5 +16,5 @@ class GatedMLP(nn.Module):
         self.down = Linear(f"{at}.down", build)
 
     def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
-        """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory."""
+        """Return hidden + mlp(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`."""
         return self.down.add(self.gate_up.normed(hidden, norm), hidden)

@@ -1,7 +1,7 @@
 """The feed-forward layer as a mixture of experts: router -> dispatcher -> experts -> combine.
 
-One rank has every token ("none" of `config/resolve_moe.py`): nothing is dispatched, and experts of other ranks are left
-out of the sum, which is then partial.
+Every rank has every token (dispatcher "none" of `config/resolve_moe.py`), so nothing is dispatched. A rank's sum leaves
+out the experts of other ranks and is then partial.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.quantization.pack import unquantized
 
-# Tokens of a step whose shared experts run beside the routed ones on a GPU. Fewer are a chain of kernels that start
-# while those before them end, which a fork would break; with more, each product fills the device.
+# Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
+# each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
 BESIDE = range(5, 257)
 Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 
 
 class Router(nn.Module):
-    """The choice of experts for each token: scores of all experts, and `kernels/routing`."""
+    """The router: scores all experts for each token; `kernels/routing` chooses by the scores."""
 
     packed: unquantized.PackedLinear
 
@@ -37,22 +37,22 @@ class Router(nn.Module):
         self.bias: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """See `Loads`; the bias is no part of the product."""
+        """See `Loads`. The bias goes to the routing kernel, not into the product."""
         bias = tensors.pop("bias", None)
         self.bias = None if bias is None else bias.to(self.device)
         self.packed = unquantized.pack(self.linear, tensors, self.device)
 
     def forward(self, x: Tensor) -> Routed:
-        """x [T, hidden] -> weights and ids. Scores of a model with `router_float` are never rounded to its type."""
+        """x [T, hidden] -> weights and ids of the chosen experts. With `router_float` the scores stay float32."""
         logits = (unquantized.run_float if self.exact else unquantized.run)(self.linear, x, self.packed)
         weights, ids = self.kernel.route(logits, self.bias, self.routing)
         return weights, ids
 
 
 class Experts(nn.Module):
-    """The experts this rank owns, stacked in the order of `Build.experts`.
+    """The experts that this rank owns, stacked in the order of `Build.experts`.
 
-    They are loaded to their places where the kernel can read them as they are stored, else packed one by one.
+    With the kernel's feature "in place" they are loaded into its memory without packing; else each expert is packed.
     """
 
     def __init__(self, at: str, num_experts: int, build: Build) -> None:
@@ -85,23 +85,26 @@ class Experts(nn.Module):
                         strict=True))  # fmt: skip
 
     def _empty(self) -> object:
-        """Memory for the experts; they are described by tensors without memory."""
+        """Allocate the packed experts; meta tensors tell the kernel the shapes of an expert."""
         one = (torch.empty(rows // self.num_experts, width, dtype=self.dtype, device="meta")
                for rows, width in (self.shapes["gate_up"], self.shapes["down"]))  # fmt: skip
         return self.kernel.empty(self.num_experts, *one, self.device)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None,
                 *join: Callable[[], bool]) -> Tensor:
-        """x [T, hidden] -> residual, perhaps in its memory, + the weighted sum over the experts of this rank."""
+        """Return residual + the weighted sum over this rank's experts, [T, hidden]; it may reuse the residual's memory.
+
+        join   `Fork.join` of the side stream that computes the residual, if any
+        """
         y: Tensor = self.kernel.run(x, weights, ids, self.packed, self.expert_map, residual, *join)
         return y
 
 
 class MoE(nn.Module):
-    """hidden + the experts' weighted sum + the shared experts, one gated layer that every token goes through.
+    """Mixture of experts: hidden + the weighted sum of routed experts + the shared experts (a gated MLP).
 
-    choose       what selects in the router's place, where it is set (`quire.kernels.routing.uniform`)
-    on_routing   sees weights and ids of each step, where it is set (tests, verification)
+    choose       replaces the router where it is set (`quire.kernels.routing.uniform`)
+    on_routing   called with the weights and ids of each step where it is set (tests, verification)
     """
 
     def __init__(self, args: ModelArgs, at: str, build: Build) -> None:
@@ -119,7 +122,7 @@ class MoE(nn.Module):
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
     def forward(self, hidden: Tensor, norm: RMSNorm, ctx: StepContext) -> Tensor:
-        """hidden [T, hidden] -> hidden + the layer of norm(hidden), perhaps in hidden's memory."""
+        """Return hidden + moe(norm(hidden)), [T, hidden]; it may reuse the memory of `hidden`."""
         x = norm(hidden)
         forks = self.forks and len(x) in BESIDE and hidden.is_contiguous()
         with Fork(side_stream(x.device) if forks else None) as fork:  # from here on the main stream reads x, not hidden
@@ -138,5 +141,5 @@ class MoE(nn.Module):
         """The input of the shared experts' last projection."""
         inner: Tensor = shared.gate_up(x)
         if self.shared_gate is not None:
-            inner = inner * self.shared_gate(x).sigmoid()  # the same as of the output, and narrower
+            inner = inner * self.shared_gate(x).sigmoid()  # as good as to scale the output, and narrower
         return inner

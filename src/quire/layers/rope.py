@@ -1,4 +1,4 @@
-"""Positions to rotations, with the scalings Hugging Face defines."""
+"""Rotary position embedding: cos and sin of positions, with the scalings that Hugging Face defines."""
 
 import math
 
@@ -15,7 +15,7 @@ Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
 class Rotary:
     """Rotation angles of a model: frequencies [D / 2] float32 and the factor on cos and sin.
 
-    The first `rotated` of `width` dimensions are rotated; the pairs of the others turn by nothing.
+    The first `rotated` of `width` dimensions are rotated; the pairs of the others have angle 0.
     """
 
     def __init__(self, args: RopeArgs, rotated: int, device: torch.device, *, width: int) -> None:
@@ -23,7 +23,7 @@ class Rotary:
         self.frequencies = torch.nn.functional.pad(frequencies, (0, (width - rotated) // 2)).to(device)
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """cos and sin [T, D] of positions [T]; angles in float32. The first half of sin is negated, as kernels want."""
+        """Return cos and sin [T, D] of positions [T], from float32 angles. The first half of sin is negated."""
         if positions.is_cuda and not missing():
             return rotation_rows(positions, self.frequencies, self.scale, dtype)
         angles = positions[:, None].float() * self.frequencies
@@ -32,7 +32,7 @@ class Rotary:
 
 
 def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair [head_dim / 2] float32, and what cos and sin are multiplied by."""
+    """Return the radians per position of each pair, [head_dim / 2] float32, and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (args.theta**exponents)
     if args.kind == "linear":

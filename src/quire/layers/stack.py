@@ -1,4 +1,4 @@
-"""The only loop over layers, and what a model must show to be run by it."""
+"""`run_layers`, the only loop over layers, and `Model`, the protocol of the models that it runs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -15,7 +15,7 @@ from quire.layers.context import StepContext
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
-# What is equal where it looks equal; a module has a set of the names of some buffers.
+# Types whose equal values print alike. A module has a set of the names of some buffers.
 PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None))
 
 
@@ -35,10 +35,10 @@ class Model(Protocol):
     rotary: Rotary
 
     def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
-        """Give a layer the loaded tensors of a `LoadUnit`, which it packs; once for each, before the first step."""
+        """Give a layer the loaded tensors of a `LoadUnit` to pack. Called once for each, before the first step."""
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
-        """The memory in which a layer keeps its parameters, for a loader that writes there; None: it calls `take`."""
+        """Return the memory of a layer's parameters, for a loader to write to; None: the loader calls `take`."""
 
 
 def run_layers(
@@ -50,11 +50,11 @@ def run_layers(
     *,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Run `layers` (all of them by default) over hidden [T, hidden] -> [T, hidden].
+    """Run `layers` (default: all) on hidden [T, hidden] -> [T, hidden].
 
-    `tap` sees the hidden state that enters, under "embed", and the one that leaves each layer, under its index; the
-    next layer may write over it, so who keeps it clones it.
-    `rotation` is that of ctx.positions, where someone has it already.
+    tap        called with "embed" and the hidden state before the first layer, then with each layer's index and result.
+               The next layer may write over the result: clone it to keep it.
+    rotation   of ctx.positions, if the caller has it already
     """
     if rotation is None:
         rotation = model.rotary.rows(ctx.positions, hidden.dtype)
@@ -68,8 +68,10 @@ def run_layers(
 
 
 def first_of_each_kind(layers: Iterable[object]) -> list[int]:
-    """Indices of layers: every other one differs from one of these in nothing but the numbers in its tensors, so that
-    it launches the same kernels."""
+    """Return the index of the first layer of each kind.
+
+    Layers of a kind differ only in the numbers in their tensors, so they launch the same kernels.
+    """
     first: dict[str, int] = {}
     for index, layer in enumerate(layers):
         first.setdefault(repr(_kind(layer)), index)
@@ -77,7 +79,7 @@ def first_of_each_kind(layers: Iterable[object]) -> list[int]:
 
 
 def _kind(value: object) -> object:
-    """What of `value` decides about kernels; what is not known here is like nothing but itself."""
+    """Reduce `value` to the parts that decide which kernels run. A value of an unknown type equals only itself."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
     if isinstance(value, Mapping):

@@ -1,5 +1,5 @@
-"""One file per architecture, named by its Hugging Face model_type, and the registry.
+"""Model families, a file for each Hugging Face model_type, and the plan of an engine that runs them.
 
-A model file says which layers it is made of and where each checkpoint tensor goes. Knows nothing of batches, caches,
-files or devices.
+A family's file maps checkpoint tensors to the parameters of its layers. It knows nothing of batches, caches, files
+or devices.
 """

@@ -1,4 +1,4 @@
-"""A model from a plan."""
+"""Construction of a model from an engine's plan."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +17,9 @@ from quire.models.registry import ITEM_BYTES
 
 
 def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = None) -> Decoder:
-    """The model of a rank, without weights: `quire.weights` loads them into its layers, which pack them.
+    """Build the model of a rank, without weights. `quire.weights` loads them into its layers, which pack them.
 
-    sum_tp   adds up the partial results of the ranks that cut a layer; None: this rank has all of it
+    sum_tp   adds up the partial results of the ranks that share a layer; None: this rank has the whole layer
     """
     if plan.dtype.dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {plan.dtype.dtype!r} is not one of {', '.join(ITEM_BYTES)}.")

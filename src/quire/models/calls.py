@@ -1,5 +1,8 @@
-"""Which functions of which operations a model calls, in order: the branches of `layers/`, taken by what the chosen
-linear kernel can do (`linear`, its features). A test holds this equal to what is really called. No torch."""
+"""The kernel functions that a model calls, in order. No torch.
+
+Mirrors the branches of `layers/`, which depend on the features of the chosen linear kernel (`linear`). A test compares
+the list with the calls of a real step.
+"""
 
 from collections.abc import Collection, Iterator
 from math import isfinite
@@ -11,7 +14,12 @@ FUSED = frozenset({"norm", "gated", "add"})  # features of a linear kernel that 
 
 
 class Call(NamedTuple):
-    """A function ("linear.run") and the parameters it reads, by their names below the layer; `when`: not always."""
+    """A call of a kernel function.
+
+    function     operation and function: "linear.run"
+    parameters   that it reads, by their names below the layer
+    when         condition of the call, in words; "": always
+    """
 
     function: str
     parameters: tuple[str, ...] = ()
@@ -19,9 +27,9 @@ class Call(NamedTuple):
 
 
 def pack_function(args: ModelArgs, name: str, linear: Collection[str], in_place: bool) -> str:
-    """The function that packs a parameter for its kernel; "" where it stays as it is.
+    """Return the function that packs a parameter for its kernel; "" for a parameter that is not packed.
 
-    in_place   experts are loaded to where they stay
+    in_place   experts are loaded into the kernel's memory without packing
     """
     if name.endswith((".experts.gate_up", ".experts.down")):
         return "" if in_place else "experts.put"
@@ -100,7 +108,7 @@ def _weights(name: str, bias: bool) -> tuple[str, ...]:
 
 
 def _normed(norm: str, weights: tuple[str, ...], linear: Collection[str], run: str = "") -> Iterator[Call]:
-    """A projection of what is normalized first; `run`: "", or "_gated"."""
+    """A norm and the projection of its result; `run`: "", or "_gated"."""
     if "norm" in linear:
         yield Call(f"linear.run_norm{run}", (norm, *weights))
     else:
@@ -108,7 +116,7 @@ def _normed(norm: str, weights: tuple[str, ...], linear: Collection[str], run: s
 
 
 def _gated(at: str, bias: bool, linear: Collection[str], norm: str = "") -> Iterator[Call]:
-    """Gate and up with their activation, after a norm if there is one."""
+    """The projection to gate and up with its activation, after a norm if there is one."""
     weights, run = _weights(f"{at}gate_up", bias), "_gated" if "gated" in linear else ""
     yield from _normed(norm, weights, linear if run else (), run) if norm else (Call(f"linear.run{run}", weights),)
     if not run:
@@ -116,5 +124,5 @@ def _gated(at: str, bias: bool, linear: Collection[str], norm: str = "") -> Iter
 
 
 def _add(name: str, bias: bool, linear: Collection[str]) -> Call:
-    """A projection that is added to the residual stream."""
+    """A projection whose result is added to the residual stream."""
     return Call("linear.run_add" if "add" in linear else "linear.run", _weights(name, bias))

@@ -7,7 +7,7 @@ from quire.config.checkpoint import ModelArgs
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
-    """Plain values of "attention", "rope" and "router"; a model without experts has None there."""
+    """Return plain values under "attention", "rope" and "router"; the router is None without experts."""
     latent, moe = args.latent, args.moe
     width = latent.v_dim if latent else args.head_dim
     return {
@@ -20,7 +20,7 @@ def model_facts(args: ModelArgs) -> dict[str, Any]:
 
 
 def fact_lines(attention: dict[str, Any], rope: dict[str, Any], router: dict[str, Any] | None) -> list[str]:
-    """The same as lines of text."""
+    """Return the values of `model_facts` as lines of text."""
     latent = attention["kind"] == "latent"
     kept = f"; values of {attention['value_dim']}" if latent else f" and {attention['kv_heads']} KV heads"
     heads = f"{attention['heads']} query heads of {attention['head_dim']} dimensions{kept}" if latent else (

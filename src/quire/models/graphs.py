@@ -1,4 +1,4 @@
-"""The sizes of the steps that a GPU captures as CUDA graphs, as far as they depend on nothing that is measured."""
+"""Sizes of the steps that are captured as CUDA graphs, chosen by config and model without measurements."""
 
 import msgspec
 
@@ -6,14 +6,17 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.models.layout import parameters_per_token
 
-LAUNCH_SECONDS = 0.025  # of the host, for a step whose kernels are launched one by one
+LAUNCH_SECONDS = 0.025  # of the host, to launch the kernels of a step one by one
 GRAPH_BYTES = 24 << 20  # set aside for the graphs of one size: six of them took 9 to 14 MiB (H200, docs/log.md)
 FLOPS = 600e12  # of a GPU, in a large product
-LATENT_TOKENS = 1024  # of a captured step: in one, prompts attend to latents, which costs more the longer they are
+LATENT_TOKENS = 1024  # at most, of a captured step: its prompts are absorbed, which costs more the longer they are
 
 
 class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Captured steps, ascending: numbers of sequences of decode steps, and of tokens of steps with prompts."""
+    """Sizes of captured steps, ascending.
+
+    sequences   of decode steps;  tokens   of steps with prompts
+    """
 
     sequences: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
@@ -25,7 +28,7 @@ class GraphPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_graphs(config: EngineConfig, args: ModelArgs) -> GraphPlan:
-    """The sizes for a model and its options; none with enforce_eager."""
+    """Choose the sizes for a model and its options; none with enforce_eager."""
     if config.device.enforce_eager:
         return GraphPlan()
     return GraphPlan(sequences=_decode_sizes(config), tokens=_prompt_sizes(config, args))
@@ -38,7 +41,7 @@ def _decode_sizes(config: EngineConfig) -> tuple[int, ...]:
 
 
 def _prompt_sizes(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
-    """Those that the GPU would finish before they were launched."""
+    """Numbers of tokens that a GPU computes faster than the host launches their kernels."""
     if config.device.cudagraph_capture_sizes:
         return ()
     most = int(LAUNCH_SECONDS * FLOPS / (2 * parameters_per_token(args)))
@@ -48,13 +51,12 @@ def _prompt_sizes(config: EngineConfig, args: ModelArgs) -> tuple[int, ...]:
 
 
 def decode_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of sequences up to `most`: fine where a step is short, 40 sizes up to 1,024 sequences."""
+    """Numbers of sequences up to `most`, close together where steps are short: 40 sizes up to 1,024 sequences."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, 1025, 64), *range(1280, 4097, 256)]
     return (*(size for size in sizes if size < most), *((most,) if most else ()))
 
 
 def prompt_sizes(most: int) -> tuple[int, ...]:
-    """Numbers of tokens up to `most`. Steps are padded to one of them, and 64 tokens take 1.6 ms in a model of 8e9
-    parameters."""
+    """Numbers of tokens up to `most`. Steps are padded to the next; 64 tokens take 1.6 ms with 8e9 parameters."""
     return tuple(size for size in (*range(256, 1024, 64), *range(1024, 2049, 256), *range(3072, 16385, 1024))
                  if size <= most)  # fmt: skip

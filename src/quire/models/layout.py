@@ -1,6 +1,6 @@
-"""The parameters of one rank, with the slices of the checkpoint they are read from, computed from the config alone.
+"""The parameters of one rank and the checkpoint slices from which they are read, computed from the config alone.
 
-The loader fills parameters by it, layers take their sizes from it, `quire explain` prints it. No torch.
+The loader fills these parameters, layers take their sizes from them, `quire explain` prints them. No torch.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from quire.contracts.params import Param, Part
 
 
 class _Rows(NamedTuple):
-    """Rows of a stored tensor: their number, the slice that is read (-1: to the end), the order that kernels want."""
+    """Rows of a stored tensor: their number, the slice that is read (-1: to the end), the order that kernels need."""
 
     stored: int
     start: int = 0
@@ -23,7 +23,7 @@ class _Rows(NamedTuple):
 
 
 def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | None = None) -> tuple[Param, ...]:
-    """Every parameter that `rank` holds (None: a rank that is alone), in the order of the layers.
+    """Return every parameter that `rank` holds, in the order of the layers; None: the rank of an engine on one device.
 
     experts   numbers of the experts in the order of their places; None: the rank's range
     """
@@ -33,17 +33,17 @@ def layout(args: ModelArgs, rank: Rank | None = None, experts: Sequence[int] | N
 
 
 def alone(args: ModelArgs) -> Rank:
-    """The only rank of an engine on one device."""
+    """Return the only rank of an engine on one device."""
     return next(ranks(args, ALONE))
 
 
 def stored_names(params: Iterable[Param]) -> Iterator[str]:
-    """The checkpoint tensors that these parameters are made of."""
+    """Yield the names of the checkpoint tensors from which these parameters are read."""
     return (part.stored for param in params for part in param.parts)
 
 
 def parameters_per_token(args: ModelArgs) -> float:
-    """How many parameters a token is multiplied with: of the experts, those that it is sent to."""
+    """Return the number of parameters that a token is multiplied with; of the experts, only those chosen for it."""
     chosen = args.moe.routing.top_k / args.moe.routing.num_experts if args.moe else 1.0
     return sum(prod(param.shape) * (chosen if param.shard == "experts" else 1.0) for param in layout(args))
 
@@ -80,7 +80,11 @@ class _Layout:
 
     def _param(self, name: str, parts: Mapping[str, _Rows], width: int = 0, *, columns: tuple[int, int] | None = None,
                shard: str = "", dtype: str = "", layer: int = -1) -> Param:
-        """`width`: of the stored matrix, 0 for a vector; `columns`: start and count of those that are read."""
+        """Make a parameter from the rows of its parts.
+
+        width     columns of the stored matrix, 0 for a vector
+        columns   start and count of the columns that are read; None: all
+        """
         made = []
         for key, rows in parts.items():
             expert, dot, rest = key.rpartition(".")
@@ -124,7 +128,7 @@ class _Layout:
         yield from self._output(args.num_heads * dim, parts["q"], args.output_bias, layer)
 
     def _output(self, width: int, heads: _Rows, bias: bool, layer: int) -> Iterator[Param]:
-        """The projection of what heads attended to; only the first of the ranks that are summed has the bias."""
+        """The output projection of attention. Only the first rank has the bias, so a sum over ranks adds it once."""
         at, rows = "layers.{i}.attention.output.", {"": _Rows(self.args.hidden_size)}
         yield self._param(at + "weight", rows, width, columns=(heads.start, heads.taken), shard="columns", layer=layer)
         if bias and self.rank.place == 0:
@@ -179,8 +183,11 @@ class _Layout:
 
 
 def head_order(rotated: int, dim: int) -> tuple[int, ...]:
-    """The order of a head's rows where only the first `rotated` of `dim` are rotated: kernels rotate whole heads, so
-    the halves of the rotated part begin the halves of the head, and the rest turns by nothing. () where all are."""
+    """Return the order of a head's rows when only the first `rotated` of `dim` are rotated; () when all are.
+
+    Kernels rotate whole heads, in pairs of a row of the first half and a row of the second. So each half of the head
+    begins with a half of the rotated rows; the other rows get angle 0.
+    """
     if rotated == dim:
         return ()
     half, rest = rotated // 2, list(range(rotated, dim))
@@ -189,10 +196,10 @@ def head_order(rotated: int, dim: int) -> tuple[int, ...]:
 
 
 def _halves(size: int) -> tuple[int, ...]:
-    """Rows of which neighbours form the pairs that are rotated: first all first ones, then all second ones."""
+    """Order of rows that are rotated in neighbouring pairs: the first rows of all pairs, then the second rows."""
     return (*range(0, size, 2), *range(1, size, 2))
 
 
 def _behind(before: int, order: tuple[int, ...]) -> tuple[int, ...]:
-    """`before` rows as they are, then those of `order`; () where that is the stored order."""
+    """Order of `before` rows as they are, then rows in `order`; () where `order` is empty."""
     return order and (*range(before), *(before + i for i in order))

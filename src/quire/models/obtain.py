@@ -1,5 +1,7 @@
-"""The steps before a model is built, in the order of their price: what its config.json rules out, what the headers of
-its weights rule out, and the download of its weights. No torch."""
+"""Steps before a model is built, cheapest first: checks of config.json, checks of the weights' headers, the download.
+
+No torch.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,7 @@ Quantization = dict[str, Any]  # quantization_config, {} without one
 
 def read_model(config: EngineConfig, folder: Path, device: str,
                cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan, Quantization]:
-    """The arguments of the model in `folder`, the type that it computes in, and how its weights are quantized; the
-    weights need not be there.
+    """Read the arguments, the compute type and the quantization of the model in `folder`; weights need not be there.
 
     Raises a `UserError` for a model that is not implemented, and for options that it cannot meet.
     """

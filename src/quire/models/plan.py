@@ -1,7 +1,7 @@
-"""The plan of one rank's engine: made first, by pure functions, and the engine is built from it. No torch.
+"""`EnginePlan`: the choices for one rank's engine, made by pure functions before anything is built. No torch.
 
-`assemble` builds what the plan says, `quire explain` prints it (see `report.py`). A plan can be serialized, sent and
-read back: no value in it belongs to a process.
+`assemble` builds an engine from the plan, `quire explain` prints it (see `report.py`). A plan can be serialized, sent
+and read back: no value in it belongs to a process.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,11 @@ from quire.models.registry import check_routing, linear_plans, operations, rank_
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """A device as far as plans depend on it: "cpu" or "cuda", in words, and its memory in bytes."""
+    """A device as far as plans depend on it.
+
+    device         "cpu" or "cuda";  words   its description
+    total_memory   bytes
+    """
 
     device: str
     words: str
@@ -38,21 +42,22 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of the parallel engine, and the place of this rank in it."""
+    """Sizes of a parallel engine, and the place of this rank in it."""
 
     parallel: Parallel
     rank: Rank
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices of one rank's engine, but those that depend on measured memory (`resolve_sizing`).
+    """All choices for one rank's engine, except those that need measured memory (`resolve_sizing`).
 
-    config        with what the device decides filled in;  folder  of config.json and weights
-    params        of this rank, with the slices that it reads
-    kernels       one choice for each operation but that of experts;  linears  by linear layer
-    moe           the experts' kernel and dispatcher by phase, or why there is none
-    geometry      of a page of this rank's KV cache;  graphs  sizes of the steps that are captured
-    missing       features that such an engine needs and that are not implemented: it can be planned, not built
+    config        the options, with defaults that depend on the device filled in
+    folder        of config.json and weights
+    params        of this rank, with the checkpoint slices that it reads
+    kernels       a choice for each operation except experts;  linears  plans by linear layer
+    moe           kernel and dispatcher of experts by phase, or the reason why there is none
+    geometry      of a page of this rank's KV cache;  graphs  sizes of captured steps
+    missing       features that are not implemented: an engine that needs them can be planned, not built
     quantization  of config.json
     """
 
@@ -73,7 +78,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> MoEPlan | None:
-        """The plan of the layers with experts, None without them. One layout is packed, so phases have one kernel."""
+        """The plan of layers with experts, or None. Phases share a packed layout, so they have the same kernel."""
         prefill, decode = (self.moe.get(phase) for phase in ("prefill", "decode"))
         if not isinstance(prefill, MoEPlan) or not isinstance(decode, MoEPlan):
             return None
@@ -98,8 +103,8 @@ def resolve_engine(
     """Plan the engine of rank `number`.
 
     args, quantization   as read from config.json in `folder`;  dtype  as resolved for this machine
-    probe    says what the machine lacks;  forced  operation -> implementation to take
-    served   answers are read token by token
+    probe    tells the reason why the machine lacks something;  forced  operation -> implementation to take
+    served   clients read answers token by token
     Raises ConfigError for options that contradict the model or the device.
     """
     check_context(config.model, args.max_position_embeddings)
@@ -134,8 +139,11 @@ def resolve_engine(
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
-    """Size the KV cache and the context length by what was measured: a GPU's memory, or a CPU's free bytes beside the
-    weights. Raises ConfigError with what would make it fit."""
+    """Size the KV cache and the context length.
+
+    measured   a GPU's memory, or the bytes of a CPU's memory that are free beside the weights
+    Raises ConfigError that names options with which it fits.
+    """
     config, context = plan.config, plan.args.max_position_embeddings
     if isinstance(measured, DeviceMemory):
         return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.dtype.dtype)
@@ -145,7 +153,7 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
 
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
               quantization: str = "unquantized") -> dict[str, MoEPlan | str]:  # fmt: skip
-    """The plan of the experts in each phase, or why there is none; {} for a model without experts.
+    """Plan the experts for each phase, or give the reason why none can run; {} for a model without experts.
 
     forced   the kernel to take, if any;  quantization  format of the experts' weights
     Raises ConfigError where a forced kernel cannot run.

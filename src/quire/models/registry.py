@@ -1,4 +1,4 @@
-"""How a model is built, and what it keeps in the KV cache. No torch until one is built."""
+"""Facts of a model that plans need: linear layers, bytes, operations, KV cache. Only `kv_views` loads torch."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,13 +24,13 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:
-    """The plans of a model's linear layers, by name."""
+    """Plan a model's linear layers, by name."""
     choice = next(choice for choice in choices if choice.op == "linear")
     return plan_linears(params, choice, exact=args.moe is not None and args.moe.router_float)
 
 
 def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:
-    """Bytes of parameters as they are loaded, in `dtype` where they have no type of their own."""
+    """Return the bytes of parameters as they are loaded, in `dtype` where they have no type of their own."""
     return sum(FORMATS[one.format].num_bytes(one.shape, ITEM_BYTES[one.dtype or dtype]) for one in params)
 
 
@@ -41,13 +41,13 @@ def check_routing(args: ModelArgs, routing: str) -> None:
 
 
 def operations(args: ModelArgs) -> tuple[str, ...]:
-    """The operations of `kernels/` that a model is made of; a `MoEPlan` has the experts' kernel."""
+    """Return the operations of `kernels/` that a model needs, except experts: `MoEPlan` has their kernel."""
     attention = ("latent",) if args.latent else ("heads", "attention")
     return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()))
 
 
 def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]]) -> "list[KVView]":
-    """What each layer's attention is given of its components in an arena, layer by layer."""
+    """Return a view of the KV cache for each layer's attention, from the layer's components in an arena."""
     from quire.kernels.attention import KVView
     from quire.kernels.latent import LatentView
 
@@ -56,8 +56,11 @@ def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]]) -> "li
 
 
 def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
-    """What one layer keeps per page, in `dtype`: keys, then values, each [kv head][token][head_dim]; or the latent and
-    the rotated key that all heads share."""
+    """Return the components of a layer's KV cache, in `dtype`.
+
+    These are keys and values, each [kv head][token][head_dim]; with latent attention, the latent and the rotated key
+    that all heads share.
+    """
     size = ITEM_BYTES[dtype]
     if args.latent is not None:
         widths = {"latent": args.latent.kv_rank, "rope": args.latent.rope_dim}
@@ -66,7 +69,7 @@ def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
 
 
 def rank_geometry(args: ModelArgs, rank: Rank, *, dtype: str, device: str, block_size: int | None) -> KVGeometry:
-    """The page of a rank's KV cache: its layers and its KV heads; `block_size` as asked for."""
+    """Return the page of a rank's KV cache. `block_size`: as asked for; None: the default of the device."""
     own = args if args.latent else replace(args, num_kv_heads=rank.kv_heads[1] - rank.kv_heads[0])
     default = CUDA_BLOCK_SIZE if device == "cuda" else CPU_BLOCK_SIZE
     return resolve_geometry(kv_components(own, dtype), rank.layers[1] - rank.layers[0], block_size, default)

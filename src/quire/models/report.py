@@ -1,4 +1,4 @@
-"""An engine's plan in words and plain values: parts, bytes, what runs when, and why. No torch."""
+"""An engine's plan as plain values: layers, bytes, kernel calls in order, and reasons. No torch."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -45,9 +45,9 @@ MISSING = "not implemented yet"
 class PlanReport:
     """A plan as plain values for people: `quire explain`, `/debug/plan`, the banner.
 
-    plan     of any rank: what all ranks hold is told by its mesh
-    memory   of the rank that has least room, number `fullest`, or why nothing fits there
-    load_error   of a loader that would refuse the weights in the folder
+    plan     of any rank: the parameters of all ranks follow from its mesh
+    memory   of the rank with the least room, number `fullest`, or the reason why nothing fits there
+    load_error   error that the loader would raise for the weights; "" where there is none
     headers  of the weights, where they are not in the folder
     """
 
@@ -58,7 +58,7 @@ class PlanReport:
     headers: Checkpoint | None = None
 
     def describe(self) -> dict[str, Any]:
-        """All of it as plain values; reads the headers of the weights, where there are any."""
+        """Return the report as plain values; reads the headers of the weights, where there are any."""
         args, plan, config = self.plan.args, self.plan.experts, self.plan.config
         sent = collectives(args, self.plan.mesh.parallel, ITEM_BYTES[self.plan.dtype.dtype],
                            plan.dispatcher if plan else "")  # fmt: skip
@@ -90,25 +90,27 @@ class PlanReport:
 
     @cached_property
     def layout(self) -> tuple[Param, ...]:
-        """The parameters of the whole model, whatever a rank holds of it."""
+        """The parameters of the whole model, not of a rank."""
         return layout(self.plan.args)
 
     @cached_property
     def held(self) -> list[tuple[Rank, int | None]]:
-        """Every rank, and the bytes of the parameters that it holds; None: not known."""
+        """Every rank and the bytes of its parameters; None: not known."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
         held = {kind: _total(map(self.num_bytes, layout(self.plan.args, rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
         return [(rank, held[rank.kind]) for rank in every]
 
     def page(self, rank: Rank) -> KVGeometry:
-        """The page of a rank's KV cache."""
+        """Return the page of a rank's KV cache."""
         return rank_geometry(self.plan.args, rank, dtype=self.plan.dtype.dtype, device=self.plan.machine.device,
                              block_size=self.plan.geometry.block_size)  # fmt: skip
 
     def num_bytes(self, param: Param) -> int | None:
-        """Bytes of a parameter of the model or of a rank, with scales. Quantized in another way than blocks of FP8, it
-        has those of the headers, and a rank its share of them; None without headers."""
+        """Return the bytes of a parameter of the model or of a rank, with scales; None where they are not known.
+
+        For a quantization other than blocks of FP8, the headers tell the bytes, and a rank has its share of them.
+        """
         item, width = ITEM_BYTES[param.dtype or self.plan.dtype.dtype], prod(param.shape[1:])
         if not self._is_quantized(param):
             return prod(param.shape) * item
@@ -137,7 +139,7 @@ class PlanReport:
 
     @cached_property
     def _plain(self) -> frozenset[str]:
-        """Tensors that a checkpoint in blocks of FP8 has without scales: as its files say, else as its config does."""
+        """Tensors that a checkpoint in blocks of FP8 stores without scales, by its files or else by its config."""
         kept = frozenset(self.plan.quantization.get("modules_to_not_convert") or ()) if self._block else frozenset()
         names = (part.stored for param in self.layout if self._block for part in param.parts)
         return frozenset(name for name in names if (
@@ -145,12 +147,12 @@ class PlanReport:
 
     @cached_property
     def _lacking(self) -> str:
-        """The kernels that there are not, where the weights have a format that cannot be run yet; else ""."""
+        """The missing kernel in words, where the weights have a format that cannot be run yet; else ""."""
         return missing_format(self.plan.quantization) and f"no {self.plan.quantization['quant_method']} kernel yet"
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:
-        """Tensor -> file, of those that are read; {} of files that cannot be read (`load_error` says why)."""
+        """Stored tensor -> its file; {} where the files cannot be read (`load_error` tells why)."""
         if self.headers is not None:
             return {name: tensor.file.name for name, tensor in self.headers.tensors.items()}
         try:
@@ -160,7 +162,7 @@ class PlanReport:
 
     @cached_property
     def _known(self) -> Mapping[str, StoredTensor]:
-        """Tensor -> its header; {} without files, or of files that cannot be read."""
+        """Stored tensor -> its header; {} without files, or where they cannot be read."""
         if self.headers is not None:
             return self.headers.tensors
         try:
@@ -170,7 +172,7 @@ class PlanReport:
 
     @cached_property
     def _beside(self) -> Mapping[str, Mapping[str, int | None]]:
-        """What stands before the last point of names -> quantized tensors -> bytes, where there are headers."""
+        """Quantized tensors by their names up to the last dot -> name -> bytes; None without headers."""
         known = self._known
         whole = {part.stored for param in self.layout if not self._is_quantized(param) for part in param.parts}
         names = sorted(self._stored.keys() - whole, key=lambda name: name.rpartition("."))
@@ -183,7 +185,7 @@ class PlanReport:
         return not self._plain or any(part.stored not in self._plain for part in param.parts)
 
     def _tensors(self, param: Param) -> Mapping[str, int | None]:
-        """Checkpoint tensors of a parameter ("....*" where names are not known) -> bytes, where headers are asked."""
+        """Return checkpoint tensors of a parameter ("....*" for unknown names) -> bytes, where headers tell them."""
         names = [part.stored for part in param.parts]
         if not self._is_quantized(param):
             return dict.fromkeys(names)
@@ -199,25 +201,25 @@ class PlanReport:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Operation -> its implementation; none for experts that no plan can run."""
+        """Operation -> name of its implementation, without experts that no kernel can run."""
         experts = {"experts": self.plan.experts.experts} if self.plan.experts else {}
         return {op: choice.name for op, choice in self._chosen.items()} | experts
 
     @cached_property
     def _linears(self) -> Mapping[str, LinearPlan]:
-        """Of all stages: other ranks of this rank's stage have the same."""
+        """Plans of the linear layers of all stages; the ranks of a stage have the same plans."""
         if self.plan.mesh.parallel.pp == 1:
             return self.plan.linears
         return linear_plans(self.plan.args, self.layout, self.plan.kernels)
 
     @cached_property
     def _in_place(self) -> bool:
-        """True where nothing packs experts: they are loaded to where they stay, or no kernel can run them."""
+        """True where experts are not packed: they are loaded in place, or no kernel can run them."""
         elsewhere = self.plan.config.load.load_device == "cpu" != self.plan.machine.device
         return self.plan.experts is None or "in place" in self.plan.experts.features and not elsewhere
 
     def _qualified(self, function: str, parameters: Iterable[str]) -> str:
-        """"linear.run" -> the function of the implementation that is planned for what reads these parameters."""
+        """Return the full name of a function ("linear.run"), of the implementation planned for these parameters."""
         op, _, rest = function.partition(".")
         if op == "linear":
             modules = (name.rpartition(".")[0] for name in parameters)
@@ -245,7 +247,7 @@ class PlanReport:
             }  # fmt: skip
 
     def _call(self, call: Call, quantized: frozenset[str], at: str) -> dict[str, Any]:
-        """A call as plain values. There is no implementation to name where a parameter is among the `quantized`."""
+        """Return a call as plain values. A call with a parameter among the `quantized` has no implementation yet."""
         missing = self._lacking if quantized & set(call.parameters) else ""
         function = call.function if missing else self._qualified(call.function, (at + p for p in call.parameters))
         return call._asdict() | {"function": function, "missing": missing}
@@ -271,15 +273,17 @@ class PlanReport:
         }  # fmt: skip
 
     def _cut(self, param: Param) -> str:
-        """The way in which ranks divide a parameter: "rows", "columns", either of each expert, whole "experts", or ""
-        where every rank has all of it."""
+        """Return the way in which ranks divide a parameter; "" where every rank has all of it.
+
+        A parameter is divided by "rows" or "columns", by these of each expert, or by whole "experts".
+        """
         if param.shard == "experts" and self.plan.mesh.parallel.experts:
             return "experts" if self.plan.mesh.parallel.expert_ranks > 1 else ""
         sliced = "columns of each expert" if param.name.endswith(".down") else "rows of each expert"
         return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
 
     def _not_read(self) -> dict[str, int]:
-        """Tensors of the checkpoint that nothing is made of, layers behind the last one together -> their number."""
+        """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
         read = {name for param in self.layout for name in self._tensors(param)}
         layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
@@ -312,7 +316,7 @@ def _total(sizes: Iterable[int | None]) -> int | None:
 
 
 def _layer(name: str) -> int:
-    """The number of the layer that a parameter belongs to; -1: none."""
+    """Return the number of the layer to which a parameter belongs; -1: none."""
     return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 

@@ -1,6 +1,6 @@
-"""Weight formats: which tensors a checkpoint stores for a parameter, and how they become the kernel's layout.
+"""Weight formats: the tensors that a checkpoint stores for a parameter, and their packing for a kernel.
 
-A format has two halves. The one here is torch-free: `stored` tensors, bytes, and `objection`, the reason why a slice
-cannot be cut or run. `pack/` has the PyTorch half: loaded tensors become what a kernel runs. Neither takes a layer.
+A format has two halves. The half here is torch-free: stored tensors, bytes, and `objection`, the reason why a slice
+cannot be read. The half in `pack/` turns loaded tensors into a kernel's layout. Neither takes a layer.
 Knows kernels, not models.
 """

@@ -1,4 +1,4 @@
-"""The formats in which checkpoints store weights, by name: their torch-free halves."""
+"""The torch-free halves of the formats in which checkpoints store weights, by name."""
 
 from typing import Protocol
 
@@ -7,22 +7,22 @@ from quire.quantization.unquantized import Unquantized
 
 
 class WeightFormat(Protocol):
-    """A format without PyTorch: what is stored, how large it is, where it cannot be cut.
+    """The torch-free half of a weight format: stored tensors, their bytes, and slices that cannot be read.
 
-    readable   types of stored tensors, in safetensors' spelling
+    readable   types of stored tensors that can be read, in safetensors' spelling
     """
 
     name: str
     readable: frozenset[str]
 
     def tensors(self, whole: RawTensor) -> tuple[RawTensor, ...]:
-        """The tensors that a checkpoint stores for a parameter, each with its own parts and slices."""
+        """Return the tensors that a checkpoint stores for a parameter, each with its own parts and slices."""
 
     def num_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:
-        """Bytes of a parameter of this local shape; item_bytes: of a number of the type that it is loaded in."""
+        """Return the bytes of a parameter of a local shape. item_bytes: of a number in the type it is loaded in."""
 
     def objection(self, part: Part) -> str:
-        """The reason why this slice of a stored tensor cannot be read; "" when it can."""
+        """Return the reason why this slice of a stored tensor cannot be read; "" when it can."""
 
 
 FORMATS: dict[str, WeightFormat] = {"unquantized": Unquantized()}

@@ -1,4 +1,4 @@
-"""Unquantized weights: one matrix and perhaps a bias, stored as they are computed with. No torch.
+"""Unquantized weights: a matrix and perhaps a bias, stored as kernels compute with them. No torch.
 
 A fused projection stacks the output rows of several checkpoint tensors (q, k, v); each one is a part.
 """
@@ -19,7 +19,7 @@ class Unquantized:
         return (whole,)
 
     def num_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:
-        """Every number has the type it is loaded in."""
+        """Return the bytes; every number has the type that it is loaded in."""
         return prod(shape) * item_bytes
 
     def objection(self, part: Part) -> str:

@@ -1,4 +1,4 @@
-"""From a model's name to its parameters: the folder, the safetensors files in it, the loaders, dummy weights.
+"""Model folders, the safetensors files in them, loaders, dummy weights: from a model's name to its parameters.
 
 Knows files and name maps. Knows nothing of layers beyond parameters and the rows their parts take.
 """

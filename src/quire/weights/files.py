@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: safetensors headers and the index, read without touching the weights.
+"""Safetensors headers and the index of a checkpoint folder, read without the weights.
 
 A safetensors file is 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}} and
 the bytes; offsets count from the end of the header (https://github.com/huggingface/safetensors, format). No torch.
@@ -28,9 +28,10 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.safete
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor on disk: `offset` is from the start of `file`; dtype in safetensors' spelling (BF16, ...).
+    """A tensor in a safetensors file.
 
-    Of a file that is still on the hub, `offset` is from the end of the file's header.
+    dtype    in safetensors' spelling (BF16, ...)
+    offset   in bytes, from the start of `file`; of a file that is still on the hub, from the end of its header
     """
 
     name: str
@@ -59,8 +60,8 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None,
                     read: Callable[[Path], list[StoredTensor]] | None = None) -> Checkpoint:
     """Read every header and check it against its file and the index.
 
-    names   the files that there are (default: those in `folder`)
-    read    reads the header of one (default: `read_header`)
+    names   of the files that the folder has (default: those on disk)
+    read    reads the header of a file (default: `read_header`)
     Raises WeightsError naming the file, the tensor and the fix: no safetensors, missing shard, truncated or damaged
     file, a tensor in two files, a tensor that the index promises and no file holds.
     """
@@ -80,7 +81,7 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None,
 
 
 def weight_files(folder: Path, names: Collection[str] | None = None) -> list[Path]:
-    """The safetensors files of a checkpoint, as its index or their names tell; `names` as in `read_checkpoint`.
+    """Find the safetensors files of a checkpoint by its index, else by name; `names` as in `read_checkpoint`.
 
     Raises WeightsError when there are none, or one is missing.
     """
@@ -94,8 +95,10 @@ def weight_files(folder: Path, names: Collection[str] | None = None) -> list[Pat
 
 
 def stored_in(folder: Path) -> dict[str, str]:
-    """Tensor -> name of its file, of all that a folder's index promises or its files hold; {} without any. Raises as
-    `read_checkpoint`."""
+    """Return tensor -> name of its file, from a folder's index or else its files; {} without any.
+
+    Raises as `read_checkpoint`.
+    """
     placed = _read_index(Path(folder))
     if placed or not any(Path(folder).glob("*.safetensors")):
         full = full_names(placed)
@@ -104,13 +107,15 @@ def stored_in(folder: Path) -> dict[str, str]:
 
 
 def full_names(stored: Collection[str]) -> dict[str, str]:
-    """Name -> the name in a checkpoint of a whole model: in those of embedding models the head is gone, and with it
-    what the names of the others began with."""
+    """Return stored name -> name in a checkpoint of a whole model.
+
+    Checkpoints of embedding models have no head, and their names lack the beginning "model.".
+    """
     return {name: f"model.{name}" if "embed_tokens.weight" in stored else name for name in stored}
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of one safetensors file, by offset. Raises WeightsError when it is damaged or cut short."""
+    """Read the tensors of a safetensors file, sorted by offset. Raises WeightsError when it is damaged or cut short."""
     size = path.stat().st_size
     with path.open("rb") as file:
         begins = file.read(8)
@@ -134,8 +139,11 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def stored_tensors(path: Path, header: Mapping[str, Any], data: int, size: int) -> list[StoredTensor]:
-    """The entries of a header, by offset; the bytes begin at `data` in a file of `size`. The format allows neither a
-    gap nor shared bytes. Raises WeightsError."""
+    """Return the entries of a header, sorted by offset.
+
+    data   byte of the file at which tensors begin;  size   bytes of the file
+    Raises WeightsError, also for gaps between tensors and for shared bytes, which the format does not allow.
+    """
     tensors = [_stored(path, name, entry, data, size) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
     end = data
@@ -163,7 +171,7 @@ def _stored(path: Path, name: str, entry: Any, data: int, size: int) -> StoredTe
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, or {} when there is no index."""
+    """Return tensor name -> file name; {} when there is no index."""
     path = folder / INDEX
     if not path.is_file():
         return {}

@@ -1,6 +1,6 @@
-"""From what a user typed to a folder on this machine: a local path, or a model id of the Hugging Face hub.
+"""The folder on this machine of a model that a user named by a local path or an id of the Hugging Face hub.
 
-A model of the hub comes in two parts: its small files at once, its weights when nothing speaks against them. No torch.
+A model of the hub is downloaded in two parts: first its small files, then its weights if their headers pass. No torch.
 """
 
 import re
@@ -13,18 +13,18 @@ from quire.contracts.errors import ModelNotFound, WeightsError
 from quire.weights.files import Checkpoint, read_checkpoint, weight_files
 from quire.weights.hub import Repository
 
-# What a model needs beside its weights; never pickles.
+# Files that a model needs beside its weights; never pickles.
 TEXTS = ("*.json", "*.jinja", "tokenizer*", "LICENSE*")
 WEIGHTS = ("*.safetensors",)
-HEADERS = ("*.json",)  # beside the headers themselves, of a model that is only looked at
+HEADERS = ("*.json",)  # of a model that is described, not run; the headers of its weights are read apart
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_folders(config: EngineConfig, *, only: Sequence[str] = TEXTS) -> tuple[Path, Path]:
-    """The folders of an engine's model and of its tokenizer; of ids of the hub all but the weights is downloaded.
+    """Return the folders of an engine's model and tokenizer. For ids of the hub, download all files but the weights.
 
     only   patterns of the files that are needed
-    Without a model it is the bundled one. Raises ModelNotFound in one line for a path or id that leads nowhere, a gated
+    An empty model name means the bundled model. Raises ModelNotFound in one line for an unknown path or id, a gated
     repository or a failed download.
     """
     folder, tokenizer = _resolve(config.model.model, config, only), config.model.tokenizer
@@ -32,8 +32,7 @@ def resolve_folders(config: EngineConfig, *, only: Sequence[str] = TEXTS) -> tup
 
 
 def absent_weights(config: EngineConfig, folder: Path) -> Repository | None:
-    """The repository of the hub from which weights are needed that `folder` lacks; None when there is nothing to fetch.
-    """
+    """Return the hub repository of the weights that `folder` lacks; None when no weights must be downloaded."""
     needed = config.load.load_format != "dummy" and config.device.device != "mock"
     return _absent(config, folder) if needed else None
 
@@ -41,7 +40,7 @@ def absent_weights(config: EngineConfig, folder: Path) -> Repository | None:
 def fetch_weights(config: EngineConfig, folder: Path, check: Callable[[Checkpoint], None]) -> None:
     """Download the weights that `folder` lacks, after a `check` of their headers.
 
-    Raises ModelNotFound, WeightsError for headers that are damaged, and what `check` raises.
+    Raises ModelNotFound, WeightsError for damaged headers, and the errors of `check`.
     """
     repository = absent_weights(config, folder)
     if repository is not None:
@@ -52,8 +51,10 @@ def fetch_weights(config: EngineConfig, folder: Path, check: Callable[[Checkpoin
 
 
 def read_headers(config: EngineConfig, folder: Path) -> Checkpoint:
-    """The tensors of a model, from the files in `folder` or from the hub. Raises as `read_checkpoint`, or
-    ModelNotFound."""
+    """Read the headers of a model's weights, from `folder` or from the hub.
+
+    Raises as `read_checkpoint`, or ModelNotFound.
+    """
     repository = _absent(config, folder)
     return read_checkpoint(folder) if repository is None else repository.read_headers(folder)
 
@@ -64,7 +65,7 @@ def _resolve(model: str, config: EngineConfig, only: Sequence[str]) -> Path:
 
 
 def _find(model: str, config: EngineConfig) -> Path | Repository:
-    """The folder or the repository that is called `model`; the bundled folder for ""."""
+    """Return the folder or the hub repository called `model`; the bundled folder for ""."""
     if not model:
         return bundled_model()
     path = Path(model).expanduser()
@@ -80,7 +81,7 @@ def _find(model: str, config: EngineConfig) -> Path | Repository:
 
 
 def _absent(config: EngineConfig, folder: Path) -> Repository | None:
-    """The repository that has the weights which `folder` lacks; None for a folder of the user's, or a whole one."""
+    """Return the repository whose weights `folder` lacks; None for a folder that the user named or that is complete."""
     found = _find(config.model.model, config)
     if isinstance(found, Path):
         return None

@@ -38,11 +38,11 @@ class Repository:
 
     @property
     def offline(self) -> str:
-        """The switch that forbids network calls; "" when none does."""
+        """Name of the switch that forbids network calls; "" when they are allowed."""
         return "--offline" if self.load.offline else "HF_HUB_OFFLINE" if hub_offline() else ""
 
     def download(self, patterns: Sequence[str]) -> Path:
-        """The folder of the repository, with the files that match; raises ModelNotFound."""
+        """Download the files that match `patterns` and return their folder. Raises ModelNotFound."""
         from huggingface_hub import snapshot_download
 
         with self._explained():
@@ -51,11 +51,11 @@ class Repository:
                 local_files_only=self.load.offline, allow_patterns=list(patterns), ignore_patterns=list(IGNORED)))
 
     def at(self, commit: str) -> "Repository":
-        """The same repository at a commit."""
+        """Return the same repository at a commit."""
         return replace(self, revision=commit)
 
     def read_headers(self, folder: Path) -> Checkpoint:
-        """The tensors of the repository, whose small files are in `folder`: no more than headers is downloaded.
+        """Read the headers of the repository's weights; nothing else is downloaded. `folder` has its small files.
 
         Raises ModelNotFound where the network is needed and cannot be used, WeightsError as `read_checkpoint`.
         """
@@ -74,7 +74,7 @@ class Repository:
 
     @contextmanager
     def named(self, folder: Path) -> Iterator[None]:
-        """A WeightsError inside names the repository in place of its `folder` here, whose files are not at fault."""
+        """Make a WeightsError raised inside name the repository: the files in its `folder` here are not at fault."""
         try:
             yield
         except WeightsError as error:
@@ -99,7 +99,7 @@ class Repository:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of the hub client become a ModelNotFound of one line."""
+        """Turn errors of the hub client into a ModelNotFound of one line."""
         from huggingface_hub import errors
 
         log_in = "log in with `hf auth login`, or set HF_TOKEN"

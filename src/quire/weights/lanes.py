@@ -4,8 +4,8 @@
 
 Each thread has two buffers: while one is copied to the device, the next chunk is read into the other. A chunk is up to
 8 MiB of one file and may fill many tensors, or a piece of one. Bytes of a tensor whose type is the target's go straight
-there; others are converted on the device. On a CPU it is the same without streams, and a chunk of which all pieces have
-the type of their targets is read into them.
+there; others are converted on the device. A CPU has no streams, and a chunk whose pieces all have the types of their
+targets is read into the targets without a buffer.
 """
 
 import os
@@ -32,9 +32,10 @@ TICK = 0.1  # seconds that `completed` waits, at most
 
 @dataclass(eq=False)
 class OpenUnit:
-    """A unit whose bytes are under way: its raw tensors, and the bytes of files that are still to come.
+    """A unit that is being read.
 
-    lanes    the threads that copied some of it;  ready  recorded when the device may write to the tensors
+    tensors  raw, to be filled;  missing  bytes that have not arrived yet
+    lanes    the threads that copied parts of the unit;  ready  recorded when the device may write to the tensors
     """
 
     unit: LoadUnit
@@ -46,7 +47,10 @@ class OpenUnit:
 
 @dataclass
 class Piece:
-    """Elements of `dtype` in a chunk, from byte `start` on, for `count` elements of the flat `target` from `first`."""
+    """The part of a chunk that goes to one tensor.
+
+    `count` elements of `dtype`, from byte `start` of the chunk on, fill the flat `target` from element `first` on.
+    """
 
     unit: OpenUnit
     start: int
@@ -57,13 +61,13 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file."""
+        """Bytes of the piece in the file."""
         return self.count * self.dtype.itemsize
 
 
 @dataclass
 class Chunk:
-    """Runs (offset, bytes) of a file, one behind the other in a buffer, and the pieces that they make."""
+    """Runs (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer."""
 
     file: Path
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -80,8 +84,7 @@ class ReadChunker:
 
     def add(self, unit: OpenUnit, file: Path, runs: Iterable[tuple[int, int]], target: Tensor,
             dtype: torch.dtype, *, first: int = 0) -> None:
-        """Plan to read runs (offset, bytes) of elements of `dtype` into the flat `target`, in order, from its element
-        `first` on."""
+        """Plan to read elements of `dtype` in runs (offset, bytes) into the flat `target`, from element `first` on."""
         item = dtype.itemsize
         for offset, length in runs:
             while length:
@@ -95,14 +98,14 @@ class ReadChunker:
                 offset, length, first = offset + taken, length - taken, first + taken // item
 
     def flush(self) -> None:
-        """Hand on the chunk that is not full."""
+        """Emit the last chunk, which is not full."""
         if self._chunk is not None:
             self._emit(self._chunk)
             self._chunk = None
 
     @staticmethod
     def _append(chunk: Chunk, offset: int, piece: Piece) -> None:
-        """Add a piece that lies at `offset` of the file, joined to what is before it where it goes on there."""
+        """Add a piece at `offset` of the file; adjacent runs are joined, and adjacent pieces of a tensor."""
         size = piece.num_bytes
         if chunk.runs and sum(chunk.runs[-1]) == offset:
             chunk.runs[-1] = chunk.runs[-1][0], chunk.runs[-1][1] + size
@@ -120,7 +123,7 @@ class ReadChunker:
 class Lanes:
     """Threads that share one queue of chunks. Use as a context: leaving it ends the threads.
 
-    num_bytes   that have arrived
+    num_bytes   bytes that have arrived
     """
 
     def __init__(self, files: Sequence[Path], device: torch.device, num_threads: int, chunk_bytes: int) -> None:
@@ -158,7 +161,7 @@ class Lanes:
         self._stack.close()
 
     def watch(self, unit: OpenUnit) -> None:
-        """Take a unit whose reads are planned: `completed` yields it when its last byte has arrived."""
+        """Register a unit after its reads were planned. `completed` yields it when its last byte has arrived."""
         if not unit.missing:
             self._results.put(unit)
 
@@ -174,8 +177,10 @@ class Lanes:
             self._changed.notify()
 
     def completed(self) -> Iterable[OpenUnit]:
-        """Yield units whose bytes have all arrived, once the device's current stream sees them; waits a moment for the
-        first. Raises the error of a thread."""
+        """Yield the units whose bytes have all arrived; the device's current stream waits for their copies.
+
+        Waits up to TICK seconds for the first. Raises the error of a thread.
+        """
         try:
             found = self._results.get(timeout=TICK)
         except Empty:
@@ -193,7 +198,7 @@ class Lanes:
             found = self._results.get()
 
     def next_chunk(self) -> Chunk | None:
-        """Wait for a chunk; None when there will be none."""
+        """Wait for a chunk and return it; None after the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._chunks or self._closed)
             return self._chunks.popleft() if self._chunks else None
@@ -213,7 +218,7 @@ class Lanes:
         self._results.put(error)
 
     def read(self, chunk: Chunk, *views: memoryview) -> None:
-        """Fill `views`, one behind the other, with a chunk's bytes."""
+        """Read a chunk into `views`, which are filled in order."""
         handle, room = self._handles[chunk.file], deque(views)
         try:
             for offset, length in chunk.runs:
@@ -230,8 +235,8 @@ class Lanes:
 
 
 def _targets(chunk: Chunk) -> Iterator[memoryview]:
-    """The bytes of each piece's place, on a CPU."""
-    whole: dict[int, memoryview] = {}  # there are many more pieces than tensors
+    """Yield the memory in which each piece belongs, on a CPU."""
+    whole: dict[int, memoryview] = {}  # by tensor: there are many more pieces than tensors
     for piece in chunk.pieces:
         if id(piece.target) not in whole:
             whole[id(piece.target)] = memoryview(piece.target.view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -240,7 +245,7 @@ def _targets(chunk: Chunk) -> Iterator[memoryview]:
 
 
 def _front(room: deque[memoryview], size: int) -> list[memoryview]:
-    """The first `size` bytes of the views, in at most as many as a system call takes."""
+    """Return views of the first `size` bytes, at most as many views as a system call takes."""
     found = list[memoryview]()
     for view in islice(room, MOST_VIEWS):
         found.append(view[:size])
@@ -269,7 +274,7 @@ class _Lane(Thread):
         self._scratch: Tensor | None = None
 
     def run(self) -> None:
-        """Read and copy until nothing is left, and wait until the device has it all."""
+        """Read and copy chunks until none is left, then wait until the device has finished the copies."""
         try:
             size = self._lanes.chunk_bytes
             buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(BUFFERS)]

@@ -1,10 +1,10 @@
 """The loader: from files to packed layers, a unit at a time, without a second copy of the model.
 
 Units come in the order of the layers. When all bytes of a unit have arrived, its rows are put in the kernels' order,
-its layer packs it, and the raw tensors go. Units under way hold at most twice the bytes of the largest unit, so the
-peak is the packed model, two of the largest units, and the threads' buffers. Experts of a layer with a destination are
-one unit, which is read to where it stays (`unpacked.py`) and holds nothing beside the packed model. Knows nothing of
-names: `match.py` proves that every part of every parameter is read exactly once.
+its layer packs it, and its raw tensors are freed. Units under way hold at most twice the bytes of the largest unit, so
+the peak is the packed model, two of the largest units, and the threads' buffers. Experts of a layer with a destination
+are one unit, which is read into the layer's memory (`unpacked.py`) and needs no more. Knows nothing of names:
+`match.py` proves that every part of every parameter is read exactly once.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ CPU_THREADS = 2
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The bytes that were read from files, and the seconds it took."""
+    """Bytes that were read from files, and the seconds that loading took."""
 
     num_bytes: int
     seconds: float
@@ -47,9 +47,9 @@ def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None
                  device: torch.device | None = None, num_threads: int = 0, chunk_bytes: int = CHUNK) -> LoadReport:
     """Read the slices of a model's parameters from the safetensors files in `folder`, and have its layers pack them.
 
-    progress   told (bytes done, bytes in all) by this thread, a few times a second and at the end
+    progress   called with (bytes done, bytes in all) by this thread, a few times a second and at the end
     device     where tensors are loaded and packed before they move to the model's; None: the model's own
-    num_threads   that read; 0: as many as the device likes
+    num_threads   threads that read; 0: GPU_THREADS or CPU_THREADS, by device
     Raises WeightsError in one line naming file, tensor and fix, also for a file that cannot be read to its end.
     """
     began, checkpoint = perf_counter(), read_checkpoint(Path(folder))
@@ -102,12 +102,12 @@ def _open(unit: LoadUnit, tensors: dict[str, Tensor], chunks: ReadChunker,
 
 
 def _stored_bytes(stored: StoredTensor, part: Part) -> int:
-    """Bytes of the slice that is read."""
+    """Return the bytes of the slice that is read."""
     return stored.num_bytes // part.shape[part.axis] * part.count
 
 
 def _runs(stored: StoredTensor, part: Part) -> Iterable[tuple[int, int]]:
-    """Offset and bytes of each run of a file that holds the slice: one for rows, one for each row for columns."""
+    """Return the runs (offset, bytes) of a file that hold the slice: one for rows; for columns, one for each row."""
     row = stored.num_bytes // part.shape[0]
     if part.axis == 0 or part.whole:
         return [(stored.offset + part.start * row * (part.axis == 0), _stored_bytes(stored, part))]
@@ -116,7 +116,7 @@ def _runs(stored: StoredTensor, part: Part) -> Iterable[tuple[int, int]]:
 
 
 def _ordered(done: OpenUnit) -> dict[str, Tensor]:
-    """The raw tensors, with the rows of every part in the order that the kernels want."""
+    """Put the rows of every part in the order that kernels need, and return the raw tensors."""
     for raw in done.unit.tensors:
         first = 0
         for part in raw.parts:

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint paired with the parameters they fill, and the proof that each part comes exactly once.
+"""Checks that a checkpoint and a model belong together: every part of every parameter is stored exactly once.
 
-Decided from the headers, before any byte is read. The loaders fill parameters by it, and `quire explain` tells with it
-what they would refuse. No torch.
+Decided from the headers, before any weight is read. The loader uses the result, and `quire explain` shows an error that
+the loader would raise. No torch.
 """
 
 import re
@@ -21,9 +21,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelArgs,
                   elsewhere: Collection[str] = frozenset()) -> Mapping[str, StoredTensor]:
-    """Return the header of every stored tensor that these parameters read, by its name. Both sides must come out even:
-    each part is stored once, and each stored tensor has a place here or is known to have none.
+    """Return the header of every stored tensor that these parameters read, by name.
 
+    Every part must be stored. Every stored tensor must be read here, by another rank, or by none (`is_unread`).
     elsewhere   tensors that other ranks read
     Raises WeightsError in one line naming file, tensor and fix.
     """
@@ -47,8 +47,11 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
 
 
 def is_unread(name: str, args: ModelArgs) -> bool:
-    """True for a checkpoint tensor that nothing is made of: rotary tables, which older checkpoints store; the head when
-    it is the embedding; multi-token-prediction (MTP) layers."""
+    """True for a checkpoint tensor that no parameter reads.
+
+    These are rotary tables of older checkpoints, a head that is tied to the embedding, and the layers of multi-token
+    prediction (MTP).
+    """
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and args.tie_word_embeddings):
         return True
     layer = _LAYER.match(name)
@@ -56,9 +59,9 @@ def is_unread(name: str, args: ModelArgs) -> bool:
 
 
 def load_error(folder: Path, params: Sequence[Param], args: ModelArgs, *, quantized: bool) -> str:
-    """The words with which a loader refuses the weights in `folder`; "" where it takes them, or where there are none.
+    """Return the error of a loader for the weights in `folder`; "" where it accepts them, or where there are none.
 
-    quantized   nothing loads such weights yet, and their parts have other names: only the files are checked
+    quantized   check the files only: quantized tensors have other names, and no loader reads them yet
     """
     try:
         stored_in(folder)

@@ -1,4 +1,4 @@
-"""A head that a checkpoint stores although its config.json ties it to the embedding. No torch."""
+"""The LM head of a checkpoint that stores it although config.json ties it to the embedding. No torch."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def unread_head(folder: Path) -> tuple[str, ...]:
-    """A note when that head could be used and is another matrix: nothing reads it, and it may be meant to be.
+    """Return a note when the stored head differs from the embedding: it is not read, and perhaps should be.
 
-    Many released checkpoints store the embedding twice, so the note depends on three rows of both, byte by byte. One of
-    another type or shape (a padded vocabulary) may well be the same, and could not be used as it is.
+    Many released checkpoints store the embedding twice, so three rows of both are compared, byte by byte. A head of
+    another type or shape (a padded vocabulary) gives no note: it may hold the same numbers, and could not be used.
     """
     if not read_raw_config(folder).get("tie_word_embeddings") or HEAD not in stored_in(folder):
         return ()
@@ -27,7 +27,7 @@ def unread_head(folder: Path) -> tuple[str, ...]:
 
 
 def _rows(tensor: StoredTensor) -> list[bytes]:
-    """The first, middle and last row."""
+    """Read the first, middle and last row of a tensor."""
     count = tensor.shape[0] if tensor.shape else 1
     width = tensor.num_bytes // max(1, count)
     rows = []

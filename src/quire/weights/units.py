@@ -1,4 +1,4 @@
-"""Parameters grouped into the units in which they are loaded and packed, in the order of the layers. No torch."""
+"""Load units: groups of parameters that are loaded and packed together, in the order of the layers. No torch."""
 
 from collections.abc import Container, Iterable, Iterator
 from itertools import groupby
@@ -10,9 +10,9 @@ from quire.quantization.formats import FORMATS
 
 
 class LoadUnit(NamedTuple):
-    """Tensors that are loaded together: those of a module, or of one expert, number `place` on this rank.
+    """Tensors that are loaded together: those of a module, or of the expert at `place` on this rank.
 
-    in_place   they are loaded to where the layer keeps them, all experts at once, and nothing is left to pack
+    in_place   the tensors are the layer's own memory, for all experts at once, and need no packing
     """
 
     module: str
@@ -22,7 +22,7 @@ class LoadUnit(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Numbers in the tensors that are made for the unit and go when it is packed."""
+        """Elements of the tensors that are made for the unit and freed when it is packed; 0 in place."""
         return 0 if self.in_place else sum(prod(tensor.shape) for tensor in self.tensors)
 
 

@@ -1,4 +1,4 @@
-"""Memory for tensors between a file, or a generator, and the layer that packs them."""
+"""Memory for loaded or generated tensors, until their layer packs them."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from quire.weights.units import LoadUnit, load_units
 
 
 class Unpacked:
-    """The units of a model that are to be filled on `device`, and the memory of their tensors.
+    """The load units of a model, and the memory on `device` of their tensors.
 
     A layer with a destination on that device is filled in place: its experts are one unit, whose tensors are the
     layer's own. The tensors of any other unit are new, and `done` gives them to the layer.
@@ -24,17 +24,17 @@ class Unpacked:
         self._own = {module: tensors for module, tensors in found.items() if tensors is not None}
 
     def units(self) -> Iterator[LoadUnit]:
-        """In the order of the layers."""
+        """Return the units, in the order of the layers."""
         return load_units(self._model.layout, self._own)
 
     def tensors(self, unit: LoadUnit) -> dict[str, Tensor]:
-        """Return the tensors of a unit, by their names below the layer, to be written."""
+        """Return the tensors of a unit, by their names below the layer, for the caller to fill."""
         if unit.in_place:
             return self._own[unit.module]
         return {raw.name: memory.empty(raw.shape, getattr(torch, raw.dtype) if raw.dtype else self._model.dtype,
                                        self._device) for raw in unit.tensors}  # fmt: skip
 
     def done(self, unit: LoadUnit, tensors: dict[str, Tensor]) -> None:
-        """Take a unit's tensors, complete: those that are not in place yet go to the layer, which packs them."""
+        """Give the filled tensors of a unit to its layer, which packs them; a unit in place needs nothing."""
         if not unit.in_place:
             self._model.take(unit.module, unit.place, tensors)

@@ -24,6 +24,7 @@ MAX_POSITIONAL = 6
 MAX_LINES = {"engine": 26_000, "skin": 20_500, "kernels": 20_000, "router": 1_500}  # of all files of a part
 PARTS = {**dict.fromkeys(("entry", "text", "config", "bench"), "skin"), "kernels": "kernels", "router": "router"}
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc", "manager"}
+NOT_FIRST = frozenset("What Whether How One Where Who Which Whose That Those".split())  # of docstrings
 TORCH_FREE_ROOMS = ("contracts", "config", "kv", "text", "engine")
 BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", "flash_attn", "safetensors.torch"}
 
@@ -92,7 +93,7 @@ class Source:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether the looser budgets of kernels hold."""
+        """True where the looser budgets of kernels hold."""
         return self.room == "kernels"
 
 
@@ -353,6 +354,16 @@ def _undocumented(source: Source, body: list[ast.stmt], owner: str, methods: boo
                 yield f"{source.path}:{node.lineno}: {owner}{node.name} has no docstring"
 
 
+def docstring_beginnings(source: Source) -> Iterator[str]:
+    """Docstrings begin with what the thing is or does, not with a question word or a relative clause."""
+    for node in source.nodes:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = next(iter((ast.get_docstring(node) or "").split()), "").rstrip(",:;")
+            if first in NOT_FIRST:
+                place = f"{source.path}:{getattr(node, 'lineno', 1)}: {getattr(node, 'name', 'the module')}"
+                yield f"{place}: the docstring begins with {first}: say what it is or does"
+
+
 # -- imports ---------------------------------------------------------------------------------------
 
 
@@ -388,7 +399,7 @@ def imported_rooms(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def _only_version(source: Source, line: int) -> bool:
-    """Whether the import of `quire` itself on this line takes rooms or the version, not lazy public names."""
+    """True when the import of `quire` itself on this line takes rooms or the version, not lazy public names."""
     for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.lineno == line and node.module == "quire":
             return all(a.name == "__version__" or a.name in MAY_IMPORT for a in node.names)
@@ -449,7 +460,7 @@ def repeated_classes(sources: Iterable[Source]) -> list[str]:
 
 
 def brings_torch(sources: Iterable[Source], rooms: Iterable[str]) -> list[str]:
-    """How files of `rooms` reach torch, directly or through other modules of the package; eager or not."""
+    """The ways by which files of `rooms` reach torch, directly or through other modules; eager or not."""
     by_module = {source.module: source for source in sources}
     found = []
     for start in (s for s in by_module.values() if s.room in rooms):
@@ -499,5 +510,6 @@ FILE_RULES: tuple[Rule, ...] = (
     module_names,
     module_state,
     docstrings,
+    docstring_beginnings,
     import_directions,
 )
