@@ -100,7 +100,7 @@ def logits(model: Decoder, token_ids: Tensor) -> Tensor:
         query_start=[length * i for i in range(batch + 1)], seq_lens=[length] * batch, block_tables=tables,
         kv_slots=pages * BLOCK + positions % BLOCK,
     )  # fmt: skip
-    ctx = StepContext(positions, meta, kv_views(model.args, map(arena.views, range(model.args.num_layers))))
+    ctx = StepContext(positions, (meta,), kv_views(model.args, map(arena.views, range(model.args.num_layers))))
     hidden = run_layers(model, model.embed(token_ids.flatten()), ctx)
     return model.head(model.norm(hidden)).view(batch, length, -1)
 

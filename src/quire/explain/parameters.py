@@ -86,9 +86,10 @@ def _unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
 def _packed(owner: Any, name: str) -> Tensor:
     """Return a parameter of a layer, with the rows of the layout."""
     if isinstance(owner, Experts):
+        if (found := owner.destination()) is not None:
+            return found[name]
         packed: Any = owner.packed
-        stacked = [one[name == "down"] for one in packed] if isinstance(packed, list) else packed[name == "down"]
-        return torch.cat(tuple(stacked))
+        return torch.cat([one[name == "down"] for one in packed])
     if isinstance(owner, HeadNorm):
         return owner.rows(name)
     if isinstance(owner, Expansion):
