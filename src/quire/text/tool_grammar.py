@@ -4,6 +4,7 @@ Knows how calls are written, and which parts of free text `tools` would take for
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from keyword import iskeyword
@@ -151,7 +152,8 @@ def _tagged(form: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rul
         body = f"{name} {end}"
         known = shared | {WHERE: f"{shared[WHERE]}.{listed}.{at}"} if listed else shared
         if bare and ("enum" in part or "const" in part):
-            rules.append(f"{name}: {' | '.join(_quoted(str(word)) for word in part.get('enum') or [part['const']])}")
+            words = ' | '.join(map(_quoted, _listed(part)))
+            rules.append(f"{name}: {words or '%json ' + _plus(part, known)}")  # without a word JSON says what is wrong
         elif bare:
             body, texts, unheld = name, _bare(part), [each for each in (*LISTS, "$ref") if each in part]
             unheld += ["pattern"] * (None in texts)
@@ -164,6 +166,14 @@ def _tagged(form: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rul
         ways.append(rf"{_quoted(form.key + key + key_end + form.value)} {body} /\n?/")
     rules += [f"{rule}_check: %json {_plus(schema, shared)}"] if listed == "oneOf" else []
     return [f"{rule}: {' | '.join(ways)}", *rules]
+
+
+def _listed(part: Mapping[str, Any]) -> list[str]:
+    """Return the strings of `enum` and `const` that the schema's other keywords about lengths and values allow."""
+    found = part.get("enum", [part.get("const")])
+    least, most = part.get("minLength", 0), part.get("maxLength", math.inf)
+    return [word for word in found if isinstance(word, str) and word == part.get("const", word)
+            and least <= len(word) <= most]  # fmt: skip
 
 
 def _bare(part: Mapping[str, Any]) -> list[str | None]:

@@ -267,3 +267,13 @@ def test_an_argument_that_no_value_fits_is_not_given(name: str) -> None:
     assert "even" in grammar() and "odd" not in grammar()
     with pytest.raises(InvalidParameter, match="cannot be used: f.parameters: required odd"):
         holdable_in_lark(grammar(required=["odd"]))
+
+
+@pytest.mark.parametrize(("schema", "left"), [
+    ({"enum": ["one", "three", 2]}, ["one", "three"]), ({"enum": ["one", "three"], "maxLength": 3}, ["one"]),
+    ({"enum": ["one", "three"], "const": "three"}, ["three"]), ({"const": "one"}, ["one"])])
+def test_words_of_a_bare_string_fit_its_other_keywords(schema: dict[str, Any], left: list[str]) -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "string", **schema}}, "required": ["x"]}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    grammar = tool_grammar(OutputStyles(FORMATS["glm45"], None, ""), [tool], "f", parallel=False)
+    assert [word for word in ("one", "three", "2") if f'"{word}"' in grammar] == left
