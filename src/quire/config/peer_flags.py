@@ -153,7 +153,10 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
 
 
 def refusal(spelling: str, text: str) -> str:
-    """Return the message that refuses or ignores a flag with this value (ON or OFF of a switch); "" when it works."""
+    """Return why Quire refuses or ignores a vLLM flag with the value `text`; "" if it accepts them.
+
+    text   value of the flag; ON or OFF for a switch
+    """
     flag = next((flag for flag in PEER_FLAGS if spelling in flag.names and flag.meaning in ("refused", "no-op")), None)
     if flag is None or asks_nothing(flag, text) or _is_among(text, (*flag.neutral, *flag.idle)):
         return ""

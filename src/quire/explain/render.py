@@ -22,9 +22,9 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def render(plan: Plan, full: bool = False) -> Group:
-    """Draw a described plan, after a line about missing features and before a line about weights that cannot load.
+    """Return the plan as a terminal tree. A line about missing features stands above it, a load error below it.
 
-    full   draw only the plan's layers (`one_layer`), with every name
+    full   `plan` is cut to one layer (`one_layer`): draw only that layer, with every checkpoint name and file
     """
     first = not_runnable([one["feature"] for one in plan["missing"]])
     last = plan["load_error"] and f"would not load: {plan['load_error']}"

@@ -19,7 +19,7 @@ NEEDS: Mapping[str, str] = {
 class Support:
     """Capabilities of an implementation.
 
-    features       features that it has everywhere; words of the operation's `__init__`
+    features       features on every machine; the docstring of the operation's package defines them
     extra          need -> features that it has only if the need is met
     max_head_dim   the widest attention head; None: any
     needs          keys of `NEEDS`: it cannot run if one of them is not met

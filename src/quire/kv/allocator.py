@@ -104,9 +104,9 @@ class KVAllocator:
         return tuple(ids)
 
     def grow(self, slot: int, num_tokens: int) -> list[tuple[int, int, int]] | None:
-        """Give the slot new blocks for `num_tokens` tokens. Returns their rows (slot, group, block).
+        """Allocate blocks until the slot holds `num_tokens` tokens in total.
 
-        Returns None, and changes nothing, when the pool is short.
+        Returns (slot, group, block) of each new block; None, with nothing changed, when the pool is short.
         """
         assert self._tables[0][slot], f"slot {slot} is empty"
         rows = self.grow_many(np.array([slot]), np.array([num_tokens]))

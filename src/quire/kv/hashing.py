@@ -93,7 +93,8 @@ class KeyChain:
         return len(self._keys)
 
     def continues(self, block: int) -> bytes | None:
-        """Return the input of a block's key beside its tokens; None when the block before it has no key yet."""
+        """Return the part of a block's hash input that precedes its tokens: the previous key, or root and extras.
+        None: the previous block has no key yet."""
         if block == 0:
             return self.root + self._extras
         return self._keys[block - 1] if block <= len(self._keys) else None

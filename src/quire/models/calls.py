@@ -27,8 +27,9 @@ class Call(NamedTuple):
 
 
 def pack_function(args: ModelArgs, name: str, linear: Collection[str], in_place: bool) -> str:
-    """Return the function that packs a parameter for its kernel; "" for a parameter that is not packed.
+    """Return the name of the function that packs parameter `name`, such as "linear.pack"; "" if it is not packed.
 
+    linear     features of the linear kernel
     in_place   experts are loaded into the kernel's memory without packing
     """
     if name.endswith((".experts.gate_up", ".experts.down")):

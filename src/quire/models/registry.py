@@ -30,7 +30,7 @@ def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Cho
 
 
 def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:
-    """Return the bytes of parameters as they are loaded, in `dtype` where they have no type of their own."""
+    """Return the size of the parameters in bytes before packing; `dtype` is that of parameters without one."""
     return sum(FORMATS[one.format].num_bytes(one.shape, ITEM_BYTES[one.dtype or dtype]) for one in params)
 
 
@@ -47,7 +47,10 @@ def operations(args: ModelArgs) -> tuple[str, ...]:
 
 
 def kv_views(args: ModelArgs, components: Iterable[tuple["Tensor", ...]]) -> "list[KVView]":
-    """Return a view of the KV cache for each layer's attention, from the layer's components in an arena."""
+    """Return one `KVView` (`LatentView` for latent attention) per layer.
+
+    components   per layer, the tensors of its KV cache: keys and values, or latent and rotated key
+    """
     from quire.kernels.attention import KVView
     from quire.kernels.latent import LatentView
 

@@ -313,4 +313,5 @@ def _lark(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare Exception
-        raise _refusal(f"it is neither Lark (with a rule start: ...) nor GBNF (root ::= ...): {error}") from None
+        raise _refusal("it is not Lark, because it has no rule named start, and read as GBNF it fails "
+                       f"({error}): add a rule `start: ...`, or correct the GBNF") from None

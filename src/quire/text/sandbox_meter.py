@@ -46,7 +46,7 @@ class Bill(Context):
 
     @pass_context
     def keep(self, value: Any) -> Any:
-        """Pay for a value that is stored."""
+        """Subtract the cost of a stored string, list or tuple from the budget, and return it. Raises `TooCostly`."""
         if isinstance(value, (str, list, tuple)):
             self.pay(len(value) if isinstance(value, str) else ITEM * len(value))
         return value

@@ -80,7 +80,7 @@ class Graphs(Recorder):
         self.counts["recorded"] += 1
 
     def unrecorded(self) -> dict[str, str]:
-        """See `Recorder`."""
+        """Return the kinds of steps that have no CUDA graph, each with the reason."""
         if not self.sizes:
             return super().unrecorded()
         largest = self.tokens[-1] if self.tokens else 0

@@ -53,8 +53,8 @@ def rows(parser: FlagParser, command: str = "") -> Iterator[Row]:
 
 
 def script(shell: str, parser: FlagParser) -> str:
-    """Return the script of a shell, made from the files beside this one.
-    The table stands in single quotes, where only a single quote is special: it becomes a typographic one."""
+    """Return the tab-completion script of a shell, made of its template, the awk program and the rows of words.
+    The rows stand in single quotes of the shell, so each ' in them becomes ’."""
     lines = ["\t".join(row).replace("'", "’") for row in rows(parser)]
     here = Path(__file__)
     text, program = here.with_suffix(f".{shell}").read_text(), here.with_suffix(".awk").read_text()

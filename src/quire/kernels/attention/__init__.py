@@ -68,7 +68,7 @@ class SharedBlocks:
 
     @staticmethod
     def view(packed: Tensor, num_groups: int, most_seqs: int, num_seqs: int) -> SharedBlocks:
-        """Return views of the four parts for `num_seqs` sequences.
+        """Split a packed array into the four fields, as views cut to `num_seqs` sequences.
 
         packed   the array of `triton_plan.pack_shared`, made for up to `most_seqs` sequences
         """

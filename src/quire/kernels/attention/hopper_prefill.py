@@ -110,8 +110,8 @@ def softmax(
 def as_operand(weights, DTYPE: gl.constexpr, SUMS: gl.constexpr):
     """Round weights [64, TILE] float32 to DTYPE, as an operand in registers.
 
-    Pairs are rounded together: from single numbers ptxas makes pairs in the wrong order, and swaps them twice an
-    iteration.
+    One `cvt` instruction rounds two weights. With separate rounding, ptxas packs the halves in the wrong order and
+    swaps them twice per iteration.
     """
     if DTYPE == gl.bfloat16:
         pairs = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16,

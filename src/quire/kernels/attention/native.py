@@ -101,7 +101,7 @@ def paged_attention(
 
 
 def rows_only(meta: AttentionMeta, block_size: int) -> bool:
-    """See `quire.kernels.attention`."""
+    """Return True if the step has no long prompt chunk, so that a tape can record its attention calls."""
     plan = _plan(meta, block_size)
     return len(plan.rows) == 1 and not plan.chunks
 
@@ -112,7 +112,8 @@ def retarget(tape: int, meta: AttentionMeta, block_size: int, num_heads: int, he
     assert not plan.chunks, "asked rows_only?"
     (rows,) = plan.rows
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
-        raise ValueError("native attention: block tables are not rows of int32")
+        raise ValueError(f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
+                         "be int32 with stride 1 inside a row")
     loaded().quire_tape_attend_rows(
         tape, tables.data_ptr(), rows.items.data_ptr(), rows.part_item.data_ptr(),
         _partial(plan, rows, num_heads, head_dim), len(rows.items), len(rows.part_item), tables.stride(0),
@@ -241,7 +242,8 @@ def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
     if q.stride()[1:] != (dim, 1) or v.stride() != stride or stride[2:] != (dim, 1):
         raise ValueError(f"native attention: strides of q {q.stride()}, of the cache {stride}, {v.stride()}")
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
-        raise ValueError("native attention: block tables are not rows of int32")
+        raise ValueError(f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
+                         "be int32 with stride 1 inside a row")
 
 
 def _attend_rows(

@@ -47,7 +47,7 @@ def largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def top_by_id(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest of each row of [R, V] as (values, ids) [R, k], by (value descending, id ascending).
 
-    Among equals at the k-th place the lowest ids are chosen. Only rows with more equals than places are sorted whole.
+    Ties at the k-th value go to the lowest ids. Only rows where more than k values reach it are fully sorted.
     """
     if k == 0:
         return values[:, :0], values.new_empty((values.shape[0], 0), dtype=torch.int64)

@@ -139,8 +139,9 @@ def edit_kernel(
 
 @jit
 def penalize_kernel(edited, tally, history, slots, positions, table, vocab, history_stride, TILE: tl.constexpr):
-    """Apply repetition, frequency and presence penalties to the copies, rounded as in edits.py. Grid (parts, rows).
+    """Apply repetition, frequency and presence penalties to the logit copies in `edited`, and reset their tallies.
 
+    It rounds as edits.py does. Grid: programs that share a row's history, rows.
     Must be compiled without fused multiply-adds, which round differently.
     """
     number = tl.program_id(1).to(tl.int64)
