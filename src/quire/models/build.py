@@ -6,14 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.contracts.errors import ConfigError
 from quire.kernels import routing
 from quire.kernels.select import load_kernels
 from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.models.layout import layout, stored_names
 from quire.models.plan import EnginePlan
-from quire.models.registry import ITEM_BYTES
 
 
 def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = None) -> Decoder:
@@ -21,8 +19,6 @@ def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = No
 
     sum_tp   adds up the partial results of the ranks that share a layer; None: this rank has the whole layer
     """
-    if plan.dtype.dtype not in ITEM_BYTES:
-        raise ConfigError(f"dtype {plan.dtype.dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
     args, rank = plan.args, plan.mesh.rank
     kernels = load_kernels(plan.kernels)
     whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)

@@ -64,6 +64,8 @@ def kv_components(args: ModelArgs, dtype: str) -> tuple[KVComponent, ...]:
     These are keys and values, each [kv head][token][head_dim]; with latent attention, the latent and the rotated key
     that all heads share.
     """
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}.")
     size = ITEM_BYTES[dtype]
     if args.latent is not None:
         widths = {"latent": args.latent.kv_rank, "rope": args.latent.rope_dim}
