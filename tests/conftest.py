@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it fo
 # was made red by a change.
 settings.register_profile("quire", deadline=None, print_blob=True, derandomize=os.environ.get("QUIRE_FULL") != "1")
 settings.load_profile("quire")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one PyTorch thread in a module of small models: a second thread takes longer to start than the work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What a step runner is compared with: every request is computed anew from its tokens, alone, in every step.
+"""The reference of the step runner: every request is computed anew from its tokens, alone, in every step.
 
 No slot tables, no pages, nothing that is kept between steps but tokens: a request's cache is one block as long as its
 sequence, its attention is the reference, and its tokens are drawn by the specification of sampling, row by row.
@@ -61,7 +61,7 @@ class NaiveRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, late: Callable[[], I32] = lambda: NO_MASKS,
             given: StepResult | None = None) -> StepResult:  # fmt: skip
-        """One step, to its end."""
+        """Run a step to its end, and return its result."""
         for slot in plan.released.tolist():
             self.requests.pop(slot, None)
         self.requests |= {a.slot: NaiveRequest.admitted(a) for a in plan.admitted}

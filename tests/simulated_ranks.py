@@ -80,7 +80,7 @@ class ThreadedRanks:
         self._barrier, self._given = Barrier(count, timeout=60), [torch.empty(0)] * count
 
     def sum_of(self, rank: int) -> Callable[[Tensor], Tensor]:
-        """What rank number `rank` calls with its part, to get the sum over all ranks in the order of their numbers."""
+        """Return the sum function of a rank: it takes the rank's part, and returns the sum in the order of ranks."""
 
         def total(part: Tensor) -> Tensor:
             self._given[rank] = part

@@ -1,4 +1,4 @@
-"""What comes to the sockets between the server's processes and is no message is dropped, counted and told once."""
+"""Junk on the sockets between the server's processes is dropped, counted and logged once."""
 
 from pathlib import Path
 

@@ -38,7 +38,7 @@ def ask(server: Server, key: str, path: str, body: Any = None, **headers: str) -
 
 
 def cached(server: Server, key: str, path: str, body: Any) -> int:
-    """How many tokens of a request's prompts came from the cache, as the record of the request says."""
+    """Return the cached prompt tokens of a request, from the record of the request."""
     name = ask(server, key, path, body).headers["x-request-id"]
     records = ask(server, key, "/debug/requests").json()["requests"]
     return sum(record["num_cached"] for record in records if record["request_id"].startswith(name))

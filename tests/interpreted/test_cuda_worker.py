@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,13 +62,7 @@ class Recording(Graphs):
         self.captured.append(key)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one PyTorch thread: the operations here are shorter than the start of a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

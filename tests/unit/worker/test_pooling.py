@@ -1,6 +1,5 @@
 """Rows of steps become one vector a request, however its prompt is cut and whoever is in the step beside it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,7 @@ HIDDEN, SLOTS = 5, 4
 METHODS = ("mean", "last", "cls")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small sums are done long before a second thread has begun."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def norm(rows: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The step runner with PyTorch's operations against the naive one, step by step; and what it does without rows."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +17,7 @@ from ...naive_runner import NaiveRunner
 NONE = np.empty(0, np.int32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are fastest on one, and nobody waits for a second on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def empty_plan(step: int, **more: Any) -> StepPlan:

@@ -1,4 +1,4 @@
-"""What a request holds is told back cut: an error is as long as its words, whatever was sent in whichever field."""
+"""Errors show at most the beginning of a value of the request, in every field."""
 
 import asyncio
 from collections.abc import Callable, Iterator
