@@ -216,8 +216,8 @@ class Slots:
 
 @dataclass(frozen=True)
 class Step:
-    """The facts that decide how much a step reads: its sampled rows, its scored prompts, whether decode contexts are cut
-    up, its chunks, changes of tables, edits that are new."""
+    """The facts that decide how much a step reads: its sampled rows, its scored prompts, whether decode contexts are
+    cut up, its chunks, changes of tables, edits that are new."""
 
     rows: list[SamplerSpec]
     scored: int
