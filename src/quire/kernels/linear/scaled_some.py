@@ -1,0 +1,159 @@
+"""Products of quantized rows with an 8-bit weight on tensor cores: sums of 128 products each, added in float32.
+
+Tensor cores add e4m3 products with 14 bits, so every 128 inputs their sum is multiplied by its scales and added to a
+sum in float32. Floor: the bytes of the weight over 4.3 TB/s, or 2 T N K operations over about 1,000 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.linear.gemv import _finish, bucket
+from quire.kernels.triton_runtime import jit, tl
+
+MOST_ROWS = 64
+DEEP = 128  # inputs of an iteration: those that share a scale
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiling of a program.
+
+    rows     rows of x, padded to a power of two: 16 to 64 (Triton takes Hopper's FP8 products from 16 on)
+    cols     outputs
+    stages   iterations in flight
+    split    parts of K, equal ones, that programs multiply side by side; the last of them adds up the sums in order
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+    split: int = 1
+
+
+def tiles_of(rows: int, n: int, k: int, gated: bool) -> Tiles:
+    """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs."""
+    groups, most = -(-k // DEEP), max(1, min(k // 512, 384 // -(-n // 64)))
+    return Tiles(max(16, bucket(rows)), 64, 4, 4, max(part for part in range(1, most + 1) if groups % part == 0))
+
+
+def product(
+    q: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor, *, counters: Tensor,
+    block: int = 0, residual: Tensor | None = None, gated: bool = False, tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply q [T, K] of at most MOST_ROWS rows with weight [N, K] into y [T, N]; returns y.
+
+    q, x_scales    of `quire.kernels.quantize.triton.quantize`: scales [K / 128, T], [1, T] or one number
+    weight         8-bit numbers of q's type;  scales  [ceil(N / block), K / 128] float32, or [N] if block is 0
+    counters       [ceil(N / 64)] int32, zeros, which no product that runs at the same time uses; left as zeros
+    residual, gated   as in `gemv.product`
+    """
+    rows, n, k = q.shape[0], weight.shape[0] >> gated, weight.shape[1]
+    tiles = tiles or tiles_of(rows, n, k, gated)
+    in_pdl = pdl.in_use()
+    wide = -(-n // tiles.cols)
+    parts = None
+    if tiles.split > 1:
+        parts = q.new_empty(wide * tiles.split * tiles.cols * tiles.rows << gated, dtype=torch.float32)
+    _some_kernel[(wide, tiles.split)](
+        q, x_scales, weight, scales, bias, residual, y, parts, counters, rows, n, q.stride(0),
+        x_scales.stride(0) if block else 0, k, tiles.rows, tiles.cols, DEEP, block, x_scales.numel() == 1, gated,
+        tiles.stages, tiles.split, in_pdl, num_warps=tiles.warps, num_stages=tiles.stages, **pdl.options(in_pdl))
+    return y
+
+
+@jit(do_not_specialize=["rows"])
+def _some_kernel(
+    q, x_scales, weight, scales, bias, residual, y, parts, counters, rows, n, stride, stride_s, K: tl.constexpr,
+    M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, FIXED: tl.constexpr,
+    GATED: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of up to M rows, from a part of K. Grid (ceil(n / BLOCK_N), SPLIT).
+
+    q                  [rows, K] e4m3 or int8;  stride  elements from row to row
+    x_scales           float32 [K / 128, rows] if BLOCK, stride_s from group to group; [rows]; one number if FIXED
+    weight             [n, K] of q's type, contiguous; if GATED [2 n, K], gate first
+    scales             float32: [ceil(n / BLOCK), K / BLOCK_K], or [n] if BLOCK is 0; twice the rows if GATED
+    bias, residual, y  as in `gemv._few_kernel`
+    parts              [ceil(n / BLOCK_N), SPLIT, 1 or 2, BLOCK_N, M] float32: sums of the parts of K; None if SPLIT is 1
+    counters           [ceil(n / BLOCK_N)] int32, zeros: programs of an output tile that have ended; left as zeros
+    BLOCK_K            inputs of an iteration, 128
+    STAGES             iterations in flight
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    GROUPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    SHARE: tl.constexpr = GROUPS // SPLIT
+    ONE: tl.constexpr = BLOCK >= BLOCK_N and BLOCK % BLOCK_N == 0  # a tile's outputs share their scales
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, M)
+    wide = tl.arange(0, BLOCK_K)
+    at = weight + tl.minimum(col, n - 1).to(tl.int64)[:, None] * K + wide[None, :]
+    up_at = at + n.to(tl.int64) * K
+    given_at = q + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * stride + wide[:, None]
+    acc = tl.zeros([BLOCK_N, M], tl.float32)
+    up = acc
+    if ONE:
+        scale_at = scales + tl.program_id(0) * BLOCK_N // BLOCK * GROUPS
+    else:
+        scale_at = scales + tl.minimum(col, n - 1)[:, None] // (BLOCK if BLOCK else 1) * GROUPS
+    up_scales = scale_at + n // (BLOCK if BLOCK else 1) * GROUPS
+    given_scales = x_scales + tl.minimum(row, rows - 1)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(1) * SHARE
+    for turn in tl.range(0, SHARE, num_stages=STAGES):
+        group = first + turn
+        start = group * BLOCK_K
+        if EVEN:
+            tile = tl.load(at + start)
+            given = tl.load(given_at + start)
+        else:
+            tile = tl.load(at + start, mask=start + wide[None, :] < K, other=0.0)
+            given = tl.load(given_at + start, mask=start + wide[:, None] < K, other=0.0)
+        part = tl.dot(tile, given).to(tl.float32)
+        if BLOCK:
+            own = tl.load(given_scales + group * stride_s)
+            part *= own * tl.load(scale_at + group)
+        acc += part
+        if GATED:
+            if EVEN:
+                tile = tl.load(up_at + start)
+            else:
+                tile = tl.load(up_at + start, mask=start + wide[None, :] < K, other=0.0)
+            part = tl.dot(tile, given).to(tl.float32)
+            if BLOCK:
+                part *= own * tl.load(up_scales + group)
+            up += part
+    if SPLIT > 1:
+        SIZE: tl.constexpr = BLOCK_N * M
+        EACH: tl.constexpr = 2 * SIZE if GATED else SIZE
+        lanes = tl.arange(0, BLOCK_N)[:, None] * M + row[None, :]
+        mine = parts + (tl.program_id(0) * SPLIT) * EACH + lanes
+        tl.store(mine + tl.program_id(1) * EACH, acc)
+        if GATED:
+            tl.store(mine + tl.program_id(1) * EACH + SIZE, up)
+        tl.debug_barrier()  # all stores of the program come before its tick
+        if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") != SPLIT - 1:
+            return
+        tl.store(counters + tl.program_id(0), 0)
+        acc = tl.zeros([BLOCK_N, M], tl.float32)
+        up = acc
+        for part_of_k in tl.static_range(SPLIT):
+            acc += tl.load(mine + part_of_k * EACH, cache_modifier=".cg")
+            if GATED:
+                up += tl.load(mine + part_of_k * EACH + SIZE, cache_modifier=".cg")
+    out, other = acc, up
+    if BLOCK == 0:
+        own = tl.load(x_scales) if FIXED else tl.load(given_scales)
+        out *= tl.load(scales + tl.minimum(col, n - 1))[:, None] * own
+        if GATED:
+            other *= tl.load(scales + n + tl.minimum(col, n - 1))[:, None] * own
+    row, col = row[None, :], col[:, None]
+    _finish(out, other, bias, residual, y, row, col, n, (row < rows) & (col < n), GATED)
