@@ -21,7 +21,7 @@ from quire.engine.queue import SLACK
 from quire.engine.scheduler import Scheduler
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import TENANT, Tags
-from quire.kv.misses import PrefixHistory
+from quire.kv.miss_reasons import PrefixHistory
 from quire.text.grammar import GrammarCompiler
 
 
