@@ -27,7 +27,7 @@ from quire.entry.http.openai.tools import plan_turn, tool_use
 from quire.entry.http.openai.turn import TurnPlan
 from quire.entry.prompts import Prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
-from quire.text.fim import around_gap
+from quire.text.fill_in_middle import around_gap
 from quire.text.load import TextSide
 from quire.text.sandbox_meter import TooCostly
 from quire.text.special import SpecialTokens
