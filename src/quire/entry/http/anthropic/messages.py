@@ -16,8 +16,8 @@ from quire.entry.http.errors import not_implemented
 from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import decode, generate, prompts, sampling, schema, tools
 from quire.entry.http.openai.talk import Talk
+from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
-from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
 
 DECODER, ENCODE = decode.RequestDecoder(
     MessagesRequest, refused="../anthropic/refused_fields.txt"), msgspec.json.Encoder().encode

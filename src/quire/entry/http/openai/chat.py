@@ -15,8 +15,8 @@ from quire.entry.http.openai.generate import ChunkWriter, Job, Writer, answer
 from quire.entry.http.openai.logprobs import chat_logprobs
 from quire.entry.http.openai.prompts import chat_prompts
 from quire.entry.http.openai.sampling import sampling_params
+from quire.text.answer_events import CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
-from quire.text.turn import CallBegins, Event, Thought, Words
 
 DECODER = RequestDecoder(schema.ChatRequest)
 ENCODE = msgspec.json.Encoder().encode

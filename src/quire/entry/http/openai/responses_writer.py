@@ -13,8 +13,8 @@ from quire.entry.http.openai.generate import Job, Writer
 from quire.entry.http.openai.logprobs import TokenNames, chat_logprobs
 from quire.entry.http.openai.responses_schema import ReasoningOptions, ResponseRequest, TextOptions
 from quire.entry.http.openai.schema import Usage
+from quire.text.answer_events import CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
-from quire.text.turn import CallBegins, Event, Thought, Words
 
 ENCODE = msgspec.json.Encoder().encode
 ECHOED: dict[str, Any] = {  # fields of the request that the answer repeats, with their defaults

@@ -10,10 +10,10 @@ from typing import Any
 
 from quire.contracts.output import CompletionOutput
 from quire.contracts.sampling import SamplingParams
+from quire.text.answer_events import Event, Thought, Words
 from quire.text.detokenizer import hidden_ids
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import OutputParser, OutputStyles
-from quire.text.turn import Event, Thought, Words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from quire.entry.http.openai.generate import usage
 from quire.entry.http.openai.responses_schema import ReasoningOptions, ResponseRequest
 from quire.entry.http.openai.responses_writer import ResponseWriter
 from quire.entry.http.openai.turn import TurnPlan
-from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
+from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 
 ANSWER: list[Event] = [
     Thought("let "), Thought("me see"), Words("I "), Words("ask."), CallBegins(0, "call_a", "add"),

@@ -21,8 +21,8 @@ from quire.entry.http.openai.schema import ChatRequest
 from quire.entry.http.openai.tools import plan_turn, tool_use
 from quire.entry.http.openai.turn import Turn, TurnPlan
 from quire.entry.prompts import Prompt
+from quire.text.answer_events import Words
 from quire.text.load import TextSide
-from quire.text.turn import Words
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
