@@ -8,13 +8,13 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.generate import ChunkWriter, Job, Writer, answer
 from quire.entry.http.openai.logprobs import chat_logprobs
 from quire.entry.http.openai.prompts import chat_prompts
 from quire.entry.http.openai.sampling import sampling_params
+from quire.entry.http.request_response import Exchange
 from quire.text.answer_events import CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
 

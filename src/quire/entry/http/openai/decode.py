@@ -22,10 +22,10 @@ from quire.contracts.text_table import read_rows
 from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, json_fault, not_implemented
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.responses_schema import ResponseRequest
 from quire.entry.http.openai.unknown import Fields, value_again
+from quire.entry.http.request_response import Exchange
 
 LOG = logging.getLogger("quire")
 T = TypeVar("T", bound=msgspec.Struct)

@@ -20,12 +20,12 @@ from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
-from quire.entry.http.exchange import Exchange, Watch
 from quire.entry.http.openai.choice_parser import ChoiceParser, ParserPlan
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import away, spell_bad_words
 from quire.entry.http.openai.sampling import form_fault, request_timeout
 from quire.entry.http.openai.schema import CachedTokens, ReasoningTokens, SamplingFields, StreamOptions, Usage
+from quire.entry.http.request_response import Exchange, Watch
 from quire.entry.http.request_stream import Batch, RequestStream
 from quire.entry.http.sse import DONE, EventStream
 from quire.entry.prompts import Prompt

@@ -12,7 +12,6 @@ from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented, too_long
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import (
@@ -25,6 +24,7 @@ from quire.entry.http.openai.schema import (
 )
 from quire.entry.http.openai.schema_embeddings import EmbeddedFields
 from quire.entry.http.openai.tools import plan_parser, tool_use
+from quire.entry.http.request_response import Exchange
 from quire.entry.prompts import Prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
 from quire.text.fill_in_middle import around_gap
