@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from quire.contracts.errors import InvalidParameter
-from quire.entry.absent import METHODS, check_arguments
 from quire.entry.llm import LLM
+from quire.entry.unsupported import METHODS, check_arguments
 
 
 @pytest.mark.parametrize("given", [
