@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.contracts.errors import InvalidParameter
-from quire.contracts.named import asks_nothing
+from quire.contracts.unknown_fields import asks_nothing
 
 POOLED = "use embed or score; classification and reward models are not implemented"
 SLEEP = "call close() to free the memory, and make a new LLM later"

@@ -17,8 +17,8 @@ import numpy as np
 from msgspec import inspect
 
 from quire.contracts.errors import InvalidParameter, listed, shown
-from quire.contracts.named import asks_nothing
 from quire.contracts.text_table import read_rows
+from quire.contracts.unknown_fields import asks_nothing
 from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, json_fault, not_implemented
