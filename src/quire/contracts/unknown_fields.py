@@ -32,12 +32,12 @@ def known_fields(kind: StrictFields, values: dict[str, Any]) -> dict[str, Any]:
     """
     unknown = [name for name in values if name not in kind.__struct_fields__]
     for name in unknown:
-        if name not in REFUSED or not asks_nothing(values[name], HARMLESS.get(name, ())):
+        if name not in REFUSED or not has_no_effect(values[name], HARMLESS.get(name, ())):
             raise InvalidParameter(_unknown(kind, name), param=name)
     return {name: value for name, value in values.items() if name not in unknown} if unknown else values
 
 
-def asks_nothing(value: object, harmless: Iterable[object]) -> bool:
+def has_no_effect(value: object, harmless: Iterable[object]) -> bool:
     """True when the value is None, or equals a harmless value of the same type."""
     return value is None or any(type(value) is type(one) and value == one for one in harmless)
 

@@ -1,4 +1,4 @@
-"""What callers of other engines' offline class ask of `LLM`: taken where it asks for nothing, else said by name."""
+"""Arguments of other engines' offline class: `LLM` accepts values without effect and refuses the others by name."""
 
 from typing import Any
 

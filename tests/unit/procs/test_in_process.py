@@ -98,7 +98,7 @@ def masked(step: int) -> StepPlan:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_samples_when_its_masks_are_there(depth: int) -> None:
-    """At depth 2 it computes meanwhile; steps without a grammar ask for nothing."""
+    """At depth 2 it computes meanwhile; steps without a grammar wait for no mask."""
     seen: list[object] = []
     begun = threading.Event()
 
