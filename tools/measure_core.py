@@ -119,7 +119,7 @@ class _TimedExecutor(MockExecutor):
         super().release(plan.step, NO_MASKS)
         self.spent += perf_counter_ns() - start
 
-    def release(self, step: int, late: I32) -> None:
+    def release(self, step: int, masks: I32) -> None:
         pass  # done in submit, where the clock runs
 
     def collect(self) -> StepResult:
