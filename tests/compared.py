@@ -104,7 +104,7 @@ class ComparedRunners:
         self.runner, self.naive = runner, naive
         self.num_steps = 0
         self._plans: deque[StepPlan] = deque()
-        self._late: dict[int, I32] = {}
+        self._masks: dict[int, I32] = {}
         limits = runner.limits
         self._facts = ExecutorFacts(
             depth=limits.depth, decode_lag=limits.depth, num_slots=limits.num_slots, num_blocks=num_blocks,
@@ -115,14 +115,14 @@ class ComparedRunners:
         self._plans.append(plan)
         self.runner.submit(plan)
 
-    def release(self, step: int, late: I32) -> None:
-        if len(late):
-            self._late[step] = late
-            self.runner.release(late)
+    def release(self, step: int, masks: I32) -> None:
+        if len(masks):
+            self._masks[step] = masks
+            self.runner.release(masks)
 
     def collect(self) -> StepResult:
         plan, found = self._plans.popleft(), self.runner.collect()
-        expected = self.naive.run(plan, lambda: self._late.pop(plan.step, NO_MASKS), found)
+        expected = self.naive.run(plan, lambda: self._masks.pop(plan.step, NO_MASKS), found)
         agree(found, expected)
         self.num_steps += 1
         return found

@@ -47,7 +47,7 @@ class NaiveRequest:
 
 
 class NaiveRunner:
-    """Runs plans; the model's kernels are the references. `late` of `run`: see `Executor.release`.
+    """Runs plans; the model's kernels are the references. `get_masks` of `run`: see `Executor.release`.
 
     num_groups   of KV; a request has its whole cache in each
     tie   a token whose logit leads by less may be another's in `given`, another runner's result, and is taken over: of
@@ -59,13 +59,13 @@ class NaiveRunner:
         self.requests: dict[int, NaiveRequest] = {}
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, late: Callable[[], I32] = lambda: NO_MASKS,
+    def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS,
             given: StepResult | None = None) -> StepResult:  # fmt: skip
         """Run a step to its end, and return its result."""
         for slot in plan.released.tolist():
             self.requests.pop(slot, None)
         self.requests |= {a.slot: NaiveRequest.admitted(a) for a in plan.admitted}
-        masks = dict(zip(plan.grammar.tolist(), late(), strict=True))
+        masks = dict(zip(plan.grammar.tolist(), get_masks(), strict=True))
         slots, tokens, failed = [], [], {}
         logprobs, scored, pooled = {}, {}, {}
         for slot, count, bits in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.outputs.tolist(), strict=True):

@@ -221,8 +221,8 @@ class Recorder:
         self.plans.append(plan)
         self._inner.submit(plan)
 
-    def release(self, step: int, late: I32) -> None:
-        self._inner.release(step, late)
+    def release(self, step: int, masks: I32) -> None:
+        self._inner.release(step, masks)
 
     def collect(self) -> StepResult:
         result = self._inner.collect()

@@ -25,7 +25,7 @@ from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.entry.cli.table import format_table
-from quire.entry.front import FrontEnd, FrontLimits
+from quire.entry.front_end import FrontEnd, FrontLimits
 from quire.entry.prompts import Prompt
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
@@ -119,7 +119,7 @@ class _TimedExecutor(MockExecutor):
         super().release(plan.step, NO_MASKS)
         self.spent += perf_counter_ns() - start
 
-    def release(self, step: int, late: I32) -> None:
+    def release(self, step: int, masks: I32) -> None:
         pass  # done in submit, where the clock runs
 
     def collect(self) -> StepResult:

@@ -28,7 +28,7 @@ from quire.contracts.errors import EngineDead
 from quire.contracts.sampling import OutputKind, SamplingParams
 from quire.engine.mock_core import build_mock_core
 from quire.entry.cli.table import format_table
-from quire.entry.front import FrontEnd
+from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.observe.process import read_usage
 from quire.text.load import load_text

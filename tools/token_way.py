@@ -9,7 +9,7 @@ from quire.explain.trace import Span, trace
 # What a file does on the way, in a few words; a file without an entry is not drawn.
 FILES = {
     "entry/llm.py": "LLM.generate: prompts in, outputs out",
-    "entry/front.py": "text to token ids, and tokens to text as they come",
+    "entry/front_end.py": "text to token ids, and tokens to text as they come",
     "text/sequence.py": "streamed detokenization, stop strings",
     "engine/core.py": "one step of the engine: plan, run, finish",
     "engine/scheduler.py": "chooses requests and tokens: the StepPlan",

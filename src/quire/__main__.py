@@ -2,7 +2,7 @@
 
 import sys
 
-from quire.entry.leaving import leave_on_interrupt
+from quire.entry.keyboard_interrupt import leave_on_interrupt
 
 
 def main() -> int:

@@ -41,10 +41,10 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_the_engine_whole(
     executor = llm.engine.core.executor
     prompt = [i % 90 for i in range(64)]
 
-    def interrupted(plan: Any, *late: Any) -> Any:
+    def interrupted(plan: Any, *masks: Any) -> Any:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # while the step is on its way
         time.sleep(0.01)
-        return run(plan, *late)
+        return run(plan, *masks)
 
     executor._runner._run = interrupted  # type: ignore[attr-defined]
     worker.run = interrupted  # type: ignore[method-assign]

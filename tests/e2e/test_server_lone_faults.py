@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire.entry.completion import Generation
-from quire.entry.front import FrontEnd
+from quire.entry.front_end import FrontEnd
 from quire.entry.http.openai.completions import CompletionWriter
 from quire.kv.allocator import KVAllocator
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quire.assemble
-import quire.assemble.plain
+import quire.assemble.cpu
 from quire import EngineConfig
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
@@ -97,7 +97,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
                 model.take(*unit)
 
         with monkeypatch.context() as patch:
-            patch.setattr(quire.assemble.plain, "load_weights", loaded)
+            patch.setattr(quire.assemble.cpu, "load_weights", loaded)
             read = obtain.read_checkpoint_config
             patch.setattr(obtain, "read_checkpoint_config", lambda folder: config(read(folder)))
             return verify(str(folder), CONFIG)

@@ -330,10 +330,10 @@ def test_reads_of_a_step(attention: str, small: Callable[[], Engine], monkeypatc
     steps: list[tuple[Step, Reads]] = []
     slots, whole = Slots(attention), StepRunner.run
 
-    def watched(self: StepRunner, plan: StepPlan, *late: Any) -> StepResult:
+    def watched(self: StepRunner, plan: StepPlan, *masks: Any) -> StepResult:
         assert threading.current_thread().name == "quire-worker"
         with Reads().watched() as reads:
-            result = whole(self, plan, *late)
+            result = whole(self, plan, *masks)
         steps.append((slots.step(plan), reads))
         return result
 

@@ -367,10 +367,10 @@ class Waits:
         self.num_steps += 1
         self._watch(lambda: self._submit(plan))
 
-    def release(self, late: Any) -> None:
+    def release(self, masks: Any) -> None:
         """The sampling of the last one."""
         assert self._release is not None
-        self._watch(lambda: self._release(late))
+        self._watch(lambda: self._release(masks))
 
     def _watch(self, launch: Callable[[], object]) -> None:
         self._launching = True

@@ -339,19 +339,19 @@ def test_a_step_with_a_grammar_samples_when_its_masks_are_there(
         plan(5, (0, 2), (1, 1), (SAMPLE, SAMPLE), grammar=i32(2)),
     )  # fmt: skip
     bits = np.random.default_rng(0).random((5, 3, VOCAB)) < 0.1
-    lates = [np.packbits(bits[i, : len(p.grammar)], axis=1, bitorder="little").view(np.int32)
-             for i, p in enumerate(plans)]  # fmt: skip
+    masks_of_plans = [np.packbits(bits[i, : len(p.grammar)], axis=1, bitorder="little").view(np.int32)
+                      for i, p in enumerate(plans)]  # fmt: skip
     found: list[StepResult] = []
-    for number, (each, late) in enumerate(zip(plans, lates, strict=True)):
+    for number, (each, masks) in enumerate(zip(plans, masks_of_plans, strict=True)):
         runner.submit(each)
         assert len(runner._running) == (number > 0) + (not len(each.grammar))
         if number:
             found.append(runner.collect())
-        if len(late):
-            runner.release(late)
+        if len(masks):
+            runner.release(masks)
     found.append(runner.collect())
-    for i, (each, late, result) in enumerate(zip(plans, lates, found, strict=True)):
-        expected = oracle.run(each, lambda late=late: late)
+    for i, (each, masks, result) in enumerate(zip(plans, masks_of_plans, found, strict=True)):
+        expected = oracle.run(each, lambda masks=masks: masks)
         agree(result, expected)
         for slot, token in zip(result.slots.tolist(), result.tokens[:, 0].tolist(), strict=True):
             masked = each.grammar.tolist()

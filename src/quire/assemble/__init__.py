@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from quire.assemble.cpu import assemble_without_triton
 from quire.assemble.parts import Loading, Parts
-from quire.assemble.plain import assemble_plain
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
 from quire.config.pooling import PoolingPlan
@@ -162,8 +162,8 @@ def _build(plan: EnginePlan, gpu: CudaFacts | None, on_loading: Loading, end_pha
         from quire.assemble.cuda import assemble_cuda
 
         return assemble_cuda(plan, gpu, on_loading=on_loading, end_phase=end_phase)
-    return assemble_plain(plan, on_loading=on_loading, end_phase=end_phase,
-                          free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
+    return assemble_without_triton(plan, on_loading=on_loading, end_phase=end_phase,
+                                   free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
 
 
 def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from quire.assemble.cpu import assemble_without_triton, fill
 from quire.assemble.parts import Loading, Parts
-from quire.assemble.plain import assemble_plain, fill
 from quire.config.engine import EngineConfig
 from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_steps
 from quire.contracts.blocks import KVGeometry
@@ -46,8 +46,8 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
     check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.dtype.dtype)
     end_phase("device")
     if why := missing():
-        parts = assemble_plain(plan, on_loading=on_loading, end_phase=end_phase,
-                               free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0])  # fmt: skip
+        parts = assemble_without_triton(plan, on_loading=on_loading, end_phase=end_phase,
+                                        free_bytes=lambda: torch.cuda.mem_get_info(DEVICE)[0])  # fmt: skip
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
         return replace(parts, hardware=str(facts), notes=(note,))
     cache, note = use_cache_folder()

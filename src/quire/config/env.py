@@ -7,7 +7,7 @@
     HF_TOKEN          token for gated repositories on the hub
     OPENAI_API_KEY    key that `quire chat --url` and `quire complete --url` send, unless QUIRE_API_KEY is set
 
-Knows names and texts; `texts.py` parses the texts.
+Knows names and texts; `option_parsers.py` parses the texts.
 """
 
 import difflib

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 from quire.config.engine import EngineConfig
 from quire.config.env import environment_warnings
+from quire.config.option_parsers import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
 from quire.config.peer_flags import abbreviated
 from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
 from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather, nearest
-from quire.config.texts import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
 from quire.contracts.errors import ConfigError
 from quire.contracts.text_table import read_rows
 

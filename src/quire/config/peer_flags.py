@@ -139,7 +139,7 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
             continue
         if flag.meaning == "alias":
             outcome.values[flag.option] = (flag.values.get(text, text), spelling)
-        elif asks_nothing(flag, text):
+        elif has_no_effect(flag, text):
             continue
         elif flag.meaning == "no-op":
             outcome.notes.append(f"{spelling} changes nothing: {flag.why}.")
@@ -158,7 +158,7 @@ def refusal(spelling: str, text: str) -> str:
     text   value of the flag; ON or OFF for a switch
     """
     flag = next((flag for flag in PEER_FLAGS if spelling in flag.names and flag.meaning in ("refused", "no-op")), None)
-    if flag is None or asks_nothing(flag, text) or _is_among(text, (*flag.neutral, *flag.idle)):
+    if flag is None or has_no_effect(flag, text) or _is_among(text, (*flag.neutral, *flag.idle)):
         return ""
     return _refusal(flag, spelling, text)
 
@@ -179,7 +179,7 @@ def refuse(refusals: Sequence[str]) -> None:
         raise ConfigError("; ".join(refusals) + ".")
 
 
-def asks_nothing(flag: PeerFlag, text: str) -> bool:
+def has_no_effect(flag: PeerFlag, text: str) -> bool:
     """True when this value of the flag has no effect (1 device, "auto", {})."""
     if flag.takes == "switch":
         return text in flag.neutral

@@ -1,6 +1,6 @@
 """Sources of option values: the command line, else the environment, else a file, else the default.
 
-Knows precedence and origins. `texts.py` knows the spellings of values, `flags.py` the flags.
+Knows precedence and origins. `option_parsers.py` knows the spellings of values, `flags.py` the flags.
 """
 
 import difflib
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.config.env import hf_token, option_texts, unknown_variables, variable
+from quire.config.option_parsers import COUNTS, LIST, OWN_PARSERS, option_parser, read_value
 from quire.config.peer_flags import (
     PEER_FLAGS,
     Given,
@@ -22,7 +23,6 @@ from quire.config.peer_flags import (
     judge,
     refuse,
 )
-from quire.config.texts import COUNTS, LIST, OWN_PARSERS, option_parser, read_value
 from quire.contracts.errors import ConfigError
 
 FLAG, ORIGIN = "option.", "origin."  # prefixes in the namespace: of values, of the flags that set them

@@ -36,11 +36,11 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> None:
         """Queue a step. At most `facts().depth` steps may be uncollected."""
 
-    def release(self, step: int, late: I32) -> None:
-        """Let `step` sample, with the grammar masks `late`. Call this before the next step is submitted.
+    def release(self, step: int, masks: I32) -> None:
+        """Let `step` sample, with its grammar masks. Call this before the next step is submitted.
 
-        late   [G, ceil(V / 32)] int32, a row for each slot of `StepPlan.grammar`; empty when there is no such slot.
-               Bit i % 32 of word i // 32 is 1 when token i is allowed
+        masks   [G, ceil(V / 32)] int32, a row for each slot of `StepPlan.grammar`; empty when there is no such slot.
+                Bit i % 32 of word i // 32 is 1 when token i is allowed
         """
 
     def collect(self) -> StepResult:

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from quire.contracts.errors import InvalidParameter, listed, shown
-from quire.contracts.named import NamedFields, known_fields
 from quire.contracts.structured import StructuredOutputsParams
+from quire.contracts.unknown_fields import StrictFields, known_fields
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as users of the field expect
 COLDEST = 0.01  # temperatures between greedy and this are raised to it: logits / t would overflow
@@ -29,7 +29,7 @@ class OutputKind(IntEnum):
 
 
 class SamplingParams(
-    msgspec.Struct, metaclass=NamedFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+    msgspec.Struct, metaclass=StrictFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """Sampling parameters of a request. Out-of-range values and unknown fields raise `InvalidParameter`.
 
@@ -217,7 +217,7 @@ def _check_ids(p: SamplingParams) -> None:
                                param="logit_bias")
 
 
-class BeamSearchParams(msgspec.Struct, metaclass=NamedFields, kw_only=True, forbid_unknown_fields=True):
+class BeamSearchParams(msgspec.Struct, metaclass=StrictFields, kw_only=True, forbid_unknown_fields=True):
     """Parameters of a beam search: `beam_width` hypotheses, ranked by logprob / length ** length_penalty."""
 
     beam_width: int

@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
-from quire.contracts.named import NamedFields
+from quire.contracts.unknown_fields import StrictFields
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_BYTES = 1 << 20  # of the parameters as JSON
 
 
 class StructuredOutputsParams(
-    msgspec.Struct, metaclass=NamedFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+    msgspec.Struct, metaclass=StrictFields, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """Structured output of a request: exactly one of the first five fields. With a `budget` they may all be absent.
 

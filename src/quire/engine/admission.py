@@ -5,7 +5,7 @@ import numpy as np
 from quire.contracts.request import Request, RequestState
 from quire.contracts.step import I32, Admission
 from quire.engine.roster import Roster
-from quire.kv.misses import PrefixHistory
+from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.prefix import PrefixMatch
 
 

@@ -21,7 +21,7 @@ from quire.engine.queue import SLACK
 from quire.engine.scheduler import Scheduler
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import TENANT, Tags
-from quire.kv.misses import PrefixHistory
+from quire.kv.miss_reasons import PrefixHistory
 from quire.text.grammar import GrammarCompiler
 
 
@@ -155,16 +155,16 @@ class EngineCore:
 
         A step with grammar masks can sample only after the step before is confirmed. Returns the outputs of that step.
         """
-        started, outputs, late = perf_counter(), None, NO_MASKS
+        started, outputs, masks = perf_counter(), None, NO_MASKS
         self.executor.submit(planned.plan)
         planned.execute_s = perf_counter() - started
         if len(planned.plan.grammar):
             outputs = self._confirm() if self._in_flight else None
             started = perf_counter()
-            late = self._masks(planned.plan.grammar)
+            masks = self._masks(planned.plan.grammar)
             planned.schedule_s += perf_counter() - started
         started = perf_counter()
-        self.executor.release(planned.plan.step, late)
+        self.executor.release(planned.plan.step, masks)
         planned.execute_s += perf_counter() - started
         self._in_flight.append(planned)
         return outputs

@@ -140,18 +140,18 @@ class MockExecutor:
         if not len(plan.grammar):
             self._sample(NO_MASKS)
 
-    def release(self, step: int, late: I32) -> None:
+    def release(self, step: int, masks: I32) -> None:
         """Let a step sample, with its masks."""
         self._released.add(step)
         if self._waiting is not None:
             assert step == self._waiting.step, "a step is released that does not wait"
-            self._sample(late)
+            self._sample(masks)
 
-    def _sample(self, late: I32) -> None:
+    def _sample(self, masks: I32) -> None:
         assert self._waiting is not None
         plan, self._waiting = self._waiting, None
-        masks = dict(zip(plan.grammar.tolist(), late, strict=True))
-        self._results.append(((self._run if self._answers else self._run_fast)(plan, masks), self._done))
+        by_slot = dict(zip(plan.grammar.tolist(), masks, strict=True))
+        self._results.append(((self._run if self._answers else self._run_fast)(plan, by_slot), self._done))
 
     def collect(self) -> StepResult:
         """Return the oldest result."""

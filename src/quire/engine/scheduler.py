@@ -13,7 +13,7 @@ from quire.engine.queue import WaitingQueue
 from quire.engine.roster import Roster
 from quire.engine.table import RunningTable
 from quire.kv.allocator import KVAllocator
-from quire.kv.misses import PrefixHistory
+from quire.kv.miss_reasons import PrefixHistory
 
 SHORT_STEPS = 32  # steps that must be enough for all waiting prompts; else chunks are not kept short (docs/log.md)
 

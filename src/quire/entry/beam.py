@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from quire.contracts.errors import InvalidParameter, PromptTooLong
 from quire.contracts.output import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from quire.contracts.sampling import BeamSearchParams, SamplingParams
-from quire.entry.front import FrontEnd
+from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
 
 Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]

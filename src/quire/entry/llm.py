@@ -18,13 +18,13 @@ from quire.contracts.output import (
     ScoringRequestOutput,
 )
 from quire.contracts.sampling import BeamSearchParams, OutputKind, SamplingParams
-from quire.entry.absent import check_arguments, no_attribute
 from quire.entry.beam import beam_search
 from quire.entry.completion import Generation
 from quire.entry.embedding import embed_params, embedding_output, likeness, paired, vector_of
-from quire.entry.interrupt import uninterrupted
+from quire.entry.keyboard_interrupt import uninterrupted
 from quire.entry.local import Messages, front_end, render_chat, tokenizer_of
 from quire.entry.prompts import Prompt, PromptLike, parse_prompts
+from quire.entry.unsupported import check_arguments, no_attribute
 from quire.observe.progress import Progress
 from quire.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.assemble import Engine
 from quire.contracts.errors import InvalidParameter
-from quire.entry.front import FrontEnd
+from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, ChatTemplate, no_template
 from quire.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.procs.launching import Controls, LaunchingExecutor
 
-Late = Callable[[], I32]  # waits for the grammar masks of a step and returns them
-Run = Callable[[StepPlan, Late], StepResult]
+GetMasks = Callable[[], I32]  # waits for the grammar masks of a step and returns them
+Run = Callable[[StepPlan, GetMasks], StepResult]
 Plans = queue.SimpleQueue[StepPlan | None]
 Masks = queue.SimpleQueue[I32]
 Done = queue.SimpleQueue[StepResult | Exception]
@@ -64,8 +64,8 @@ class _Runner:
         else:
             self._done.put(_attempt(self._run, plan, self._masks.get))
 
-    def release(self, late: I32) -> None:
-        self._masks.put(late)
+    def release(self, masks: I32) -> None:
+        self._masks.put(masks)
         if self._waiting is not None:
             plan, self._waiting = self._waiting, None
             self._done.put(_attempt(self._run, plan, self._masks.get))
@@ -88,9 +88,9 @@ def _stop(plans: Plans, masks: Masks, thread: threading.Thread, alone: threading
     alone.set()
 
 
-def _attempt(run: Run, plan: StepPlan, late: Late) -> StepResult | Exception:
+def _attempt(run: Run, plan: StepPlan, get_masks: GetMasks) -> StepResult | Exception:
     try:
-        return run(plan, late)
+        return run(plan, get_masks)
     except Exception as fault:  # any error of the device stops the engine, with its cause, at `collect`
         return fault
 

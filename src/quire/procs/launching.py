@@ -16,7 +16,7 @@ class Launches(Protocol):
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. If it needs grammar masks, launch everything but the sampling."""
 
-    def release(self, late: I32) -> None:
+    def release(self, masks: I32) -> None:
         """Launch the sampling of the last step with its grammar masks; see `Executor.release`."""
 
     def collect(self) -> StepResult:
@@ -38,10 +38,10 @@ class LaunchingExecutor:
         """Launch a step. `collect` raises its fault, if any."""
         self._attempt(lambda worker: worker.submit(plan))
 
-    def release(self, step: int, late: I32) -> None:
+    def release(self, step: int, masks: I32) -> None:
         """Give the grammar masks to the step that was submitted last, if it waits for masks."""
-        if len(late):
-            self._attempt(lambda worker: worker.release(late))
+        if len(masks):
+            self._attempt(lambda worker: worker.release(masks))
 
     def _attempt(self, launch: Callable[[Launches], None]) -> None:
         if self._fault is None:

@@ -3,8 +3,8 @@
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from quire.text.pieces import byte_alphabet
 from quire.text.special import SpecialTokens
+from quire.text.token_bytes import byte_alphabet
 from quire.text.tokenizer import Tokenizer
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")

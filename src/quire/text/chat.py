@@ -16,10 +16,10 @@ from typing import Any
 import jinja2
 
 from quire.contracts.errors import ConfigError, InvalidParameter, UnsupportedModel, shown
-from quire.text.calls import CallStyle, probe_style
 from quire.text.sandbox import Sandbox
 from quire.text.sandbox_meter import TooCostly, compile_metered
 from quire.text.special import SpecialTokens, read_json
+from quire.text.template_tool_calls import CallStyle, probe_style
 
 TEMPLATE_FILE = "chat_template.jinja"
 EXTRA_TEMPLATES = "additional_chat_templates"
@@ -116,8 +116,8 @@ class ChatTemplate:
         messages   mappings with "role"; "content" is a string, or text parts, which are joined with newlines
         tools      JSON schemas; `kwargs` are further variables of the template (enable_thinking, documents, ...)
         continue_final_message   leave the last message open, to be continued; excludes `add_generation_prompt`
-        adapt_turns   convert the assistant's turns to the format that this template reads (see `calls`), which
-                      transformers does not do
+        adapt_turns   convert the assistant's turns to the format that this template reads (see `template_tool_calls`),
+                      which transformers does not do
 
         Raises `InvalidParameter` with the template's message when it refuses the messages, and `TooCostly`.
         """

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from quire.text.pieces import PieceTable
+from quire.text.token_bytes import TokenBytes
 from quire.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -48,8 +48,8 @@ def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, ski
     """
     skipped = hidden_ids(tokenizer, skip_special_tokens, shown)
     before = (i for i in map(int, reversed(prompt_ids)) if i not in skipped)
-    if tokenizer.pieces is not None:
-        return _ByteDetokenizer(tokenizer.pieces, before, skipped)
+    if tokenizer.bytes_table is not None:
+        return _ByteDetokenizer(tokenizer.bytes_table, before, skipped)
     joined = not (spaces_between_special_tokens or (skip_special_tokens and not shown))
     context = list(islice(before, PROMPT_CONTEXT))
     return _WindowDetokenizer(tokenizer, context[::-1], skipped, joined)
@@ -58,15 +58,15 @@ def detokenizer_for(tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, ski
 class _ByteDetokenizer:
     """A detokenizer for tokens that stand for bytes: a table and a UTF-8 decoder."""
 
-    def __init__(self, pieces: PieceTable, before: Iterable[int], skipped: frozenset[int]) -> None:
-        self._bytes_of = pieces.bytes_of
-        self._first_bytes_of = pieces.first_bytes_of
+    def __init__(self, table: TokenBytes, before: Iterable[int], skipped: frozenset[int]) -> None:
+        self._bytes_of = table.bytes_of
+        self._first_bytes_of = table.first_bytes_of
         self._skipped = skipped
         self._utf8: _Utf8 = (
-            _FallbackUtf8() if pieces.rule.byte_fallback else codecs.getincrementaldecoder("utf-8")("replace"))
-        tail = _last_pieces(pieces, before)
-        self._first_token = not tail and pieces.rule.strip_token
-        self._first_char = not tail and pieces.rule.strip_text
+            _FallbackUtf8() if table.rule.byte_fallback else codecs.getincrementaldecoder("utf-8")("replace"))
+        tail = _last_bytes(table, before)
+        self._first_token = not tail and table.rule.strip_token
+        self._first_char = not tail and table.rule.strip_text
         for piece in tail:
             self._utf8.decode(piece)
 
@@ -172,13 +172,13 @@ class _WindowDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _last_pieces(pieces: PieceTable, before: Iterable[int]) -> list[bytes]:
+def _last_bytes(table: TokenBytes, before: Iterable[int]) -> list[bytes]:
     """Return the bytes of the prompt's last tokens, at least as many as a character has.
     `before`: ids of the prompt, last first."""
     found: list[bytes] = []
     num_bytes = 0
     for token_id in before:
-        if piece := pieces.bytes_of(token_id):
+        if piece := table.bytes_of(token_id):
             found.append(piece)
             num_bytes += len(piece)
         if num_bytes >= MAX_CHAR_BYTES:

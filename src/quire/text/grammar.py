@@ -207,7 +207,7 @@ class GrammarCompiler:
                 from llguidance import LLTokenizer, TokenizerWrapper
 
                 tokenizer = self._load()
-                if tokenizer.pieces is None:
+                if tokenizer.bytes_table is None:
                     raise InvalidParameter("structured_outputs: grammars are not implemented for the kind of this "
                                            "model's tokenizer: leave structured_outputs out.",
                                            param="structured_outputs")

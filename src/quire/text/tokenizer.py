@@ -19,8 +19,8 @@ from tokenizers.normalizers import NFC
 
 from quire.config.env import child_variables
 from quire.contracts.errors import InvalidParameter, ModelNotFound, RequestFailed, UnsupportedModel, shown
-from quire.text.pieces import PieceTable, byte_alphabet, decoder_rule
 from quire.text.special import AddedTokenSpec, SpecialTokens
+from quire.text.token_bytes import TokenBytes, byte_alphabet, decoder_rule
 
 TOKENIZER_FILE = "tokenizer.json"
 APART = 2**20  # characters; longer texts are encoded in a child: in the server, 7 MB take 1 GB and leave 600 MB behind
@@ -33,7 +33,7 @@ class Tokenizer:
     vocab_size       number of tokens, with added ones (a model's logits may be wider: padding ids mean nothing)
     bos_token_id, eos_token_id, pad_token_id   None if the folder names none
     all_special_ids  ids that `skip_special_tokens` leaves out of a text
-    pieces           table token id -> bytes; None for decoders whose tokens have no fixed bytes (WordPiece, ...)
+    bytes_table      table token id -> bytes; None for decoders whose tokens have no fixed bytes (WordPiece, ...)
     fewest_tokens    function: minimum number of tokens of a text; see `length_bound`
     apart            folder of the tokenizer, for child processes that encode texts of at least APART characters;
                      None = all texts are encoded in this process
@@ -54,7 +54,7 @@ class Tokenizer:
         self.bos_token_id, self.eos_token_id = named.get("bos_token"), named.get("eos_token")
         self.pad_token_id = named.get("pad_token")
         rule = decoder_rule(backend)
-        self.pieces = PieceTable(rule, backend.id_to_token) if rule else None
+        self.bytes_table = TokenBytes(rule, backend.id_to_token) if rule else None
         self.fewest_tokens = length_bound(backend)
         self.apart: Path | None = None
         self._bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())  # last words, ids
@@ -112,8 +112,8 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token adds to a text; b"" for an unknown id."""
-        if self.pieces is not None:
-            return self.pieces.bytes_of(token_id)
+        if self.bytes_table is not None:
+            return self.bytes_table.bytes_of(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def to_json(self) -> str:

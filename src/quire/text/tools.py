@@ -16,13 +16,13 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from quire.contracts.errors import ConfigError
+from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.chat import ChatTemplate
 from quire.text.tool_formats import CALL_ID, PLAIN, REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
 from quire.text.tool_formats import OutputStyles as OutputStyles
 from quire.text.tool_grammar import tool_grammar as tool_grammar
 from quire.text.tool_reader import BLANK, MAX_DEPTH, Malformed, Read, Reader, Reads, Sink
 from quire.text.tool_values import ANY, STRING, UNREADABLE, kinds_of, python_arguments, typed
-from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
 
 TOOL_PARSERS = tuple(name for row in TOOL_FORMATS for name in row.names)
 REASONING_PARSERS = tuple(name for row in REASONING_FORMATS for name in row.names)

@@ -78,15 +78,15 @@ class StepRunner:
             self._end()
 
     @torch.inference_mode()
-    def release(self, late: I32) -> None:
-        """Launch the sampling of the last submitted step with its grammar masks `late`; see `Executor.release`.
+    def release(self, masks: I32) -> None:
+        """Launch the sampling of the last submitted step with its grammar masks; see `Executor.release`.
 
-        `late` is empty when the executor shuts down: the step then samples without masks.
+        `masks` is empty when the executor shuts down: the step then samples without masks.
         """
         assert self._launched is not None, "released twice"
         plan = self._launched.plan
-        if len(late):
-            self.programs.sampler.take_masks(plan.slots[(plan.outputs & SAMPLE) != 0], plan.grammar, late)
+        if len(masks):
+            self.programs.sampler.take_masks(plan.slots[(plan.outputs & SAMPLE) != 0], plan.grammar, masks)
         self._end()
 
     def _end(self) -> None:
@@ -106,12 +106,12 @@ class StepRunner:
         """Wait for the oldest submitted step and return its result."""
         return self._running.popleft().collect()
 
-    def run(self, plan: StepPlan, late: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
-        """Run one plan to its end. `late` is called only for a plan with grammars: it waits for their masks, laid out
-        as in `Executor.release`."""
+    def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
+        """Run one plan to its end. `get_masks` is called only for a plan with grammars: it waits for the masks, laid
+        out as in `Executor.release`."""
         self.submit(plan)
         if len(plan.grammar):
-            self.release(late())
+            self.release(get_masks())
         return self.collect()
 
     @property

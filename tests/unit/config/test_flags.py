@@ -19,7 +19,7 @@ from quire.config.flags import (
     settings_of,
     with_objects,
 )
-from quire.config.texts import parse_bool, parse_size
+from quire.config.option_parsers import parse_bool, parse_size
 from quire.contracts.errors import ConfigError, ModelError
 
 # The command line is a promise: a flag that goes or changes its name breaks somebody's script.

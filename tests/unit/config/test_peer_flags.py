@@ -19,7 +19,7 @@ from quire.config.flags import (
     server_config,
     settings_of,
 )
-from quire.config.peer_flags import MEANINGS, NARGS, OFF, ON, PEER_FLAGS, PeerFlag, asks_nothing
+from quire.config.peer_flags import MEANINGS, NARGS, OFF, ON, PEER_FLAGS, PeerFlag, has_no_effect
 from quire.config.serve import ServerConfig, server_names
 from quire.config.sources import Settings
 from quire.contracts.errors import ConfigError
@@ -88,7 +88,7 @@ def given(flag: PeerFlag, name: str, text: str) -> list[str]:
 @pytest.mark.parametrize("name", [n for n, f in TABLE.items() if f.meaning != "works"])
 def test_each_of_the_others_behaves_as_the_table_says(name: str) -> None:
     flag = TABLE[name]
-    asking = next(t for t in ([ON, OFF] if flag.takes == "switch" else ["1", "2"]) if not asks_nothing(flag, t))
+    asking = next(t for t in ([ON, OFF] if flag.takes == "switch" else ["1", "2"]) if not has_no_effect(flag, t))
     if flag.meaning == "no-op":
         found, (spelling, *_) = settings(given(flag, name, asking)), given(flag, name, asking)
         assert found.values == {} and found.notes == [f"{spelling} changes nothing: {flag.why}."]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quire.config.flags import FlagParser, server_config, server_options, settings_of
+from quire.config.option_parsers import read_value
 from quire.config.serve import ServerConfig
 from quire.config.sources import Settings
-from quire.config.texts import read_value
 from quire.contracts.errors import ConfigError
 from quire.entry.cli import serve
 

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from quire.contracts.errors import InvalidParameter
-from quire.contracts.named import ABSENT
 from quire.contracts.sampling import (
     MAX_LOGPROB_IDS,
     MAX_N,
@@ -18,6 +17,7 @@ from quire.contracts.sampling import (
     SamplingParams,
 )
 from quire.contracts.structured import StructuredOutputsParams
+from quire.contracts.unknown_fields import REFUSED
 
 DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
@@ -125,12 +125,12 @@ def test_unknown_fields_are_refused_by_name_with_what_was_meant(name: str, messa
 
 
 def test_fields_that_are_not_implemented_say_so() -> None:
-    assert not ABSENT.keys() & DEFAULTS.keys(), "a field that exists is not absent"
-    assert ABSENT.keys() >= {
+    assert not REFUSED.keys() & DEFAULTS.keys(), "a field that exists is not refused"
+    assert REFUSED.keys() >= {
         "best_of", "extra_args", "flat_logprobs", "guided_json", "guided_regex", "repetition_detection",
         "routed_experts_prompt_start", "structural_tag", "thinking_token_budget", "use_beam_search",
     }
-    for name, instead in ABSENT.items():
+    for name, instead in REFUSED.items():
         with pytest.raises(InvalidParameter, match=f"^SamplingParams: {name} is not implemented: ") as error:
             SamplingParams(**{name: 3})
         assert instead in str(error.value) and error.value.param == name
@@ -139,7 +139,7 @@ def test_fields_that_are_not_implemented_say_so() -> None:
 @pytest.mark.parametrize(("name", "value", "other"), [
     ("best_of", 1, True), ("logits_processors", [], [len]), ("flat_logprobs", False, 0), ("skip_clone", False, True),
     ("use_beam_search", False, True), ("length_penalty", 1.0, 1.5), ("early_stopping", False, "never"),
-    ("extra_args", {}, {"a": 1}), *((name, None, 3) for name in ABSENT),
+    ("extra_args", {}, {"a": 1}), *((name, None, 3) for name in REFUSED),
 ])
 def test_absent_fields_that_ask_for_nothing_are_taken(name: str, value: Any, other: Any) -> None:
     for make in (SamplingParams, SamplingParams().clone):

@@ -56,7 +56,7 @@ def test_the_step_before_is_collected_before_masks_are_made(Rig: Any, grammar: s
     rig, log = small(Rig, 2), []
     submit, release, collect = rig.mock.submit, rig.mock.release, rig.mock.collect
     rig.mock.submit = lambda plan: (log.append(f"S{plan.step}"), submit(plan))
-    rig.mock.release = lambda step, late: (log.append(f"R{step}"), release(step, late))
+    rig.mock.release = lambda step, masks: (log.append(f"R{step}"), release(step, masks))
     rig.mock.collect = lambda: (result := collect(), log.append(f"C{result.step}"))[0]
     handle = rig.add([1, 2], 4, grammar=grammar)
     rig.drain()
@@ -362,12 +362,12 @@ def test_threads_compile_and_an_idle_core_waits_for_them(Rig: Any, monkeypatch: 
 
 def test_masks_reach_the_device_in_the_order_of_the_plan(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
-    lates, release = [], rig.mock.release
-    rig.mock.release = lambda step, late: (lates.append(late), release(step, late))
+    seen, release = [], rig.mock.release
+    rig.mock.release = lambda step, masks: (seen.append(masks), release(step, masks))
     handles = [rig.add([1], 2, grammar=form(regex=letter * 2)) for letter in "fbd"]
     for _ in handles:
         rig.jobs.run_one()
     rig.drain()
-    late = next(late for late in lates if len(late) == 3)
-    assert late.dtype == np.int32 and late[:, 0].tolist() == [1 << 5, 1 << 1, 1 << 3]
+    masks = next(masks for masks in seen if len(masks) == 3)
+    assert masks.dtype == np.int32 and masks[:, 0].tolist() == [1 << 5, 1 << 1, 1 << 3]
     assert [text(rig, handle) for handle in handles] == ["ff", "bb", "dd"]

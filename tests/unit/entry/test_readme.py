@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM
-from quire.entry.absent import METHODS
 from quire.entry.cli.main import main
+from quire.entry.unsupported import METHODS
 from quire.platforms.detect import MIN_CAPABILITY
 
 README = (Path(__file__).parents[3] / "README.md").read_text()

@@ -112,7 +112,7 @@ def test_what_loads_and_routes_is_named(
 ) -> None:
     asked = config(folders("deepseek_v3"), dtype="bfloat16", **options)
     plan, counts, inside = plan_engine(asked).describe(), Counter[str](), list[str]()
-    for owner, name in (("assemble.plain", "load_weights"), ("assemble.plain", "load_dummy"),
+    for owner, name in (("assemble.cpu", "load_weights"), ("assemble.cpu", "load_dummy"),
                         ("kernels.routing", "uniform")):  # fmt: skip
         module = importlib.import_module(f"quire.{owner}")
         function = getattr(module, name)

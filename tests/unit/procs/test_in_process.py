@@ -14,7 +14,7 @@ import pytest
 from quire.contracts.errors import EngineDead
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import NO_MASKS, StepPlan, StepResult
-from quire.procs.in_process import InProcessExecutor, Late, Run
+from quire.procs.in_process import GetMasks, InProcessExecutor, Run
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 NONE = np.zeros(0, np.int32)
@@ -24,7 +24,7 @@ def plan(step: int) -> StepPlan:
     return StepPlan(step=step, slots=NONE, num_decodes=0, num_tokens=NONE, num_rows=NONE, outputs=NONE.astype(np.uint8))
 
 
-def echo(plan: StepPlan, late: Late) -> StepResult:
+def echo(plan: StepPlan, get_masks: GetMasks) -> StepResult:
     return StepResult(step=plan.step, slots=NONE, tokens=NONE.reshape(0, 1), num_accepted=NONE)
 
 
@@ -39,10 +39,10 @@ def workers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_results_come_in_order_and_a_fault_when_it_is_collected(depth: int) -> None:
-    def run(plan: StepPlan, late: Late) -> StepResult:
+    def run(plan: StepPlan, get_masks: GetMasks) -> StepResult:
         if plan.step == 2:
             raise RuntimeError("device lost")
-        return echo(plan, late)
+        return echo(plan, get_masks)
 
     worker = executor(run, depth)
     for step in (0, 1, 2):
@@ -57,10 +57,10 @@ def test_results_come_in_order_and_a_fault_when_it_is_collected(depth: int) -> N
 def test_an_executor_that_nobody_holds_waits_for_its_thread() -> None:
     before, steps = workers(), []
 
-    def slow(plan: StepPlan, late: Late) -> StepResult:
+    def slow(plan: StepPlan, get_masks: GetMasks) -> StepResult:
         time.sleep(0.05)
         steps.append(plan.step)
-        return echo(plan, late)
+        return echo(plan, get_masks)
 
     worker = executor(slow)
     assert len(workers()) == len(before) + 1
@@ -73,9 +73,9 @@ def test_an_executor_that_nobody_holds_waits_for_its_thread() -> None:
 def test_after_its_thread_has_ended_it_runs_plans_itself() -> None:
     ran: list[threading.Thread] = []
 
-    def run(plan: StepPlan, late: Late) -> StepResult:
+    def run(plan: StepPlan, get_masks: GetMasks) -> StepResult:
         ran.append(threading.current_thread())
-        return echo(plan, late)
+        return echo(plan, get_masks)
 
     worker = executor(run)
     worker.submit(plan(0))
@@ -84,7 +84,7 @@ def test_after_its_thread_has_ended_it_runs_plans_itself() -> None:
     assert [worker.collect().step, worker.collect().step] == [0, 1]
     assert ran[0] is not threading.current_thread() and ran[1] is threading.current_thread()
     seen: list[object] = []
-    worker = executor(lambda one, late: (seen.append(late()) if len(one.grammar) else None, echo(one, late))[1])
+    worker = executor(lambda one, get: (seen.append(get()) if len(one.grammar) else None, echo(one, get))[1])
     worker.shutdown()
     for step in range(3):  # with masks of their own
         worker.submit(masked(step))
@@ -98,14 +98,14 @@ def masked(step: int) -> StepPlan:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_samples_when_its_masks_are_there(depth: int) -> None:
-    """At depth 2 it computes meanwhile; steps without a grammar ask for nothing."""
+    """At depth 2 it computes meanwhile; steps without a grammar wait for no mask."""
     seen: list[object] = []
     begun = threading.Event()
 
-    def run(plan: StepPlan, late: Late) -> StepResult:
+    def run(plan: StepPlan, get_masks: GetMasks) -> StepResult:
         begun.set()
-        seen.append((plan.step, late().tolist() if len(plan.grammar) else None))
-        return echo(plan, late)
+        seen.append((plan.step, get_masks().tolist() if len(plan.grammar) else None))
+        return echo(plan, get_masks)
 
     worker = executor(run, depth)
     worker.submit(plan(0))
@@ -121,7 +121,7 @@ def test_a_step_samples_when_its_masks_are_there(depth: int) -> None:
 
 
 def test_an_executor_can_be_shut_down_while_a_step_waits_for_masks() -> None:
-    worker = executor(lambda plan, late: (late(), echo(plan, late))[1])
+    worker = executor(lambda plan, get_masks: (get_masks(), echo(plan, get_masks))[1])
     worker.submit(masked(0))
     worker.shutdown()
     assert worker.collect().step == 0 and not workers()
@@ -132,10 +132,10 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from test_in_process import echo, executor, plan
 
-def slow(plan, late):
+def slow(plan, get_masks):
     time.sleep(0.3)
     print("ran", plan.step, flush=True)
-    return echo(plan, late)
+    return echo(plan, get_masks)
 
 worker = executor(slow)
 worker.submit(plan(0))

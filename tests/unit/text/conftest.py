@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from quire.text.pieces import byte_alphabet
+from quire.text.token_bytes import byte_alphabet
 from quire.text.tokenizer import Tokenizer
 
 WORDS = ["▁the", "▁a", "lo", "▁he", "l", "o", "▁", "w", "h", "e", "é", "中", "文", ".", "s", "▁▁", "a", "b", "c"]

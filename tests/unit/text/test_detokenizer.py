@@ -99,7 +99,7 @@ def test_characters_of_several_tokens_without_a_byte_table(
     backend.normalizer = None
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = Tokenizer(backend)
-    assert tokenizer.pieces is None
+    assert tokenizer.bytes_table is None
     before, ids = tokenizer.encode(prompt, False), tokenizer.encode(text, False)
     pieces = stream(tokenizer, ids, before)
     assert "".join(pieces) == tokenizer.decode(ids) and not any("\ufffd" in piece for piece in pieces)

@@ -10,12 +10,12 @@ import pytest
 from quire.config.bundled import bundled_model
 from quire.contracts.errors import InvalidParameter
 from quire.contracts.structured import StructuredOutputsParams
+from quire.text.answer_events import CallArguments, CallBegins, Thought, Words
 from quire.text.grammar import LEFT_OUT, GrammarCompiler
 from quire.text.json_schema import Reading, holdable_in_lark
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.text.tools import OutputParser, OutputStyles, tool_grammar
-from quire.text.turn import CallArguments, CallBegins, Thought, Words
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.contracts.errors import ConfigError
+from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.chat import ChatTemplate
 from quire.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.text.tool_reader import Reader
@@ -26,7 +27,6 @@ from quire.text.tools import (
     choose_styles,
     thinking_at_end,
 )
-from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
 
 FORMATS = {row.names[0]: row for row in TOOL_FORMATS}
 THINK = REASONING_FORMATS[0]

@@ -116,4 +116,4 @@ class _Same:
     """Stands for the naive runner."""
 
     def __init__(self, runner: Any) -> None:
-        self.run = lambda plan, late, given: runner.run(plan, late)
+        self.run = lambda plan, get_masks, given: runner.run(plan, get_masks)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.entry.interrupt import interruptible
+from quire.entry.keyboard_interrupt import interruptible
 
 if TYPE_CHECKING:
     from quire.contracts.output import RequestOutput

@@ -13,7 +13,7 @@ from quire.entry.cli import bench_kernels, bench_serve
 from quire.entry.cli.table import format_table, print_result, write_json
 from quire.entry.exit_codes import DONE, FAILED
 from quire.entry.installed import check_torch
-from quire.entry.leaving import raise_on_interrupt
+from quire.entry.keyboard_interrupt import raise_on_interrupt
 from quire.observe.progress import Progress
 from quire.platforms.detect import resolve_device
 

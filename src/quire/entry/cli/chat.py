@@ -10,7 +10,7 @@ from quire.contracts.errors import EngineError, RequestError, RequestFailed
 from quire.entry.cli.answer import Answer, AnswerPiece, local_pieces, print_answer
 from quire.entry.cli.remote import remote_model
 from quire.entry.cli.sampling import configure_asking, local_model, sampling_values
-from quire.entry.leaving import raise_on_interrupt
+from quire.entry.keyboard_interrupt import raise_on_interrupt
 
 SUMMARY = "talk to a model"
 HELP = "/reset forgets the conversation, exit or Ctrl-D leaves, Ctrl-C stops an answer"

@@ -10,7 +10,7 @@ from quire.contracts.errors import InvalidParameter, RequestFailed
 from quire.entry.cli.answer import Answer, local_pieces, print_answer
 from quire.entry.cli.remote import RemoteModel, remote_model
 from quire.entry.cli.sampling import configure_asking, local_model, sampling_values
-from quire.entry.leaving import raise_on_interrupt
+from quire.entry.keyboard_interrupt import raise_on_interrupt
 
 SUMMARY = "continue a text: from -p, or from standard input"
 

@@ -17,7 +17,7 @@ from quire.config.serve import HttpConfig, ServeConfig, ServerConfig
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
 from quire.entry.exit_codes import DONE, FAILED, INTERRUPTED
-from quire.entry.leaving import raise_on_interrupt
+from quire.entry.keyboard_interrupt import raise_on_interrupt
 
 if TYPE_CHECKING:
     from quire.entry.http.batch import Batch

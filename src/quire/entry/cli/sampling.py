@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.flags import FlagParser, add_engine_flags, add_flag_table, engine_config, given_options
 from quire.entry.cli.remote import add_remote_flags
-from quire.entry.leaving import raise_on_interrupt
+from quire.entry.keyboard_interrupt import raise_on_interrupt
 
 if TYPE_CHECKING:
     from quire.contracts.sampling import SamplingParams

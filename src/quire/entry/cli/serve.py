@@ -12,7 +12,7 @@ from quire.config.peer_flags import add_peer_flags
 from quire.config.serve import LEAST_WAITING, WAITING_PER_SLOT, ServerConfig, is_loopback
 from quire.config.sources import CONFIG_FILE
 from quire.contracts.errors import ConfigError
-from quire.entry.leaving import raise_on_interrupt
+from quire.entry.keyboard_interrupt import raise_on_interrupt
 
 SUMMARY = "serve a model over HTTP with OpenAI's API"
 DESCRIPTION = """\

@@ -22,9 +22,9 @@ from quire.contracts import errors
 from quire.contracts.sampling import SamplingParams
 from quire.engine.queue import check_fits
 from quire.entry.completion import Generation
-from quire.entry.front import INTERNAL, FrontEnd, Taken
+from quire.entry.front_end import INTERNAL, FrontEnd, Taken
+from quire.entry.http.request_metrics import count_finished, count_refusal, count_step, request_record
 from quire.entry.http.request_stream import RequestStream
-from quire.entry.http.tally import count_finished, count_refusal, count_step, request_record
 from quire.entry.obtain import obtain_model
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics

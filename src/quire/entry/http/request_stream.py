@@ -13,7 +13,7 @@ from typing import Self
 from quire.contracts.errors import QueueTimeout, QuireError, RequestFailed
 from quire.contracts.output import RequestOutput
 from quire.entry.completion import Generation
-from quire.entry.front import INTERNAL
+from quire.entry.front_end import INTERNAL
 
 LOG = logging.getLogger("quire")
 FIXES = {"deadline": ", its time limit was reached: ask for fewer tokens, or raise the limit (X-Request-Timeout, or "

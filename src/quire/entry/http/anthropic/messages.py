@@ -13,11 +13,11 @@ from quire.entry.http.anthropic.errors import own_form
 from quire.entry.http.anthropic.schema import Block, Content, InputMessage, MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import not_implemented
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import decode, generate, prompts, sampling, schema, tools
 from quire.entry.http.openai.talk import Talk
+from quire.entry.http.request_response import Exchange
+from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
-from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
 
 DECODER, ENCODE = decode.RequestDecoder(
     MessagesRequest, refused="../anthropic/refused_fields.txt"), msgspec.json.Encoder().encode
@@ -143,7 +143,7 @@ class MessageWriter(generate.Writer):
     """Writer of a message as JSON: a sequence of content blocks."""
 
     def __init__(self, job: generate.Job, max_tokens: int, tokenizer: Tokenizer | None) -> None:
-        self._turns, self._max_tokens = job.turns(tokenizer), max_tokens
+        self._parsers, self._max_tokens = job.parsers(tokenizer), max_tokens
         self._message = {"id": f"msg_{job.request_id}", "type": "message", "role": "assistant", "model": job.model,
                          "content": [], "stop_reason": None, "stop_sequence": None}
         self._index, self._open, self._called = -1, "", False  # the open block's number and type; True after a call
@@ -182,7 +182,7 @@ class MessageWriter(generate.Writer):
     def _news(self, piece: CompletionOutput) -> Iterator[dict[str, Any]]:
         """Yield the stream events of a piece."""
         self._last = piece
-        for event in self._turns[0].events(piece):
+        for event in self._parsers[0].events(piece):
             block, delta, field = SHOWN[type(event)]
             if block["type"] != self._open or isinstance(event, CallBegins):
                 if self._open:

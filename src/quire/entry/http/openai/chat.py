@@ -8,15 +8,15 @@ from quire.contracts.errors import InvalidParameter
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.generate import ChunkWriter, Job, Writer, answer
 from quire.entry.http.openai.logprobs import chat_logprobs
 from quire.entry.http.openai.prompts import chat_prompts
 from quire.entry.http.openai.sampling import sampling_params
+from quire.entry.http.request_response import Exchange
+from quire.text.answer_events import CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
-from quire.text.turn import CallBegins, Event, Thought, Words
 
 DECODER = RequestDecoder(schema.ChatRequest)
 ENCODE = msgspec.json.Encoder().encode
@@ -28,7 +28,7 @@ async def chat(context: ServerContext, exchange: Exchange) -> None:
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS[bool(request.logprob_token_ids) :]  # with ids, the number of logprobs is theirs
     await answer_chat(context, exchange, request, lambda job, *rest: (
-        ChatWriter if job.turn.plain else ChatEventWriter)(job, *rest))
+        ChatWriter if job.parser_plan.content_only else ChatEventWriter)(job, *rest))
 
 
 async def answer_chat(context: ServerContext, exchange: Exchange, request: schema.ChatRequest,
@@ -127,22 +127,22 @@ class ChatEventWriter(ChatWriter):
 
     def __init__(self, job: Job, request: schema.ChatRequest, tokenizer: Tokenizer | None) -> None:
         super().__init__(job, request, tokenizer)
-        self._turns = job.turns(tokenizer)
+        self._parsers = job.parsers(tokenizer)
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
-        """Return an event for each event of the turn, then one with the finish reason when the choice has ended."""
-        turn = self._turns[choice]
-        deltas = [_delta(event) for event in turn.events(piece)]
+        """Return an event for each event of the parser, then one with the finish reason when the choice has ended."""
+        parser = self._parsers[choice]
+        deltas = [_delta(event) for event in parser.events(piece)]
         if self._plain and not usage and piece.finish_reason is None:
             return b"".join([self._heads[choice] + delta + self._going_on for delta in deltas])
         if piece.token_ids and not (deltas or self._plain):
             deltas = [b""]
-        return self._chunks(choice, piece, deltas, turn.finish_reason(piece), usage)
+        return self._chunks(choice, piece, deltas, parser.finish_reason(piece), usage)
 
     def _message(self, completion: CompletionOutput) -> tuple[schema.AnswerMessage, str | None]:
-        turn, thought, words = self._turns[completion.index], "", self._echoed
+        parser, thought, words = self._parsers[completion.index], "", self._echoed
         calls: list[schema.ToolCall] = []
-        for event in turn.events(completion):
+        for event in parser.events(completion):
             if isinstance(event, Thought):
                 thought += event.text
             elif isinstance(event, Words):
@@ -154,7 +154,7 @@ class ChatEventWriter(ChatWriter):
                 calls[event.index].function.arguments += event.text
         message = schema.AnswerMessage(content=words or (None if calls else ""), tool_calls=calls or msgspec.UNSET)
         message.reasoning = message.reasoning_content = thought or msgspec.UNSET
-        return message, turn.finish_reason(completion)
+        return message, parser.finish_reason(completion)
 
 
 def _delta(event: Event) -> bytes:

@@ -5,13 +5,13 @@ import msgspec
 from quire.contracts.output import CompletionOutput, LogprobsByToken, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.generate import ChunkWriter, Job, answer
 from quire.entry.http.openai.logprobs import LegacyColumns, joined, prompt_columns
 from quire.entry.http.openai.prompts import IDS, completion_prompts
 from quire.entry.http.openai.sampling import sampling_params
+from quire.entry.http.request_response import Exchange
 from quire.text.tokenizer import Tokenizer
 
 DECODER = RequestDecoder(schema.CompletionRequest)

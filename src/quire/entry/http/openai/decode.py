@@ -17,15 +17,15 @@ import numpy as np
 from msgspec import inspect
 
 from quire.contracts.errors import InvalidParameter, listed, shown
-from quire.contracts.named import asks_nothing
 from quire.contracts.text_table import read_rows
+from quire.contracts.unknown_fields import has_no_effect
 from quire.entry.http.anthropic.schema import MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, json_fault, not_implemented
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema, schema_embeddings
 from quire.entry.http.openai.responses_schema import ResponseRequest
 from quire.entry.http.openai.unknown import Fields, value_again
+from quire.entry.http.request_response import Exchange
 
 LOG = logging.getLogger("quire")
 T = TypeVar("T", bound=msgspec.Struct)
@@ -163,7 +163,7 @@ class RequestDecoder(Generic[T]):
             if (rule := self._refused.get(name)) is None:
                 continue
             value = msgspec.json.decode(given)
-            if not asks_nothing(value, rule.harmless):
+            if not has_no_effect(value, rule.harmless):
                 if rule.reason.startswith("send "):  # another field does the same
                     raise HttpError(400, f"{name} is not read: {rule.reason}", code="unsupported_parameter", param=name)
                 raise not_implemented(name, rule.reason)

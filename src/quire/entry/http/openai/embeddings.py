@@ -16,11 +16,11 @@ from quire.entry.completion import Generation
 from quire.entry.embedding import embed_params, vector_of
 from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema_embeddings as schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.prompts import IDS, away, encoded, fitted, several, tokenizer_of
 from quire.entry.http.openai.sampling import request_timeout
+from quire.entry.http.request_response import Exchange
 from quire.entry.http.request_stream import failure
 from quire.entry.prompts import Prompt
 

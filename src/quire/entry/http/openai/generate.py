@@ -20,12 +20,12 @@ from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.auth import owner_of, tenant_of
 from quire.entry.http.context import ServerContext
-from quire.entry.http.exchange import Exchange, Watch
+from quire.entry.http.openai.choice_parser import ChoiceParser, ParserPlan
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import away, spell_bad_words
 from quire.entry.http.openai.sampling import form_fault, request_timeout
 from quire.entry.http.openai.schema import CachedTokens, ReasoningTokens, SamplingFields, StreamOptions, Usage
-from quire.entry.http.openai.turn import Turn, TurnPlan
+from quire.entry.http.request_response import Exchange, Watch
 from quire.entry.http.request_stream import Batch, RequestStream
 from quire.entry.http.sse import DONE, EventStream
 from quire.entry.prompts import Prompt
@@ -42,7 +42,7 @@ Piece = tuple[int, CompletionOutput]  # (choice, its new part)
 class Job:
     """A validated request.
 
-    turn             plan for parsing the text of a choice into reasoning, content and calls
+    parser_plan      plan for parsing the text of a choice into reasoning, content and calls
     num_choices      number of choices; choice c belongs to prompt c // params.n
     include_usage    send a last event with the token counts
     running_usage    send the token counts in every event
@@ -54,7 +54,7 @@ class Job:
     model: str
     created: int
     stream: bool
-    turn: TurnPlan = TurnPlan()
+    parser_plan: ParserPlan = ParserPlan()
     priority: int = 0
     timeout: float | None = None
     include_usage: bool = False
@@ -65,20 +65,20 @@ class Job:
         """Number of choices of all prompts."""
         return len(self.prompts) * self.params.n
 
-    def turns(self, tokenizer: Tokenizer | None) -> list[Turn]:
+    def parsers(self, tokenizer: Tokenizer | None) -> list[ChoiceParser]:
         """Make the parser of each choice, for a writer that shows reasoning and calls."""
-        return [Turn(self.turn, self.params, tokenizer) for _ in range(self.num_choices)]
+        return [ChoiceParser(self.parser_plan, self.params, tokenizer) for _ in range(self.num_choices)]
 
 
 class Writer(ABC):
     """Base of the writers, which make a route's answers: JSON bytes or framed events."""
 
-    _turns: Sequence[Turn] = ()  # parsers of the choices, if these are more than text
+    _parsers: Sequence[ChoiceParser] = ()  # parsers of the choices, if these are more than text
 
     @property
     def num_thought(self) -> int:
         """Number of reasoning tokens of all choices."""
-        return sum(turn.num_thought for turn in self._turns)
+        return sum(parser.num_thought for parser in self._parsers)
 
     @abstractmethod
     def begin(self, prompt: int, output: RequestOutput, usage: bytes = b"") -> bytes:
@@ -133,7 +133,8 @@ class ChunkWriter(Writer):
 async def answer(
     context: ServerContext, exchange: Exchange, request: Request,
     params_of: Callable[[Request, SamplingParams, int], SamplingParams],
-    prompts_of: Callable[[ServerContext, Exchange, Request, SamplingParams], Awaitable[tuple[list[Prompt], TurnPlan]]],
+    prompts_of: Callable[[ServerContext, Exchange, Request, SamplingParams],
+                         Awaitable[tuple[list[Prompt], ParserPlan]]],
     writer: Callable[[Job, Request, Tokenizer | None], Writer],
 ) -> None:
     """Answer one request.
@@ -145,11 +146,11 @@ async def answer(
     request_id = exchange.name(request.request_id)
     model, text, serve = context.model(request.model), context.text(), context.config.serve
     params = params_of(request, text.default_params, serve.stream_interval)
-    prompts, turn = await prompts_of(context, exchange, request, params)
+    prompts, plan = await prompts_of(context, exchange, request, params)
     await spell_bad_words(context, exchange, params)
     options = request.stream_options or StreamOptions()
     job = Job(prompts=prompts, params=params, request_id=request_id, model=model, created=int(time.time()),
-              stream=bool(request.stream), turn=turn, priority=request.priority or 0,
+              stream=bool(request.stream), parser_plan=plan, priority=request.priority or 0,
               timeout=request_timeout(exchange.header(b"x-request-timeout")),
               include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
               running_usage=bool(options.continuous_usage_stats))
@@ -159,7 +160,7 @@ async def answer(
                 exchange.warn(f"not enforced: {_told(found)}")
         await generate(context, exchange, job, writer(job, request, text.tokenizer))
     except (RequestFailed, InvalidParameter) as error:
-        raise form_fault(error, request, params, bool(turn.tools)) from error
+        raise form_fault(error, request, params, bool(plan.tools)) from error
 
 
 def _told(notes: list[str]) -> str:

@@ -4,14 +4,14 @@
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
-from quire.entry.front import check_ids
+from quire.entry.front_end import check_ids
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.prompts import away, conversation_prompt, tokenizer_of
 from quire.entry.http.openai.tools import plain_tools
+from quire.entry.http.request_response import Exchange
 from quire.text.tokenizer import Tokenizer
 
 TOKENIZE = RequestDecoder(  # accepts bodies of chats and completions; their sampling fields do not change the prompt

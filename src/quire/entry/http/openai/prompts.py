@@ -12,7 +12,7 @@ from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented, too_long
-from quire.entry.http.exchange import Exchange
+from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.sampling import check_choices
 from quire.entry.http.openai.schema import (
     ChatRequest,
@@ -23,11 +23,11 @@ from quire.entry.http.openai.schema import (
     TokenizeRequest,
 )
 from quire.entry.http.openai.schema_embeddings import EmbeddedFields
-from quire.entry.http.openai.tools import plan_turn, tool_use
-from quire.entry.http.openai.turn import TurnPlan
+from quire.entry.http.openai.tools import plan_parser, tool_use
+from quire.entry.http.request_response import Exchange
 from quire.entry.prompts import Prompt
 from quire.text.chat import ARGUMENTS, SWITCHES, TEXT_PARTS, ChatTemplate
-from quire.text.fim import around_gap
+from quire.text.fill_in_middle import around_gap
 from quire.text.load import TextSide
 from quire.text.sandbox_meter import TooCostly
 from quire.text.special import SpecialTokens
@@ -71,7 +71,7 @@ async def spell_bad_words(context: ServerContext, exchange: Exchange, params: Sa
 
 
 async def completion_prompts(context: ServerContext, exchange: Exchange, request: CompletionRequest,
-                             params: SamplingParams) -> tuple[list[Prompt], TurnPlan]:
+                             params: SamplingParams) -> tuple[list[Prompt], ParserPlan]:
     """Make the prompts of /v1/completions, encoded and fitted to the context. The answer is plain text."""
     given = several(request.prompt)
     check_choices(len(given), request)
@@ -90,11 +90,11 @@ async def completion_prompts(context: ServerContext, exchange: Exchange, request
                                "fill-in-the-middle tokens yourself.", param="suffix")
     else:
         prompts = [Prompt(token_ids=item) for item in given if not isinstance(item, str)]
-    return [fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts], TurnPlan()
+    return [fitted(context, request, prompt, request.max_tokens, "prompt") for prompt in prompts], ParserPlan()
 
 
 async def chat_prompts(context: ServerContext, exchange: Exchange, request: ChatRequest,
-                       params: SamplingParams) -> tuple[list[Prompt], TurnPlan]:
+                       params: SamplingParams) -> tuple[list[Prompt], ParserPlan]:
     """Make the prompt of a conversation, encoded and fitted to the context, and the plan for parsing its answer."""
     check_choices(1, request)
     longest = _longest(context, request)
@@ -111,7 +111,7 @@ async def chat_prompts(context: ServerContext, exchange: Exchange, request: Chat
     opens = text.styles.reasoning if params.structured_outputs is not None or bounded else None
     prompt = await conversation_prompt(context, exchange, request, request.messages, longest, tools=use.shown,
                                        opens=opens)
-    plan = plan_turn(request, use, params, text, prompt.text or "")
+    plan = plan_parser(request, use, params, text, prompt.text or "")
     if bounded and not plan.thinking:
         exchange.warn("thinking_token_budget has no effect here: the prompt begins no reasoning")
     if (asked := request.max_completion_tokens) is not None:

@@ -9,10 +9,10 @@ from msgspec import UNSET
 from quire.contracts.errors import InvalidParameter
 from quire.entry.embedding import likeness, paired
 from quire.entry.http.context import ServerContext
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai import schema_embeddings as schema
 from quire.entry.http.openai.decode import RequestDecoder
 from quire.entry.http.openai.embeddings import vectors_of
+from quire.entry.http.request_response import Exchange
 
 RERANK = RequestDecoder(schema.RerankRequest)
 SCORE = RequestDecoder(schema.ScoreRequest)

@@ -14,7 +14,6 @@ from quire.contracts.errors import shown
 from quire.entry.http.auth import owner_of
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, http_error, not_implemented
-from quire.entry.http.exchange import ClientGone, Exchange
 from quire.entry.http.openai.chat import WORDS as CHAT_WORDS
 from quire.entry.http.openai.chat import answer_chat
 from quire.entry.http.openai.decode import RequestDecoder
@@ -23,6 +22,7 @@ from quire.entry.http.openai.responses_input import chat_request, check_fields, 
 from quire.entry.http.openai.responses_schema import Item, ResponseRequest
 from quire.entry.http.openai.responses_store import Kept, ResponseStore
 from quire.entry.http.openai.responses_writer import ENCODE, ResponseWriter
+from quire.entry.http.request_response import ClientGone, Exchange
 
 DECODER = RequestDecoder(ResponseRequest, refused="refused_response_fields.txt")
 WORDS = ((r"^messages$", "input"), (r"\bmessages\[\d+\]\.", "input: "),

@@ -9,13 +9,13 @@ from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError, not_implemented
-from quire.entry.http.exchange import Exchange
 from quire.entry.http.openai.chat import DECODER as CHAT
 from quire.entry.http.openai.prompts import chat_prompts, check_parts
 from quire.entry.http.openai.responses_schema import Item, ResponseRequest
 from quire.entry.http.openai.sampling import structured
 from quire.entry.http.openai.schema import MAX_MESSAGES, ChatRequest, SamplingFields
 from quire.entry.http.openai.talk import Talk
+from quire.entry.http.request_response import Exchange
 from quire.text.sandbox import TextTooLong
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"

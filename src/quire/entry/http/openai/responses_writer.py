@@ -13,8 +13,8 @@ from quire.entry.http.openai.generate import Job, Writer
 from quire.entry.http.openai.logprobs import TokenNames, chat_logprobs
 from quire.entry.http.openai.responses_schema import ReasoningOptions, ResponseRequest, TextOptions
 from quire.entry.http.openai.schema import Usage
+from quire.text.answer_events import CallBegins, Event, Thought, Words
 from quire.text.tokenizer import Tokenizer
-from quire.text.turn import CallBegins, Event, Thought, Words
 
 ENCODE = msgspec.json.Encoder().encode
 ECHOED: dict[str, Any] = {  # fields of the request that the answer repeats, with their defaults
@@ -42,10 +42,10 @@ class ResponseWriter(Writer):
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None, request: ResponseRequest, response_id: str,
                  keep: Callable[[bytes], None]) -> None:
-        if job.params.logprobs is not None and not job.turn.plain:
+        if job.params.logprobs is not None and not job.parser_plan.content_only:
             raise not_implemented("logprobs of an answer with reasoning or calls", "leave them out of include, or use "
                                   "a model that does not reason and send no tools.", "include")
-        self._turn, = job.turns(tokenizer)
+        self._parser, = job.parsers(tokenizer)
         self._names, self._num_top = TokenNames(tokenizer), request.top_logprobs or 0
         self._keep, self._number, self._finish = keep, -1, ""
         given = {name: value for name in ECHOED if (value := getattr(request, name)) is not None}
@@ -74,7 +74,7 @@ class ResponseWriter(Writer):
         rows = piece.logprobs or []
         logprobs = chat_logprobs(self._names, piece.token_ids[: len(rows)], rows, self._num_top).content
         frames = list[bytes]()
-        for event in self._turn.events(piece) or ([Words("")] if logprobs else []):
+        for event in self._parser.events(piece) or ([Words("")] if logprobs else []):
             frames += self._tell(event, logprobs)
         if piece.finish_reason is not None:
             if not self._output:
@@ -88,7 +88,7 @@ class ResponseWriter(Writer):
         cut = self._finish == "length"
         self._answer["usage"] = {
             "input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens, "output_tokens_details": {"reasoning_tokens": self._turn.num_thought},
+            "total_tokens": usage.total_tokens, "output_tokens_details": {"reasoning_tokens": self._parser.num_thought},
             "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens,
                                      "cache_write_tokens": 0}}  # OpenAI bills what it writes; nothing is billed here
         self._answer["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
@@ -124,7 +124,7 @@ class ResponseWriter(Writer):
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
     def _tell(self, event: Event, logprobs: list[Any]) -> list[bytes]:
-        """Return the events for one event of the turn."""
+        """Return the events for one event of the parser."""
         if isinstance(event, CallBegins):
             return self._open(CALL, call_id=event.call_id, name=event.name, arguments="")
         kind = MESSAGE if isinstance(event, Words) else self._thought if isinstance(event, Thought) else CALL

@@ -6,7 +6,6 @@ from starlette.routing import Route
 
 from quire.entry.http.anthropic.messages import count_tokens, messages
 from quire.entry.http.context import ServerContext
-from quire.entry.http.exchange import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.openai.chat import chat
 from quire.entry.http.openai.completions import complete
 from quire.entry.http.openai.embeddings import embed
@@ -14,6 +13,7 @@ from quire.entry.http.openai.models import detokenize, list_models, show_model, 
 from quire.entry.http.openai.prompts import LONG
 from quire.entry.http.openai.rerank import rerank, score
 from quire.entry.http.openai.responses import cancel, respond, retrieve
+from quire.entry.http.request_response import ClientGone, Exchange, Receive, Scope
 from quire.entry.http.sse import Send
 
 Handler = Callable[[ServerContext, Exchange], Awaitable[None]]

@@ -12,8 +12,8 @@ import msgspec
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.sampling import SamplingParams
 from quire.contracts.structured import StructuredOutputsParams
+from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.schema import ChatRequest, Tool, ToolChoice
-from quire.entry.http.openai.turn import TurnPlan
 from quire.text.load import TextSide
 from quire.text.tools import OutputStyles, thinking_at_end, tool_grammar
 
@@ -84,13 +84,13 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     return list(plain.values())
 
 
-def plan_turn(request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: str) -> TurnPlan:
+def plan_parser(request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: str) -> ParserPlan:
     """Return the plan for parsing the answer to the rendered `prompt`. Sets the grammar of the answer in `params`.
     Raises 400 for a structured output that cannot be combined with tool calls."""
     styles, row, form = text.styles, text.styles.reasoning, params.structured_outputs
-    plan = TurnPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
-                    named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
-                    thoughts=request.include_reasoning is not False)
+    plan = ParserPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
+                      named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
+                      thoughts=request.include_reasoning is not False)
     schema = _schema_beside_calls(form) if form is not None and use.callable else None
     if use.callable and (use.bound or styles.tools is None) and (form is None or use.must):
         form = StructuredOutputsParams(grammar=tool_grammar(
@@ -118,7 +118,7 @@ def _schema_beside_calls(form: StructuredOutputsParams) -> dict[str, Any]:
     return schema
 
 
-def _calls_or(schema: dict[str, Any], styles: OutputStyles, plan: TurnPlan) -> StructuredOutputsParams:
+def _calls_or(schema: dict[str, Any], styles: OutputStyles, plan: ParserPlan) -> StructuredOutputsParams:
     """Return the structured output "tool calls, or an answer that fits `schema`"."""
     styles = msgspec.structs.replace(styles, reasoning=None)  # `after` of the structured output skips reasoning
     calls = tool_grammar(styles, plan.tools, "required", parallel=plan.parallel).replace("start: ", "calls: ", 1)

@@ -136,7 +136,7 @@ def test_logprobs(ask: Callable[..., Any]) -> None:
         assert numbers == sorted(numbers, reverse=True)
     assert ask(logprobs=True).json["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
     assert ask(top_logprobs=1).error["param"] == "top_logprobs"
-    assert ask(top_logprobs=0).json["choices"][0]["logprobs"] is None  # asks for nothing
+    assert ask(top_logprobs=0).json["choices"][0]["logprobs"] is None  # has no effect
 
 
 def test_the_bound_of_logprobs_is_the_servers(mock_engine: Any, ask: Callable[..., Any]) -> None:

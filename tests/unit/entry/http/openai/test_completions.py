@@ -9,7 +9,7 @@ import pytest
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.request_scope import RequestScope
 from quire.observe.metrics import Metrics
-from quire.text import fim
+from quire.text import fill_in_middle
 
 PATH = "/v1/completions"
 
@@ -284,7 +284,7 @@ def test_a_gap_is_filled_where_the_tokenizer_knows_gaps(
     assert ask("a", suffix="").status == 200
     error = ask("a", suffix="b").error
     assert error["param"] == "suffix" and "its tokenizer has no tokens for filling in the middle" in error["message"]
-    monkeypatch.setattr(fim, "GAPS", [fim.Gap("x", "y", "z")])
+    monkeypatch.setattr(fill_in_middle, "GAPS", [fill_in_middle.Gap("x", "y", "z")])
     assert ask(["a", "b c"], suffix="\n").status == 200
     ids = [prompt.token_ids for prompt in mock_engine.seen[-1][0]]
     assert mock_engine.text.tokenizer.decode(ids[1], False) == "xb cy\nz" and len(ids) == 2

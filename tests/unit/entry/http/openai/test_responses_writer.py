@@ -9,11 +9,11 @@ import pytest
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.errors import HttpError
+from quire.entry.http.openai.choice_parser import ParserPlan
 from quire.entry.http.openai.generate import usage
 from quire.entry.http.openai.responses_schema import ReasoningOptions, ResponseRequest
 from quire.entry.http.openai.responses_writer import ResponseWriter
-from quire.entry.http.openai.turn import TurnPlan
-from quire.text.turn import CallArguments, CallBegins, Event, Thought, Words
+from quire.text.answer_events import CallArguments, CallBegins, Event, Thought, Words
 
 ANSWER: list[Event] = [
     Thought("let "), Thought("me see"), Words("I "), Words("ask."), CallBegins(0, "call_a", "add"),
@@ -21,7 +21,7 @@ ANSWER: list[Event] = [
 
 
 class Read:
-    """A turn whose pieces are what a test says."""
+    """A parser whose pieces are what a test says."""
 
     num_thought = 2
 
@@ -33,9 +33,9 @@ class Read:
 
 
 def writer_of(pieces: list[list[Event]], kept: list[bytes], params: SamplingParams | None = None,
-              plan: TurnPlan | None = None, **fields: Any) -> ResponseWriter:
-    job: Any = SimpleNamespace(params=params or SamplingParams(), turn=plan or TurnPlan(), model="m", created=7,
-                               turns=lambda tokenizer: [Read(pieces)])
+              plan: ParserPlan | None = None, **fields: Any) -> ResponseWriter:
+    job: Any = SimpleNamespace(params=params or SamplingParams(), parser_plan=plan or ParserPlan(), model="m",
+                               created=7, parsers=lambda tokenizer: [Read(pieces)])
     return ResponseWriter(job, None, ResponseRequest(**fields), "resp_1", kept.append)
 
 
@@ -142,8 +142,8 @@ def test_an_answer_without_anything_is_an_empty_message() -> None:
 
 
 def test_logprobs_beside_reasoning_are_refused() -> None:
-    class Busy(TurnPlan):
-        plain = False  # type: ignore[assignment]
+    class Busy(ParserPlan):
+        content_only = False  # type: ignore[assignment]
 
     with pytest.raises(HttpError, match="logprobs"):
         writer_of([], [], SamplingParams(logprobs=1), Busy())

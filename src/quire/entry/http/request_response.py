@@ -64,7 +64,7 @@ class Watch:
 
 
 class Exchange:
-    """A request that is being answered.
+    """An HTTP request that is being answered, with its response: reads the body, sends the answer or the error.
 
     size       bytes of its body, once the body was read;  warnings  texts for `x-quire-warning` headers
     """

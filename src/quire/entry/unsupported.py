@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.contracts.errors import InvalidParameter
-from quire.contracts.named import asks_nothing
+from quire.contracts.unknown_fields import has_no_effect
 
 POOLED = "use embed or score; classification and reward models are not implemented"
 SLEEP = "call close() to free the memory, and make a new LLM later"
@@ -39,7 +39,7 @@ def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> Non
             near = difflib.get_close_matches(argument, own, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(own)}."
             raise InvalidParameter(f"{name} has no parameter {argument!r}: {hint}", param=argument)
-        if not asks_nothing(value, HARMLESS.get(argument, ())):
+        if not has_no_effect(value, HARMLESS.get(argument, ())):
             raise InvalidParameter(f"{name}: {argument} is not implemented: {why}.", param=argument)
 
 

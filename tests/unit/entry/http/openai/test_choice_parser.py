@@ -16,13 +16,13 @@ import pytest
 from quire.contracts.output import CompletionOutput, RequestOutput
 from quire.contracts.sampling import SamplingParams
 from quire.entry.http.openai.chat import ChatEventWriter
+from quire.entry.http.openai.choice_parser import ChoiceParser, ParserPlan
 from quire.entry.http.openai.generate import Job, StreamProgress, usage
 from quire.entry.http.openai.schema import ChatRequest
-from quire.entry.http.openai.tools import plan_turn, tool_use
-from quire.entry.http.openai.turn import Turn, TurnPlan
+from quire.entry.http.openai.tools import plan_parser, tool_use
 from quire.entry.prompts import Prompt
+from quire.text.answer_events import Words
 from quire.text.load import TextSide
-from quire.text.turn import Words
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -153,10 +153,10 @@ def test_an_answer_is_the_same_however_it_is_cut(
 ) -> None:
     request = msgspec.convert({"messages": USER, **fields}, ChatRequest)
     params, prompt = SamplingParams(), "<think>\n" if THINK["chat_template_kwargs"] in fields.values() else ""
-    plan = plan_turn(request, tool_use(request, hide_idle=False), params,
-                     replace(text_side, parsers=(None, "deepseek_r1")), prompt)
+    plan = plan_parser(request, tool_use(request, hide_idle=False), params,
+                       replace(text_side, parsers=(None, "deepseek_r1")), prompt)
     job = Job(prompts=[Prompt(token_ids=[5])], params=params, request_id="r", model="m", created=0, stream=True,
-              turn=plan, include_usage=True)
+              parser_plan=plan, include_usage=True)
 
     def output(piece: Piece, finish: str | None) -> RequestOutput:
         completion = CompletionOutput(index=0, text=piece[0], token_ids=piece[1], finish_reason=finish)
@@ -257,8 +257,8 @@ def test_calls_are_text_where_none_is_looked_for(play: Callable[..., Any], cut: 
 
 
 def test_a_turn_without_styles_is_words() -> None:
-    turn = Turn(TurnPlan(), SamplingParams(), None)
+    parser = ChoiceParser(ParserPlan(), SamplingParams(), None)
     piece = CompletionOutput(index=0, text="<think>a", token_ids=[1])
-    assert turn.events(piece) == [Words("<think>a")] and turn.finish_reason(piece) is None
+    assert parser.events(piece) == [Words("<think>a")] and parser.finish_reason(piece) is None
     last = CompletionOutput(index=0, text="", token_ids=[], finish_reason="stop")
-    assert turn.events(last) == [] and turn.finish_reason(last) == "stop" and turn.num_thought == 0
+    assert parser.events(last) == [] and parser.finish_reason(last) == "stop" and parser.num_thought == 0

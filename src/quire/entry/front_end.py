@@ -35,7 +35,7 @@ LONGEST = 1e9  # longest timeout of a request, in seconds
 
 @dataclass(frozen=True, kw_only=True)
 class FrontLimits:
-    """FrontLimits of the engine that requests are checked against.
+    """Limits of the engine that requests are checked against.
 
     by_priority   requests may have a priority (scheduling_policy="priority")
     """

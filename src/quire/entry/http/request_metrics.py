@@ -9,7 +9,7 @@ from typing import Any
 from quire.contracts import errors
 from quire.contracts.output import StepOutputs
 from quire.entry.completion import Generation
-from quire.entry.front import Taken
+from quire.entry.front_end import Taken
 from quire.observe.metrics import Metrics
 
 REFUSALS: tuple[tuple[type[Exception], str], ...] = (

@@ -1,7 +1,7 @@
 """Parsing of a choice into events (content, reasoning, calls), for all chat routes. Each route writes them in its way.
 
-A `TurnPlan` says how to parse the text of a request's choices. A `Turn` parses one choice, in pieces of any size: the
-joined events of a stream equal those of the whole text.
+A `ParserPlan` says how to parse the text of a request's choices. A `ChoiceParser` parses one choice, in pieces of any
+size: the joined events of a stream equal those of the whole text.
 """
 
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from typing import Any
 
 from quire.contracts.output import CompletionOutput
 from quire.contracts.sampling import SamplingParams
+from quire.text.answer_events import Event, Thought, Words
 from quire.text.detokenizer import hidden_ids
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import OutputParser, OutputStyles
-from quire.text.turn import Event, Thought, Words
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnPlan:
+class ParserPlan:
     """Plan for parsing the text of a request's choices.
 
     styles     formats of the model's reasoning and calls; None = all text is content
@@ -37,17 +37,17 @@ class TurnPlan:
     thoughts: bool = True
 
     @property
-    def plain(self) -> bool:
+    def content_only(self) -> bool:
         """True when all text is content, so that nothing has to be parsed."""
         return self.styles is None or not (self.tools or self.styles.reasoning)
 
 
-class Turn:
+class ChoiceParser:
     """Parser of one choice. `num_thought`: number of its reasoning tokens, counted when a reasoning ends."""
 
-    def __init__(self, plan: TurnPlan, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, plan: ParserPlan, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._plan, self._tokenizer = plan, tokenizer
-        self._parser = None if plan.styles is None or plan.plain else OutputParser(
+        self._parser = None if plan.styles is None or plan.content_only else OutputParser(
             plan.styles, tools=plan.tools or None, thinking=plan.thinking, parallel=plan.parallel, must=plan.must)
         self._hidden = frozenset[int]() if tokenizer is None else hidden_ids(
             tokenizer, params.hides_special_tokens, params.shown_special_ids)

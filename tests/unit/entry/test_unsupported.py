@@ -1,12 +1,12 @@
-"""What callers of other engines' offline class ask of `LLM`: taken where it asks for nothing, else said by name."""
+"""Arguments of other engines' offline class: `LLM` accepts values without effect and refuses the others by name."""
 
 from typing import Any
 
 import pytest
 
 from quire.contracts.errors import InvalidParameter
-from quire.entry.absent import METHODS, check_arguments
 from quire.entry.llm import LLM
+from quire.entry.unsupported import METHODS, check_arguments
 
 
 @pytest.mark.parametrize("given", [

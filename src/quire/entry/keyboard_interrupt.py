@@ -1,10 +1,30 @@
-"""Delayed Ctrl-C, so that it does not interrupt an engine step halfway."""
+"""Ctrl-C: it ends a command at once while modules are imported, and waits for the end of an engine step later.
 
+A KeyboardInterrupt in the middle of an import may be swallowed by a library, or leave a half-imported module.
+Every command begins here, so this file imports almost nothing.
+"""
+
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+INTERRUPTED = 130  # as in `exit_codes`
+SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
+
+
+def leave_on_interrupt() -> None:
+    """Make Ctrl-C end the process at once: exit code 130, no message. Has no effect where it is ignored (nohup)."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_on_interrupt() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt again, after `leave_on_interrupt`."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
@@ -35,3 +55,9 @@ def uninterrupted() -> Iterator[None]:
         yield
     if asked.is_set():
         signal.raise_signal(signal.SIGINT)
+
+
+def _leave(number: int, frame: object) -> None:
+    if os.isatty(2):
+        os.write(2, SHOW_CURSOR + b"\n")
+    os._exit(INTERRUPTED)

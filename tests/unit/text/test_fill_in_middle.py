@@ -3,7 +3,7 @@
 import pytest
 
 from quire.contracts.errors import InvalidParameter
-from quire.text.fim import GAPS, Gap, around_gap
+from quire.text.fill_in_middle import GAPS, Gap, around_gap
 from quire.text.tokenizer import Tokenizer
 
 from .conftest import byte_fallback_backend, byte_level_backend

@@ -6,9 +6,9 @@ import pytest
 
 from quire.contracts.blocks import KVComponent, KVGroup
 from quire.contracts.prefix import Miss
-from quire.kv import misses
+from quire.kv import miss_reasons
 from quire.kv.hashing import KeyChain
-from quire.kv.misses import PrefixHistory
+from quire.kv.miss_reasons import PrefixHistory
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex
 
@@ -177,9 +177,9 @@ def test_a_request_or_an_engine_that_reuses_nothing():
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch):
-    monkeypatch.setattr(misses, "PROMPTS", 3)
-    monkeypatch.setattr(misses, "TOKENS", 30)
-    monkeypatch.setattr(misses, "DROPPED", 4)
+    monkeypatch.setattr(miss_reasons, "PROMPTS", 3)
+    monkeypatch.setattr(miss_reasons, "TOKENS", 30)
+    monkeypatch.setattr(miss_reasons, "DROPPED", 4)
     cache = Cache(num_blocks=40)
     for i in range(5):
         cache.admit([i] * 8)
@@ -201,7 +201,7 @@ def test_equal_tokens_after_another_beginning_are_no_relatives():
 
 
 def test_the_newest_drops_are_remembered(monkeypatch):
-    monkeypatch.setattr(misses, "DROPPED", 2)
+    monkeypatch.setattr(miss_reasons, "DROPPED", 2)
     cache = Cache()
     for prompt in (PROMPT[:5], [1] * 5, PROMPT[:5], [2] * 5):  # the first is dropped again
         cache.admit(prompt)

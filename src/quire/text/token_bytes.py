@@ -45,7 +45,7 @@ class _Known(dict[int, bytes]):
         return piece
 
 
-class PieceTable:
+class TokenBytes:
     """Table token id -> bytes, filled on demand.
     `bytes_of`: function: the bytes that a token adds to a text, if it is not the first; b"" for an unknown id."""
 

@@ -1,4 +1,7 @@
-"""Assembly of an engine that finishes each step before the next begins: on a CPU, and on a GPU without Triton."""
+"""Assembly of an engine on a CPU. It is also the fallback of `cuda.py` on a GPU where no Triton kernel can run.
+
+The engine runs without CUDA graphs. Without `async_depth` it finishes each step before the next begins.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +21,9 @@ from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 
 
-def assemble_plain(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loading: Loading,
-                   end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan; raises a `UserError` that names the fix.
+def assemble_without_triton(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loading: Loading,
+                            end_phase: Callable[[str], None]) -> Parts:
+    """Build the engine of a plan on the plan's device; raises a `UserError` that names the fix.
 
     free_bytes   returns the free bytes of the device's memory
     """
