@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from quire.config.checkpoint import ModelArgs
 from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
+from quire.contracts.scheme import Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +34,11 @@ class Dispatcher:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsKernel:
-    """Inputs that an implementation of `kernels/experts` accepts, in the terms of `Dispatcher`.
-
-    formats   (weight format, place where activations are quantized: "nowhere", on the "wire", by the "experts")
-    """
+    """Inputs that an implementation of `kernels/experts` accepts, in the terms of `Dispatcher`."""
 
     layouts: tuple[str, ...] = ("flat",)
     numberings: tuple[str, ...] = ("global", "local")
     weighs: tuple[str, ...] = ("experts",)
-    formats: tuple[tuple[str, str], ...] = (("unquantized", "nowhere"),)
     capturable: bool = True
 
 
@@ -69,7 +66,7 @@ KERNELS: Mapping[str, ExpertsKernel] = {
 class Hardware:
     """A machine.
 
-    kernels    (implementation of `kernels/experts`, why it cannot run there or ""), best first
+    kernels    (implementation of `kernels/experts`, why it cannot run there or with these weights, or ""), best first
     features   of each implementation, beside those that all have
     """
 
@@ -111,11 +108,11 @@ class MoEPlan:
                 + _table(self.candidates))
 
 
-def resolve_moe(model: ModelArgs, quantization: str, topology: Parallel, hardware: Hardware, phase: str,
+def resolve_moe(model: ModelArgs, scheme: Scheme | None, topology: Parallel, hardware: Hardware, phase: str,
                 overrides: Mapping[str, str] | None = None) -> MoEPlan:
     """Return the plan of the first pair that fits, tried by dispatcher, then by kernel.
 
-    quantization   format of the experts' weights;  phase  "prefill" | "decode"
+    scheme   of the experts' weights; None: unquantized;  phase  "prefill" | "decode"
     overrides      names for "dispatcher" and "experts"
     Raises `ConfigError` with the table of candidates when no pair, or not the requested one, fits.
     """
@@ -125,7 +122,7 @@ def resolve_moe(model: ModelArgs, quantization: str, topology: Parallel, hardwar
         known = tuple({"dispatcher": DISPATCHERS, "experts": KERNELS}[what])
         if name not in known:
             raise ConfigError(f"{what}={name!r} does not exist (one of {', '.join(known)}).")
-    candidates = tuple(_candidates(quantization, topology, hardware, phase, asked))
+    candidates = tuple(_candidates(topology, hardware, phase, asked))
     chosen = next((candidate for candidate in candidates if not candidate[2]), None)
     if chosen is None:
         wanted = "".join(f" {what}={name}" for what, name in asked.items())
@@ -136,8 +133,8 @@ def resolve_moe(model: ModelArgs, quantization: str, topology: Parallel, hardwar
     shared = "added" if topology.tp == 1 or "tp" in partial else "summed alone"
     return MoEPlan(
         phase=phase, dispatcher=chosen[0], experts=chosen[1], features=hardware.features.get(chosen[1], ()),
-        layout=dispatcher.layout,
-        numbering=dispatcher.numbering, quantize_at=dict(kernel.formats)[quantization], weighs=dispatcher.weighs,
+        layout=dispatcher.layout, numbering=dispatcher.numbering, weighs=dispatcher.weighs,
+        quantize_at="experts" if scheme and scheme.inputs else "nowhere",
         partial_over=partial, shared=shared if model.moe.shared_size else "none",
         capturable=dispatcher.capturable and kernel.capturable, topology=topology, candidates=candidates)
 
@@ -151,7 +148,7 @@ def _spread(topology: Parallel) -> bool:
     return topology.experts and topology.dp > 1
 
 
-def _candidates(quantization: str, topology: Parallel, hardware: Hardware, phase: str,
+def _candidates(topology: Parallel, hardware: Hardware, phase: str,
                 asked: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     captured = phase == "decode" and hardware.device == "cuda"
     for name, dispatcher in DISPATCHERS.items():
@@ -160,18 +157,16 @@ def _candidates(quantization: str, topology: Parallel, hardware: Hardware, phase
                              else "every rank already has the tokens that its experts need")  # fmt: skip
             continue
         for kernel, cannot_run in hardware.kernels:
-            reason = cannot_run or _mismatch(name, kernel, quantization, captured)
+            reason = cannot_run or _mismatch(name, kernel, captured)
             others = [other for other in asked.values() if other not in (name, kernel)]
             if not reason and others:
                 reason = f"{' and '.join(others)} was asked for"
             yield name, kernel, reason or ("" if dispatcher.implemented else "not implemented yet")
 
 
-def _mismatch(giver: str, taker: str, quantization: str, captured: bool) -> str:
+def _mismatch(giver: str, taker: str, captured: bool) -> str:
     """Return why the dispatcher `giver` and the kernel `taker` cannot work together; "" when they can."""
     dispatcher, kernel = DISPATCHERS[giver], KERNELS[taker]
-    if quantization not in dict(kernel.formats):
-        return f"{taker} has no {quantization} kernel yet"
     for verb, words, gives, accepts in (("delivers", ROWS, dispatcher.layout, kernel.layouts),
                                         ("delivers", IDS, dispatcher.numbering, kernel.numberings),
                                         ("requires", WEIGHING, dispatcher.weighs, kernel.weighs)):  # fmt: skip

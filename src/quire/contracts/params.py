@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from quire.contracts.scheme import Scheme
+
 
 class Part(msgspec.Struct, frozen=True):
     """A slice of a stored tensor. It fills rows of a parameter, after the rows of the parts before it.
@@ -47,6 +49,8 @@ class Param(msgspec.Struct, frozen=True):
 
     dtype   "float32" when the parameter stays float32 for every dtype of the model, else ""
     format  of the stored weights, a name of `quire.quantization.formats.FORMATS`
+    scheme  of the matrix that kernels pack; None: they pack numbers of the model's dtype, to which a quantized format
+            is dequantized
     shard   how tensor parallelism cuts the parameter: "rows" or "columns" of the matrix; "experts" (whole experts per
             rank, or a slice of each); "" (every rank has the whole parameter)
     """
@@ -57,6 +61,7 @@ class Param(msgspec.Struct, frozen=True):
     dtype: str = ""
     shard: str = ""
     format: str = "unquantized"
+    scheme: Scheme | None = None
 
     @property
     def module(self) -> str:

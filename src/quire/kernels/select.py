@@ -6,15 +6,17 @@ Knows nothing of how implementations work. Imports PyTorch only with the chosen 
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from quire.contracts.errors import ConfigError
+from quire.contracts.scheme import KINDS, UNQUANTIZED, Scheme
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
 
 Probe = Callable[[str], str]  # key of NEEDS -> the reason why the need is not met, or ""
+_WEIGHTS = frozenset({*KINDS, UNQUANTIZED, "ue8m0"})  # features that are words of `Scheme.needs`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +25,19 @@ class KernelNeeds:
 
     features   words of the operation's `__init__` (window, sinks, ...)
     head_dim   size of the attention heads; 0: does not matter
+    scheme     of the weights, for operations that multiply with weights; None: unquantized
     """
 
     device: str
     dtype: str
     features: frozenset[str] = frozenset()
     head_dim: int = 0
+    scheme: Scheme | None = None
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Features that a kernel of weights must have."""
+        return frozenset({UNQUANTIZED}) if self.scheme is None else self.scheme.needs
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class Choice:
     """The chosen implementation of an operation.
 
     rejected   (implementation, reason) of better ones that were not chosen; of all others if one was forced
-    features   features of the implementation on this machine, sorted
+    features   features of the implementation on this machine, sorted, without the kinds of weights
+    weights    quantized weights that the implementation runs, words of `Scheme.needs`; (): unquantized, or none
     """
 
     op: str
@@ -44,10 +54,16 @@ class Choice:
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
     features: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         others = "".join(f"; not {name}: {why}" for name, why in self.rejected)
-        return f"{self.op}: {self.name} ({self.reason}{others})"
+        return f"{self.op}{self.of}: {self.name} ({self.reason}{others})"
+
+    @property
+    def of(self) -> str:
+        """The kind of quantized weights in words, such as " of fp8 block weights"; "" for others."""
+        return f" of {' '.join(self.weights)} weights" if self.weights else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +96,8 @@ def here(need: str) -> str:
 
 def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
     """Return the reason why an implementation cannot serve `needs`, or "". The machine is probed last."""
+    if why := runs_no(support, needs):
+        return why
     if needs.device not in support.devices:
         return f"runs on {', '.join(sorted(support.devices))}, not on {needs.device}"
     if needs.dtype not in support.dtypes:
@@ -92,14 +110,22 @@ def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
     return next(filter(None, map(probe, (*support.needs, *support.typed.get(needs.dtype, ())))), "")
 
 
+def runs_no(support: Support, needs: KernelNeeds) -> str:
+    """Return the kind of weights that an implementation lacks, in words, or ""; "" for one that reads no weights."""
+    if not support.features & _WEIGHTS:
+        return ""
+    lacking = sorted(needs.weights - support.features)
+    return f"runs no {' '.join(lacking)} weights" if lacking else ""
+
+
 def features(support: Support, probe: Probe = here) -> tuple[str, ...]:
-    """Return the features of an implementation on this machine, sorted."""
+    """Return the features of an implementation on this machine, sorted, without the kinds of weights that it runs."""
     extra = [words for need, words in support.extra.items() if not probe(need)]
-    return tuple(sorted(support.features.union(*extra)))
+    return tuple(sorted(support.features.union(*extra) - _WEIGHTS))
 
 
 def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe = here) -> Choice:
-    """Choose the best implementation of `op` for `needs`, or `forced`.
+    """Choose the best implementation of `op` for `needs`, or `forced`. Those of other kinds of weights do not count.
 
     Raises ConfigError if `forced` does not exist or cannot serve the needs, with the reasons for every candidate.
     """
@@ -107,7 +133,10 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
     if forced is not None and forced not in supports:
         raise ConfigError(f"kernel {forced!r} does not exist for {op} (one of {', '.join(supports)}).")
     rejected: list[tuple[str, str]] = []
+    weights = () if needs.scheme is None else tuple(sorted(needs.weights))
     for name, support in supports.items():
+        if name != forced and runs_no(support, needs):
+            continue
         why_not = objection(support, needs, probe)
         if forced is not None and name != forced:
             rejected.append((name, why_not or f"{forced} was asked for"))
@@ -115,7 +144,7 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
             rejected.append((name, why_not))
         else:
             reason = "asked for" if forced else "first that supports " + _words(needs)
-            return Choice(op, name, reason, tuple(rejected), features(support, probe))
+            return Choice(op, name, reason, tuple(rejected), features(support, probe), weights)
     table = "; ".join(f"{name}: {why}" for name, why in rejected)
     raise ConfigError(f"no implementation of {op} serves {_words(needs)} ({table}).")
 
@@ -140,14 +169,31 @@ def choose_kernels(
     return tuple(select(op, attention if op == "attention" else needs, forced.get(op), probe) for op in ops)
 
 
+def choose_linears(needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | None = None,
+                   probe: Probe = here) -> tuple[Choice, ...]:  # fmt: skip
+    """Choose an implementation of `linear` for each kind of quantized weights in `schemes`.
+
+    forced   the implementation of unquantized weights to use; "ref" means the reference of quantized weights, too
+    """
+    named = {"ref": "quantized_ref"}.get(forced or "", forced)
+    chosen = dict[frozenset[str], Choice]()
+    for scheme in schemes:
+        if scheme.needs not in chosen:
+            own = replace(needs, scheme=scheme)
+            can = named is not None and named in SUPPORTS["linear"] and not runs_no(SUPPORTS["linear"][named], own)
+            chosen[scheme.needs] = select("linear", own, named if can else None, probe)
+    return tuple(chosen.values())
+
+
 def select_kernels(device: str, dtype: str, **asked: Any) -> Kernels:
     """Choose implementations as `choose_kernels` does, and import them."""
     return load_kernels(choose_kernels(device, dtype, **asked))
 
 
 def load_kernels(choices: tuple[Choice, ...]) -> Kernels:
-    """Import the chosen implementations."""
-    return Kernels(choices=choices, **{choice.op: load_kernel(choice.op, choice.name) for choice in choices})
+    """Import the chosen implementations. The plans of linear layers name those of quantized weights."""
+    modules = {choice.op: load_kernel(choice.op, choice.name) for choice in choices if not choice.weights}
+    return Kernels(choices=choices, **modules)
 
 
 def load_kernel(op: str, name: str) -> ModuleType:
@@ -156,4 +202,6 @@ def load_kernel(op: str, name: str) -> ModuleType:
 
 
 def _words(needs: KernelNeeds) -> str:
-    return " ".join([needs.dtype, "on", needs.device, *(f"with {feature}" for feature in sorted(needs.features))])
+    more = [f"{' '.join(sorted(needs.weights))} weights"] if needs.scheme else []
+    more += sorted(needs.features)
+    return " ".join([needs.dtype, "on", needs.device, *(f"with {feature}" for feature in more)])

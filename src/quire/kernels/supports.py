@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from quire.contracts.scheme import KINDS, UNQUANTIZED
+
 # A need of an implementation -> the function that returns why this process cannot meet it, or "".
 NEEDS: Mapping[str, str] = {
     "triton": "quire.kernels.triton_runtime:missing",
@@ -19,7 +21,8 @@ NEEDS: Mapping[str, str] = {
 class Support:
     """Capabilities of an implementation.
 
-    features       features on every machine; the docstring of the operation's package defines them
+    features       features on every machine; the docstring of the operation's package defines them. Kernels of weights
+                   name the kinds of weights that they run: words of `KINDS`, or UNQUANTIZED
     extra          need -> features that it has only if the need is met
     max_head_dim   the widest attention head; None: any
     needs          keys of `NEEDS`: it cannot run if one of them is not met
@@ -43,7 +46,9 @@ TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
 PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
 HOPPER = replace(TRITON, dtypes=_ALL - {"float32"}, needs=("hopper",))
 NATIVE = replace(PLAIN, needs=("native",))
-_STACKED = frozenset({"in place"})  # experts as they are stored
+_PLAIN = frozenset({UNQUANTIZED})
+_QUANTIZED = frozenset({*KINDS, "ue8m0"})
+_STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
 # Operation -> its implementations, best first. The last one is always the reference, which has no needs.
@@ -52,12 +57,13 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "heads": _SMALL,
     "activation": _SMALL,
     "linear": {
-        "cuda": Support(devices=frozenset({"cuda"}), dtypes=_ALL, features=frozenset({"add", "exact", "out"}),
+        "cuda": Support(devices=frozenset({"cuda"}), dtypes=_ALL, features=_PLAIN | {"add", "exact", "out"},
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
-                          features=frozenset({"add", "exact", "gated", "rows"}), needs=("native AMX",)),
-        "cpu": replace(PLAIN, needs=("packed linears",), typed={"bfloat16": ("packed bfloat16",)}),
-        "ref": replace(REFERENCE, features=frozenset({"exact"})),
+                          features=_PLAIN | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
+        "cpu": replace(PLAIN, features=_PLAIN, needs=("packed linears",), typed={"bfloat16": ("packed bfloat16",)}),
+        "quantized_ref": replace(REFERENCE, features=_QUANTIZED | {"exact"}),
+        "ref": replace(REFERENCE, features=_PLAIN | {"exact"}),
     },
     "attention": {
         "hopper": replace(HOPPER, features=_SCORES | {"rows"}, max_head_dim=128),
@@ -75,13 +81,14 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "step": {"triton": TRITON, "ref": REFERENCE},
     "sampling": {"triton": TRITON, "ref": REFERENCE},
     "routing": {"triton": TRITON, "ref": REFERENCE},
+    "quantize": {"ref": REFERENCE},
     "experts": {
         "hopper": replace(HOPPER, features=_STACKED | {"join"}),
         "triton": replace(TRITON, features=_STACKED | {"join"}),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED),
-        "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), needs=("native AMX",)),
-        "cpu": replace(PLAIN, features=_STACKED),
-        "ref": replace(REFERENCE, features=_STACKED),
+        "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN, needs=("native AMX",)),
+        "cpu": replace(PLAIN, features=_STACKED | _QUANTIZED),
+        "ref": replace(REFERENCE, features=_STACKED | _QUANTIZED),
     },
 }  # fmt: skip
 DENSE = ("norm", "heads", "activation", "linear", "attention")  # operations of a dense model

@@ -18,6 +18,7 @@ from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.quantization.pack import unquantized
+from quire.quantization.pack.matrix import Weight, empty_weight
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
 # each kernel starts while the one before it ends, which a fork would prevent; with more, each product fills the device.
@@ -61,7 +62,8 @@ class Experts(nn.Module):
         self.at, self.device = at, build.device
         self.kernel, self.expert_map = load_kernel("experts", build.moe.experts), None
         self.num_experts = num_experts if build.experts is None else len(build.experts)
-        self.in_place = "in place" in build.moe.features
+        self.schemes = {name: build.params[f"{at}.{name}"].scheme for name in ("gate_up", "down")}
+        self.in_place = "in place" in build.moe.features and not any(self.schemes.values())
         self.shapes, self.dtype = {name: build.shape(f"{at}.{name}") for name in ("gate_up", "down")}, build.dtype
         if build.experts is not None:
             own = {expert: place for place, expert in enumerate(build.experts)}
@@ -69,7 +71,7 @@ class Experts(nn.Module):
             self.expert_map = torch.tensor(places, dtype=torch.int32, device=build.device)
         self.packed: object = None
 
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+    def take(self, tensors: dict[str, Weight], place: int) -> None:
         """See `Loads`."""
         if self.packed is None:
             self.packed = self._empty()
@@ -86,9 +88,12 @@ class Experts(nn.Module):
 
     def _empty(self) -> object:
         """Allocate the packed experts; meta tensors tell the kernel the shapes of an expert."""
-        one = (torch.empty(rows // self.num_experts, width, dtype=self.dtype, device="meta")
-               for rows, width in (self.shapes["gate_up"], self.shapes["down"]))  # fmt: skip
-        return self.kernel.empty(self.num_experts, *one, self.device)
+        return self.kernel.empty(self.num_experts, self._one("gate_up"), self._one("down"), self.device)
+
+    def _one(self, name: str) -> Weight:
+        """A matrix of an expert, without memory."""
+        (rows, width), scheme = self.shapes[name], self.schemes[name]
+        return empty_weight(scheme, (rows // self.num_experts, width), self.dtype, "meta")
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None,
                 *join: Callable[[], bool]) -> Tensor:

@@ -21,8 +21,17 @@ from quire.config.resolve_moe import Hardware, MoEPlan, resolve_moe
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
-from quire.kernels.linear.plan import LinearPlan
-from quire.kernels.select import Choice, KernelNeeds, Probe, choose_kernels, features, here, objection
+from quire.kernels.linear.plan import LinearPlan, is_linear
+from quire.kernels.select import (
+    Choice,
+    KernelNeeds,
+    Probe,
+    choose_kernels,
+    choose_linears,
+    features,
+    here,
+    objection,
+)
 from quire.kernels.supports import SUPPORTS
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
@@ -121,8 +130,11 @@ def resolve_engine(
     windowed = frozenset({"window"} if any(window is not None for window in geometry.windows) else ())
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, forced=forced,
                              attention_features=windowed, probe=probe)  # fmt: skip
-    moe = moe_plans(args, KernelNeeds(device=device, dtype=dtype.dtype), probe, parallel=parallel, forced=experts,
-                    quantization=quantization.get("quant_method", "unquantized"))  # fmt: skip
+    needs = KernelNeeds(device=device, dtype=dtype.dtype)
+    schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
+    kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
+    needs = replace(needs, scheme=next((param.scheme for param in params if param.shard == "experts"), None))
+    moe = moe_plans(args, needs, probe, parallel=parallel, forced=experts)
     if device == "cuda":
         roomy = unpacked_bytes(params, dtype.dtype) <= machine.total_memory // 2  # else wide steps would cost context
         wide = args.moe is not None and not served and roomy
@@ -152,10 +164,10 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
 
 
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",
-              quantization: str = "unquantized") -> dict[str, MoEPlan | str]:  # fmt: skip
+              ) -> dict[str, MoEPlan | str]:  # fmt: skip
     """Plan the experts for each phase, or give the reason why none can run; {} for a model without experts.
 
-    forced   the kernel to take, if any;  quantization  format of the experts' weights
+    needs    with the scheme of the experts' weights;  forced  the kernel to take, if any
     Raises ConfigError where a forced kernel cannot run.
     """
     supports, plans = SUPPORTS["experts"], dict[str, MoEPlan | str]()
@@ -166,7 +178,7 @@ def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, paral
     )  # fmt: skip
     for phase in ("prefill", "decode") if args.moe else ():
         try:
-            plans[phase] = resolve_moe(args, quantization, parallel, hardware, phase, asked)
+            plans[phase] = resolve_moe(args, needs.scheme, parallel, hardware, phase, asked)
         except ConfigError as error:
             if forced:
                 raise

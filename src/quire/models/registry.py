@@ -25,8 +25,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:
     """Plan a model's linear layers, by name."""
-    choice = next(choice for choice in choices if choice.op == "linear")
-    return plan_linears(params, choice, exact=args.moe is not None and args.moe.router_float)
+    return plan_linears(params, choices, exact=args.moe is not None and args.moe.router_float)
 
 
 def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:

@@ -11,6 +11,7 @@ from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.config.placement import Parallel
 from quire.config.resolve_moe import DISPATCHERS, KERNELS, ExpertsKernel, Hardware, MoEPlan, resolve_moe
 from quire.contracts.errors import ConfigError
+from quire.contracts.scheme import Scheme
 from quire.kernels.supports import SUPPORTS
 
 GPU = Hardware(device="cuda", kernels=(("triton", ""), ("grouped", ""), ("cpu", "runs on cpu, not on cuda"),
@@ -26,8 +27,8 @@ def model(shared: Path) -> ModelArgs:
 
 
 def plan(model: ModelArgs, topology: Parallel | None = None, hardware: Hardware = GPU, phase: str = "decode",
-         quantization: str = "unquantized", **asked: str) -> MoEPlan:  # fmt: skip
-    return resolve_moe(model, quantization, topology or Parallel(), hardware, phase, asked)
+         scheme: Scheme | None = None, **asked: str) -> MoEPlan:  # fmt: skip
+    return resolve_moe(model, scheme, topology or Parallel(), hardware, phase, asked)
 
 
 def test_the_table_knows_every_kernel() -> None:
@@ -115,9 +116,10 @@ def test_when_they_are_there(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) 
         plan(model, SPREAD)
 
 
-def test_formats_that_nobody_runs(model: ModelArgs) -> None:
-    with pytest.raises(ConfigError, match="none [+] triton: triton has no fp8 kernel yet"):
-        plan(model, quantization="fp8")
+def test_activations_are_quantized_by_the_experts_where_the_weights_ask_for_it(model: ModelArgs) -> None:
+    places = {values: plan(model, scheme=Scheme(values=values, block=(1, 0), inputs=inputs)).quantize_at
+              for values, inputs in (("e4m3", "token"), ("int8", "tensor"), ("w4", ""))}  # fmt: skip
+    assert places == {"e4m3": "experts", "int8": "experts", "w4": "nowhere"}
 
 
 def test_every_pair_that_fits_agrees_on_everything(model: ModelArgs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,9 @@ BRINGS_TORCH = {"torch", "torchvision", "triton", "transformers", "accelerate", 
 # Who may import whom, level by level. A room may import its own level's other rooms only one way round (no cycles).
 _FLOOR = {"contracts"}
 _BASE = _FLOOR | {"config", "observe", "platforms"}
-_KERNELS = _BASE | {"kernels"}
-_SPREAD = _KERNELS | {"distributed", "quantization"}
+_QUANTIZATION = _BASE | {"quantization"}
+_KERNELS = _QUANTIZATION | {"kernels"}
+_SPREAD = _KERNELS | {"distributed"}
 _LAYERS = _SPREAD | {"layers", "weights", "kvstore"}
 _MODELS = _LAYERS | {"models"}
 _SPEC = _MODELS | {"spec"}
@@ -45,8 +46,9 @@ _ALL = _ENTRY | {"explain", "bench"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contracts": _FLOOR,
     **dict.fromkeys(("config", "observe", "platforms"), _BASE),
+    "quantization": _QUANTIZATION,
     "kernels": _KERNELS,
-    **dict.fromkeys(("distributed", "quantization"), _SPREAD),
+    "distributed": _SPREAD,
     **dict.fromkeys(("layers", "weights", "kvstore"), _LAYERS),
     "models": _MODELS,
     "spec": _SPEC,

@@ -252,7 +252,7 @@ def pairs() -> list[tuple[str, str]]:
                 for kernel, _ in hardware.kernels:
                     try:
                         asked = {"dispatcher": dispatcher, "experts": kernel}
-                        resolve_moe(args, "unquantized", topology, hardware, "prefill", asked)
+                        resolve_moe(args, None, topology, hardware, "prefill", asked)
                         found.append((dispatcher, kernel))
                     except ConfigError:
                         continue

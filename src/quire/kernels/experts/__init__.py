@@ -2,12 +2,14 @@
 
 empty(num_experts, gate_up, down, device) -> packed
     Allocates the weights of this rank's experts, each shaped like gate_up [2I, H] and down [H, I]. Only functions of
-    the same module can read `packed`.
+    the same module can read `packed`. Quantized weights are a `QuantizedMatrix` each, here and in `put`; the features
+    of an implementation name the kinds that it takes, as those of `quire.kernels.linear` do.
 put(packed, place, gate_up [2I, H], down [H, I])
     Packs the weights of an expert into its place, once after loading. The rows of gate come first, then those of up.
     The caller must not use the two tensors afterwards.
 destination(packed) -> (gate_up [E, 2I, H], down [E, H, I])
-    Feature "in place": returns the memory of all experts in `packed`. Writing an expert there packs it.
+    Feature "in place", of unquantized weights: returns the memory of all experts in `packed`. Writing an expert there
+    packs it.
 run(x [T, H], weights [T, k] float32, ids [T, k] int32, packed, expert_map [all experts] int32 or None,
     residual [T, H] or None) -> [T, H] in x's dtype, accumulated in float32
     `ids` are numbers of all experts. `expert_map` gives the place of each in `packed`; without a map ids are places.

@@ -9,24 +9,33 @@ from torch import Tensor
 
 from quire.kernels.activation.cpu import silu_mul
 from quire.kernels.experts import stacked
+from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.ref import placed
 from quire.kernels.native import memory
+from quire.quantization.pack.matrix import QuantizedMatrix
 
-Packed = tuple[list[tuple[Tensor, Tensor]], stacked.Packed]  # each expert's weights, and the memory of all
+# Each expert's weights, and the memory of all; no memory of all with quantized weights.
+Packed = tuple[list[tuple[Tensor, Tensor]], stacked.Packed] | list[Pair]
 
 
-def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> Packed:
+def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix,
+          device: torch.device) -> Packed:
     """See `quire.kernels.experts`.
 
     All gate_up weights share one piece of memory, all down weights another: a huge page can hold several experts.
     """
+    if isinstance(gate_up, QuantizedMatrix) and isinstance(down, QuantizedMatrix):
+        return empty_pairs(num_experts, gate_up, down, device)
     first, second = (memory.empty((num_experts, *one.shape), one.dtype) for one in (gate_up, down))
     return list(zip(first, second, strict=True)), (first, second)
 
 
-def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
+def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
     """See `quire.kernels.experts`."""
-    stacked.put(packed[1], place, gate_up, down)
+    if isinstance(packed, list):
+        put_pair(packed[place], gate_up, down)
+    else:
+        stacked.put(packed[1], place, gate_up, down)
 
 
 def destination(packed: Packed) -> stacked.Packed:
@@ -37,6 +46,8 @@ def destination(packed: Packed) -> stacked.Packed:
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
     """See `quire.kernels.experts`."""
+    if isinstance(packed, list):
+        return run_each(x, weights, ids, packed, expert_map, residual, _quantized)
     return run_each(x, weights, ids, packed[0], expert_map, residual, _expert)
 
 
@@ -58,3 +69,7 @@ def run_each(x: Tensor, weights: Tensor, ids: Tensor, packed: Sequence[Any], exp
 
 def _expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return F.linear(silu_mul(F.linear(x, gate_up)), down)
+
+
+def _quantized(x: Tensor, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
+    return run_pair(x, gate_up, down).to(x.dtype)

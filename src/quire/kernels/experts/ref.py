@@ -1,23 +1,52 @@
 """Experts one after the other, in float32."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from quire.kernels.activation.ref import silu_mul
+from quire.kernels.experts import stacked
+from quire.kernels.experts.quantized_ref import Pair, empty_pairs, put_pair, run_pair
 from quire.kernels.experts.stacked import destination as destination
-from quire.kernels.experts.stacked import empty as empty
-from quire.kernels.experts.stacked import put as put
+from quire.quantization.pack.matrix import QuantizedMatrix
+
+Packed = stacked.Packed | list[Pair]
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,
+def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix,
+          device: torch.device) -> Packed:
+    """See `quire.kernels.experts`."""
+    if isinstance(gate_up, QuantizedMatrix) and isinstance(down, QuantizedMatrix):
+        return empty_pairs(num_experts, gate_up, down, device)
+    return stacked.empty(num_experts, gate_up, down, device)
+
+
+def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
+    """See `quire.kernels.experts`."""
+    if isinstance(packed, list):
+        put_pair(packed[place], gate_up, down)
+    else:
+        stacked.put(packed, place, gate_up, down)
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
     """See `quire.kernels.experts`."""
     places = placed(ids, expert_map)
     y = torch.zeros_like(x, dtype=torch.float32) if residual is None else residual.float()
-    for place, (gate_up, down) in enumerate(zip(*packed, strict=True)):
-        scale = (weights * (places == place)).sum(1, keepdim=True)
-        y = y + scale * (silu_mul(x.float() @ gate_up.float().t()) @ down.float().t())
+    for place, result in enumerate(_results(x, packed)):
+        y = y + (weights * (places == place)).sum(1, keepdim=True) * result
     return y.to(x.dtype)
+
+
+def _results(x: Tensor, packed: Packed) -> Iterator[Tensor]:
+    """Yield the result of each expert for all rows, [T, H] float32."""
+    if isinstance(packed, list):
+        yield from (run_pair(x.float(), *pair) for pair in packed)
+    else:
+        for gate_up, down in zip(*packed, strict=True):
+            yield silu_mul(x.float() @ gate_up.float().t()) @ down.float().t()
 
 
 def placed(ids: Tensor, expert_map: Tensor | None) -> Tensor:

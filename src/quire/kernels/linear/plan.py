@@ -7,6 +7,7 @@ from types import ModuleType
 import msgspec
 
 from quire.contracts.params import Param
+from quire.contracts.scheme import Scheme
 from quire.kernels.select import Choice
 
 NOT_LINEAR = ".kv_up"  # the kernels of latent attention run the projection of latents
@@ -23,6 +24,7 @@ class LinearPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a linear layer.
 
     format     format of the stored weights, a name of `quire.quantization.formats`
+    scheme     of quantized weights; None: unquantized
     layout     the implementation of `quire.kernels.linear` that packs them
     ranges     kernels that read this layout, by number of rows, ascending; the last takes any number
     features   features of these kernels, words of `quire.kernels.linear`
@@ -36,6 +38,7 @@ class LinearPlan(msgspec.Struct, frozen=True, kw_only=True):
     features: tuple[str, ...]
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
+    scheme: Scheme | None = None
 
     def load(self) -> ModuleType:
         """Import the kernel. So far a plan has exactly one range."""
@@ -44,22 +47,30 @@ class LinearPlan(msgspec.Struct, frozen=True, kw_only=True):
         return importlib.import_module(f"quire.kernels.linear.{self.layout}")
 
 
-def plan_linears(params: Iterable[Param], choice: Choice, *, exact: bool) -> dict[str, LinearPlan]:
+def plan_linears(params: Iterable[Param], choices: Iterable[Choice], *, exact: bool) -> dict[str, LinearPlan]:
     """Return module name -> plan, for every module of `params` that multiplies with a matrix.
 
-    choice   the implementation for all of them
+    choices  implementations of `linear`: one for unquantized weights, one for each kind of quantized weights in
+             `params`
     exact    True: scores of routers must not be rounded to the model's dtype. If the choice rounds, routers take the
              reference
     """
     plans: dict[str, LinearPlan] = {}
+    chosen = {frozenset(choice.weights): choice for choice in choices if choice.op == "linear"}
     for param in params:
-        if len(param.shape) < 2 or not param.name.endswith(".weight") or param.module.endswith(NOT_LINEAR):
+        if not is_linear(param):
             continue
+        choice = chosen[param.scheme.needs if param.scheme else frozenset()]
         rounded = exact and param.module.endswith(".router") and "exact" not in choice.features
         plans[param.module] = _exact(param, choice) if rounded else LinearPlan(
             format=param.format, layout=choice.name, ranges=(RowRange(None, choice.name),), features=choice.features,
-            reason=choice.reason, rejected=choice.rejected)  # fmt: skip
+            reason=choice.reason, rejected=choice.rejected, scheme=param.scheme)  # fmt: skip
     return plans
+
+
+def is_linear(param: Param) -> bool:
+    """True for a matrix that `quire.kernels.linear` runs; not for those of experts and of latent attention."""
+    return len(param.shape) == 2 and param.name.endswith(".weight") and not param.module.endswith(NOT_LINEAR)
 
 
 def _exact(param: Param, choice: Choice) -> LinearPlan:

@@ -1,6 +1,6 @@
 """Unquantized weights in a kernel's layout, and how a linear kernel runs them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import ModuleType
 
 import torch
@@ -34,9 +34,13 @@ def _packed(weight: object, tensors: dict[str, Tensor], device: torch.device) ->
 
 
 def moved(packed: object, device: torch.device) -> object:
-    """Move a packed weight of tensors to `device`. Other layouts belong to kernels of a CPU and stay there."""
+    """Move a packed weight to `device`: tensors, and tuples and dataclasses of them. Other values stay as they are."""
     if isinstance(packed, tuple):
         return tuple(moved(part, device) for part in packed)
+    if is_dataclass(packed) and not isinstance(packed, type):
+        own = {field.name: getattr(packed, field.name) for field in fields(packed) if field.init}
+        parts = {name: moved(part, device) for name, part in own.items()}
+        return packed if all(part is own[name] for name, part in parts.items()) else replace(packed, **parts)
     return packed.to(device) if isinstance(packed, Tensor) and packed.device != device else packed
 
 

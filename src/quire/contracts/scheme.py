@@ -1,0 +1,56 @@
+"""`Scheme`: the numbers of a quantized weight, and the quantization of the activations that it multiplies. No torch."""
+
+import msgspec
+
+KINDS = ("fp8 block", "fp8 channel", "int8", "w4", "w8")  # of `Scheme.kind`
+UNQUANTIZED = "unquantized"  # the kind of a weight without a scheme
+
+
+class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of a quantized matrix [N, K]: W = (values - zero) * scale.
+
+    values   "e4m3": float8_e4m3fn. "int8": signed. "w4", "w8": unsigned 4- and 8-bit integers, weight only; where
+             `zeros` is False, their zero is 8 or 128
+    block    (rows, columns) of the matrix that share a scale; 0: the whole axis. Blocks (128, 128) or (1, 128),
+             channels (1, 0), groups (1, g), the whole tensor (0, 0). A `QuantizedMatrix` never has (0, 0): the scale of
+             a tensor becomes that of each channel, which is exact
+    zeros    True: a zero point for each scale
+    order    True: columns are permuted (activation order)
+    inputs   activations: "" (not quantized), "token" (a scale for each row, computed), "tensor" (a scale of the
+             checkpoint), "group" (a scale for each row and 128 columns, computed)
+    ue8m0    True: computed scales of activations are rounded up to powers of two
+    """
+
+    values: str
+    block: tuple[int, int]
+    zeros: bool = False
+    order: bool = False
+    inputs: str = ""
+    ue8m0: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Return the word of `KINDS` that a kernel must have among its features to run the matrix."""
+        if self.values != "e4m3":
+            return self.values
+        return "fp8 block" if self.block[1] else "fp8 channel"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return all features that a kernel must have to run the matrix."""
+        return frozenset({self.kind, "ue8m0"} if self.ue8m0 else {self.kind})
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value."""
+        return 4 if self.values == "w4" else 8
+
+    def scales(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the scales of a matrix [rows, columns]."""
+        high, wide = self.block
+        return -(-rows // (high or max(rows, 1))), -(-columns // (wide or max(columns, 1)))
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of a `QuantizedMatrix` [rows, columns]: values, scales, zero points and order."""
+        high, wide = self.scales(rows, columns)
+        return rows * -(-columns * self.bits // 8) + high * wide * (4 + self.zeros) + 4 * columns * self.order

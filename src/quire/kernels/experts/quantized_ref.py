@@ -1,0 +1,29 @@
+"""Experts with quantized weights: each is a pair of matrices that `quire.kernels.linear.quantized_ref` multiplies."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.activation.ref import silu_mul
+from quire.kernels.linear import quantized_ref
+from quire.quantization.pack.matrix import QuantizedMatrix, empty
+
+Pair = tuple[QuantizedMatrix, QuantizedMatrix]
+
+
+def empty_pairs(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> list[Pair]:
+    """Allocate `num_experts` pairs of the shapes of `gate_up` and `down`."""
+    return [(empty(gate_up.scheme, gate_up.shape, device), empty(down.scheme, down.shape, device))
+            for _ in range(num_experts)]  # fmt: skip
+
+
+def put_pair(room: Pair, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
+    """Copy the matrices of an expert to their room."""
+    for target, source in zip(room, (gate_up, down), strict=True):
+        for name, tensor in target.tensors.items():
+            tensor.copy_(source.tensors[name], non_blocking=True)
+
+
+def run_pair(x: Tensor, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> Tensor:
+    """Run rows [n, H] through an expert, [n, H] float32. The activations of both products are quantized."""
+    inner = silu_mul(quantized_ref.run_float(x, gate_up, None))
+    return quantized_ref.run_float(inner, down, None)

@@ -1,0 +1,49 @@
+"""Quantized weights of every kind on every device: activations quantized by the scheme's rule, a product in float32.
+
+The truth for other kernels: it never skips the quantization of activations. Weights are dequantized a few rows at a
+time.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.quantize import ref as quantize
+from quire.quantization.pack.matrix import QuantizedMatrix, dequantize
+
+ROWS = 1024  # of the weight that are dequantized at once; a multiple of 128
+
+
+def pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Return the matrix itself."""
+    return matrix
+
+
+def run(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return run_float(x, packed, bias).to(x.dtype)
+
+
+def run_float(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    inputs = rounded(x, packed)
+    if packed.order is not None:
+        inputs = inputs[:, packed.order]
+    parts = [inputs @ dequantize(packed, i, i + ROWS).t() for i in range(0, packed.shape[0], ROWS)]
+    product = torch.cat(parts, 1) if parts else inputs.new_empty(len(x), 0)
+    return product if bias is None else product + bias.float()
+
+
+def rounded(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Return the numbers that a product with `matrix` reads instead of x, in float32: quantized values times scale."""
+    scheme, given = matrix.scheme, matrix.input_scale
+    if not scheme.inputs:
+        return x.float()
+    if scheme.inputs == "tensor":
+        assert given is not None
+        static = quantize.int8_static if scheme.values == "int8" else quantize.fp8_static
+        return static(x, given).float() * given
+    if scheme.inputs == "group":
+        values, scale = quantize.fp8_groups(x, scheme.ue8m0)
+        return values.float() * scale.repeat_interleave(quantize.GROUP, 1)[:, : x.shape[1]]
+    values, scale = (quantize.int8_tokens if scheme.values == "int8" else quantize.fp8_tokens)(x)
+    return values.float() * scale

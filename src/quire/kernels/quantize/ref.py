@@ -1,0 +1,44 @@
+"""Quantization of activations as the rules read."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SMALLEST, GROUP = 1e-10, 128
+FP8_MAX, INT8_MAX = 448.0, 127.0
+
+
+def fp8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.quantize`."""
+    scale = _scale(x.float(), FP8_MAX)
+    return fp8_static(x, scale), scale
+
+
+def fp8_groups(x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.quantize`."""
+    groups = F.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    scale = _scale(groups, FP8_MAX)
+    if ue8m0:
+        part, power = scale.frexp()  # part in [0.5, 1)
+        scale = torch.ldexp(torch.ones_like(scale), power - (part == 0.5).int())
+    return fp8_static(groups, scale).flatten(1)[:, : x.shape[1]].contiguous(), scale.squeeze(2)
+
+
+def fp8_static(x: Tensor, scale: Tensor) -> Tensor:
+    """See `quire.kernels.quantize`."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def int8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.quantize`."""
+    scale = _scale(x.float(), INT8_MAX)
+    return int8_static(x, scale), scale
+
+
+def int8_static(x: Tensor, scale: Tensor) -> Tensor:
+    """See `quire.kernels.quantize`."""
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+
+
+def _scale(x: Tensor, largest: float) -> Tensor:
+    return x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / largest

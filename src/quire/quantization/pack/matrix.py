@@ -1,0 +1,126 @@
+"""`QuantizedMatrix`, the form to which every checkpoint format is converted before a kernel packs it.
+
+N: rows (outputs), K: columns (inputs).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.contracts.scheme import Scheme
+
+TYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "w4": torch.uint8, "w8": torch.uint8}
+MIDDLE = {"w4": 8, "w8": 128}  # the zero of symmetric unsigned values
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A quantized weight [N, K]. Its numbers are (values - zero) * scale (`dequantize`).
+
+    values        [N, K] float8_e4m3fn ("e4m3"), int8 ("int8") or uint8 ("w8"); [N, K / 2] uint8 ("w4"), the low nibble
+                  is the even column
+    scale         float32 [ceil(N / rows), ceil(K / columns)] for blocks of rows x columns; [N, 1] for channels
+    zero          uint8, of the scale's shape; None: 0, or the middle of unsigned values (8 or 128)
+    order         int32 [K]: column k of `values` multiplies x[:, order[k]]; None: x[:, k]
+    input_scale   float32 scalar, the scale of all activations; None: not stored
+    """
+
+    scheme: Scheme
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    order: Tensor | None = None
+    input_scale: Tensor | None = None
+
+    def to(self, device: torch.device) -> "QuantizedMatrix":
+        """Return the matrix on another device."""
+        moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.values.shape[0], self.values.shape[1] * (2 if self.scheme.values == "w4" else 1)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are not None, by name."""
+        every = {"values": self.values, "scale": self.scale, "zero": self.zero, "order": self.order,
+                 "input_scale": self.input_scale}  # fmt: skip
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self.values.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def check(self) -> "QuantizedMatrix":
+        """Assert the types and shapes of this docstring, and return the matrix."""
+        (rows, columns), scheme = self.shape, self.scheme
+        assert self.values.dtype == TYPES[scheme.values], self.values.dtype
+        assert self.scale.shape == scheme.scales(rows, columns), (tuple(self.scale.shape), scheme)
+        assert self.scale.dtype == torch.float32 and scheme.block != (0, 0)
+        assert (self.zero is not None) == scheme.zeros and (self.order is not None) == scheme.order
+        assert self.zero is None or (self.zero.shape == self.scale.shape and self.zero.dtype == torch.uint8)
+        assert self.order is None or (self.order.shape == (columns,) and self.order.dtype == torch.int32)
+        assert (self.input_scale is not None) == (scheme.inputs == "tensor")
+        return self
+
+
+def empty(scheme: Scheme, shape: tuple[int, int], device: torch.device | str) -> QuantizedMatrix:
+    """Allocate a matrix of unset numbers; on the device "meta" only its shapes."""
+    rows, columns = shape
+    scales, width = scheme.scales(rows, columns), columns // 2 if scheme.values == "w4" else columns
+    return QuantizedMatrix(
+        scheme,
+        torch.empty(rows, width, dtype=TYPES[scheme.values], device=device),
+        torch.empty(scales, dtype=torch.float32, device=device),
+        torch.empty(scales, dtype=torch.uint8, device=device) if scheme.zeros else None,
+        torch.empty(columns, dtype=torch.int32, device=device) if scheme.order else None,
+        torch.empty((), dtype=torch.float32, device=device) if scheme.inputs == "tensor" else None,
+    ).check()  # fmt: skip
+
+
+Weight = Tensor | QuantizedMatrix
+
+
+def empty_weight(scheme: Scheme | None, shape: tuple[int, int], dtype: torch.dtype,
+                 device: torch.device | str) -> Weight:
+    """Allocate a weight of unset numbers, in `dtype` without a scheme."""
+    return torch.empty(shape, dtype=dtype, device=device) if scheme is None else empty(scheme, shape, device)
+
+
+def dequantize(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) -> Tensor:
+    """Return rows `start` to `end` of the weight in float32, [rows, K]; columns stay in the order of `values`.
+
+    `start` must be a multiple of the block's rows.
+    """
+    rows, columns = matrix.shape
+    end = rows if end is None else min(end, rows)
+    values = unpacked(matrix, start, end).float()
+    zero = _spread(matrix, matrix.zero, start, end) if matrix.zero is not None else MIDDLE.get(matrix.scheme.values, 0)
+    return (values - zero) * _spread(matrix, matrix.scale, start, end)
+
+
+def unpacked(matrix: QuantizedMatrix, start: int = 0, end: int | None = None) -> Tensor:
+    """Return rows `start` to `end` of the values, [rows, K]; 4-bit values one to a byte."""
+    values = matrix.values[start:end]
+    if matrix.scheme.values != "w4":
+        return values
+    return torch.stack((values & 15, values >> 4), -1).flatten(1)
+
+
+def _spread(matrix: QuantizedMatrix, blocks: Tensor, start: int, end: int) -> Tensor:
+    """Return a number of each block for each row and column, [rows, K] (or [rows, 1] for channels), in float32."""
+    high, wide = matrix.scheme.block
+    assert high and start % high == 0, "rows begin with a block"
+    spread = blocks[start // high : -(-end // high)].float()
+    if high > 1:
+        spread = spread.repeat_interleave(high, 0)[: end - start]
+    return spread.repeat_interleave(wide, 1)[:, : matrix.shape[1]] if wide else spread

@@ -1,0 +1,103 @@
+"""Random quantized matrices of every kind, and their product in float64 on the same quantized activations."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.scheme import Scheme
+from quire.quantization.pack.matrix import QuantizedMatrix
+
+SCHEMES = {
+    "fp8 blocks": Scheme(values="e4m3", block=(128, 128), inputs="group"),
+    "fp8 blocks of a row": Scheme(values="e4m3", block=(1, 128), inputs="group"),
+    "fp8 blocks ue8m0": Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=True),
+    "fp8 channels": Scheme(values="e4m3", block=(1, 0), inputs="token"),
+    "fp8 static": Scheme(values="e4m3", block=(1, 0), inputs="tensor"),
+    "int8": Scheme(values="int8", block=(1, 0), inputs="token"),
+    "int8 static": Scheme(values="int8", block=(1, 0), inputs="tensor"),
+    "w4 groups": Scheme(values="w4", block=(1, 32)),
+    "w4 zeros order": Scheme(values="w4", block=(1, 32), zeros=True, order=True),
+    "w4 channels": Scheme(values="w4", block=(1, 0)),
+    "w8 groups": Scheme(values="w8", block=(1, 32), zeros=True),
+    "w8 channels": Scheme(values="w8", block=(1, 0), order=True),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Activations x [M, K]: rows of zeros, and columns 100 times as large as the others."""
+
+    x: Tensor
+    matrix: QuantizedMatrix
+    bias: Tensor
+
+
+def make(scheme: Scheme, rows: int, outputs: int, inputs: int, seed: int = 0) -> Inputs:
+    """A matrix [outputs, inputs] of random bits and positive scales, and activations for it."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=random)
+    x[:, torch.randperm(inputs, generator=random)[:3]] *= 100
+    if rows > 1:
+        x[rows // 2] = 0
+    values = torch.randint(0, 256, (outputs, inputs // 2 if scheme.values == "w4" else inputs), generator=random,
+                           dtype=torch.uint8)  # fmt: skip
+    if scheme.values == "e4m3":
+        values[(values & 127) == 127] = 8
+        values = values.view(torch.float8_e4m3fn)
+    if scheme.values == "int8":
+        values = values.view(torch.int8)
+    shape = scheme.scales(outputs, inputs)
+    scale = torch.rand(shape, generator=random).add_(0.5).mul_(1e-3)
+    zero = torch.randint(0, 1 << scheme.bits, shape, generator=random, dtype=torch.uint8) if scheme.zeros else None
+    order = torch.randperm(inputs, generator=random).int() if scheme.order else None
+    static = x.abs().amax() / 200 if scheme.inputs == "tensor" else None  # some values are clamped
+    matrix = QuantizedMatrix(scheme, values, scale, zero, order, static).check()
+    return Inputs(x, matrix, torch.randn(outputs, generator=random))
+
+
+def numbers(matrix: QuantizedMatrix) -> Tensor:
+    """The weight by its formula, number by number, [N, K] float64."""
+    scheme, (rows, columns) = matrix.scheme, matrix.shape
+    middle = {"w4": 8, "w8": 128}.get(scheme.values, 0)
+    out = torch.empty(rows, columns, dtype=torch.float64)
+    high, wide = scheme.block
+    for n in range(rows):
+        for k in range(columns):
+            place = n // high, k // wide if wide else 0
+            if scheme.values == "w4":
+                value = float(matrix.values[n, k // 2] >> 4 * (k % 2) & 15)
+            else:
+                value = float(matrix.values[n, k])
+            zero = middle if matrix.zero is None else int(matrix.zero[place])
+            out[n, k] = (value - zero) * float(matrix.scale[place])
+    return out
+
+
+def rounded(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """The activations that the product reads, in float64, by the rules and row by row."""
+    scheme, out = matrix.scheme, x.double().clone()
+    if not scheme.inputs:
+        return out
+    wide = 128 if scheme.inputs == "group" else x.shape[1]
+    most = 127.0 if scheme.values == "int8" else 448.0
+    for row in range(len(x)):
+        for start in range(0, x.shape[1], wide):
+            part = x[row, start : start + wide].float()
+            scale = matrix.input_scale if matrix.input_scale is not None else part.abs().max().clamp(min=1e-10) / most
+            if scheme.ue8m0:
+                scale = torch.tensor(2.0) ** torch.ceil(torch.log2(scale.double())).float()
+            if scheme.values == "int8":
+                kept = (part / scale).round().clamp(-128, 127)
+            else:
+                kept = (part / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            out[row, start : start + wide] = kept.double() * scale.double()
+    return out
+
+
+def product(inputs: Inputs) -> Tensor:
+    """x @ W.T + bias in float64, on the quantized activations."""
+    x = rounded(inputs.x, inputs.matrix)
+    if inputs.matrix.order is not None:
+        x = x[:, inputs.matrix.order.long()]
+    return x @ numbers(inputs.matrix).t() + inputs.bias.double()
