@@ -46,14 +46,14 @@ def product(
     q: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, y: Tensor, *, counters: Tensor,
     block: int = 0, residual: Tensor | None = None, gated: bool = False, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply q [T, K] of at most MOST_ROWS rows with weight [N, K] into y [T, N]; returns y.
+    """Multiply T rows of q [R, K], at most MOST_ROWS, with weight [N, K] into y [T, N]; returns y.
 
-    q, x_scales    of `quire.kernels.quantize.triton.quantize`: scales [K / 128, T], [1, T] or one number
+    q, x_scales    of `quire.kernels.quantize.triton.quantize`: scales [K / 128, R], [1, R] or one number
     weight         8-bit numbers of q's type;  scales  [ceil(N / block), K / 128] float32, or [N] if block is 0
     counters       [ceil(N / 64)] int32, zeros, which no product that runs at the same time uses; left as zeros
     residual, gated   as in `gemv.product`
     """
-    rows, n, k = q.shape[0], weight.shape[0] >> gated, weight.shape[1]
+    rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     tiles = tiles or tiles_of(rows, n, k, gated)
     in_pdl = pdl.in_use()
     wide = -(-n // tiles.cols)
@@ -80,7 +80,7 @@ def _some_kernel(
     weight             [n, K] of q's type, contiguous; if GATED [2 n, K], gate first
     scales             float32: [ceil(n / BLOCK), K / BLOCK_K], or [n] if BLOCK is 0; twice the rows if GATED
     bias, residual, y  as in `gemv._few_kernel`
-    parts              [ceil(n / BLOCK_N), SPLIT, 1 or 2, BLOCK_N, M] float32: sums of the parts of K; None if SPLIT is 1
+    parts              [ceil(n / BLOCK_N), SPLIT, 1 or 2, BLOCK_N, M] float32: sums of parts of K; None if SPLIT is 1
     counters           [ceil(n / BLOCK_N)] int32, zeros: programs of an output tile that have ended; left as zeros
     BLOCK_K            inputs of an iteration, 128
     STAGES             iterations in flight
@@ -105,9 +105,9 @@ def _some_kernel(
         scale_at = scales + tl.minimum(col, n - 1)[:, None] // (BLOCK if BLOCK else 1) * GROUPS
     up_scales = scale_at + n // (BLOCK if BLOCK else 1) * GROUPS
     given_scales = x_scales + tl.minimum(row, rows - 1)[None, :]
+    first = tl.program_id(1) * SHARE
     if PDL:
         tl.extra.cuda.gdc_wait()
-    first = tl.program_id(1) * SHARE
     for turn in tl.range(0, SHARE, num_stages=STAGES):
         group = first + turn
         start = group * BLOCK_K

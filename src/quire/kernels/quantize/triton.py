@@ -20,13 +20,15 @@ ALIGN = 4  # the scales of a group of columns have room for a multiple of so man
 
 def quantize(
     x: Tensor, rule: int, dtype: torch.dtype = torch.float8_e4m3fn, *, scale: Tensor | None = None,
-    norm: Tensor | None = None, eps: float = 0.0, gated: bool = False,
+    powers: bool = False, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Quantize the rows of x [T, K], a multiple of 128 columns; returns q [T, K] and float32 scales.
+    """Quantize the rows of x [T, K], a multiple of 128 columns; returns q [R, K] and float32 scales.
 
-    rule    GROUP: scales [K / 128, T]; TOKEN: scales [1, T]; FIXED: `scale`, which is returned. Rows are contiguous,
-            and each starts at a multiple of 16 bytes
+    R is T, rounded up to a multiple of 4; rows from T on are not written.
+
+    rule    GROUP: scales [K / 128, R]; TOKEN: scales [1, R]; FIXED: `scale`, which is returned
     dtype   float8_e4m3fn or int8
+    powers  scales are rounded up to powers of two
     norm    [K] weight of an RMS norm of x with this `eps`, which is rounded to x's dtype before
     gated   x is [T, 2K]: silu(first half) * second half, rounded to x's dtype, is quantized
     """
@@ -34,7 +36,7 @@ def quantize(
     if x.stride(1) != 1:
         x = x.contiguous()
     room = -(-rows // ALIGN) * ALIGN
-    q = torch.empty((room, width), dtype=dtype, device=x.device)[:rows]
+    q = torch.empty((room, width), dtype=dtype, device=x.device)
     if scale is None:
         scales = torch.empty((width // GROUP if rule == GROUP else 1, room), dtype=torch.float32, device=x.device)
     else:
@@ -44,16 +46,18 @@ def quantize(
     in_pdl = pdl.in_use()
     if rows:
         _quantize_kernel[(rows, -(-width // block))](
-            x, norm, q, scales, x.stride(0), room, eps, width, block, rule, gated,
-            448 if dtype == torch.float8_e4m3fn else 127, in_pdl, num_warps=max(1, min(16, block // 512)),
+            x, norm, q, scales, x.stride(0), room, eps, width, block, rule, powers,
+            gated, 448 if dtype == torch.float8_e4m3fn else 127, in_pdl, num_warps=max(1, min(16, block // 512)),
             **pdl.options(in_pdl))
-    return q, scales[:, :rows] if scale is None else scale
+    return q, scales
 
 
 @jit
 def to_eight_bits(x, scale, MOST: tl.constexpr):
     """x / scale in 8 bits: e4m3 if MOST is 448, else int8, rounded half to even. x, scale: float32."""
-    quotient = tl.div_rn(x, scale)
+    inverse = tl.div_rn(1.0, scale)
+    quotient = x * inverse  # and the error of it, which rounds it as a division does (Markstein, 1990)
+    quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
     if MOST == 448:
         narrow = tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv, fp_downcast_rounding="rtne")
     else:
@@ -63,15 +67,62 @@ def to_eight_bits(x, scale, MOST: tl.constexpr):
 
 
 @jit
-def scale_of(amax, MOST: tl.constexpr):
-    """The scale of numbers whose largest magnitude is `amax`; rows of zeros get a small positive scale."""
-    return tl.div_rn(tl.maximum(amax, 1e-10), MOST * 1.0)
+def four_floats(words, MOST: tl.constexpr):
+    """The four 8-bit numbers of each int32, the lowest byte first, in float32: e4m3 if MOST is 448, else int8.
+
+    Numbers that live in words take a quarter of the registers and of the instructions of those that live in bytes.
+    """
+    if MOST == 448:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{ .reg .b16 lo, hi, a, b, c, d; .reg .b32 low, high;
+            mov.b32 {lo, hi}, $4; cvt.rn.f16x2.e4m3x2 low, lo; cvt.rn.f16x2.e4m3x2 high, hi;
+            mov.b32 {a, b}, low; mov.b32 {c, d}, high;
+            cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }""",
+            "=f,=f,=f,=f,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)
+    else:  # 2^23 + 128 + q, whose low byte is q with its sign turned
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{ .reg .b32 t; xor.b32 t, $4, 0x80808080;
+            prmt.b32 $0, t, 0x4B000000, 0x7440; prmt.b32 $1, t, 0x4B000000, 0x7441;
+            prmt.b32 $2, t, 0x4B000000, 0x7442; prmt.b32 $3, t, 0x4B000000, 0x7443; }""",
+            "=r,=r,=r,=r,r", [words], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)
+        a, b, c, d = a - 8388736.0, b - 8388736.0, c - 8388736.0, d - 8388736.0
+    return a, b, c, d
+
+
+@jit
+def sums_of_16(tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr,
+               MOST: tl.constexpr, WORDS: tl.constexpr):
+    """Sums of 16 neighbours of tile * given, [.., DEEP / 16]; a thread holds the 16.
+
+    tile    weights: int32 [.., ROWS, DEEP / 4] if WORDS, else 8-bit numbers [.., ROWS, DEEP]
+    given   float32, [.., 1, DEEP];  J, ROWS  the first two sizes of the result
+    """
+    if WORDS:
+        even, odd = tl.split(tl.reshape(given, [given.shape[0], given.shape[1], DEEP // 4, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        w0, w1, w2, w3 = four_floats(tile, MOST)
+        product = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+        sums = tl.sum(tl.reshape(product, [J, ROWS, DEEP // 16, 4]), 3)
+    else:
+        sums = tl.sum(tl.reshape(tile.to(tl.float32) * given, [J, ROWS, DEEP // 16, 16]), 3)
+    return sums
+
+
+@jit
+def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
+    """The scale of numbers whose largest magnitude is `amax`, a power of two if POWERS; of zeros, a small one."""
+    scale = tl.div_rn(tl.maximum(amax, 1e-10), MOST * 1.0)
+    if POWERS:  # add to the mantissa what carries into the exponent unless the mantissa is zero
+        bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
+        scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
 
 
 @jit
 def _quantize_kernel(
     x, norm, q, scales, stride, stride_s, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
-    GATED: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    POWERS: tl.constexpr, GATED: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantize BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)), with one block where a row has one result.
 
@@ -80,7 +131,7 @@ def _quantize_kernel(
     q                   [rows, WIDTH] contiguous, output
     scales              [WIDTH / 128 or 1, rows] float32, output; stride_s  elements from group to group.
                         With RULE FIXED: one number, input
-    RULE                128: a scale per 128 columns; 0: per row; -1: given
+    RULE, POWERS        128: a scale per 128 columns; 0: per row; -1: given. Scales are powers of two
     MOST                largest magnitude in 8 bits: 448 (e4m3) or 127 (int8)
     """
     if PDL:
@@ -102,12 +153,12 @@ def _quantize_kernel(
         values = (values * factor).to(given.dtype).to(tl.float32)
     if RULE > 0:
         parts = tl.reshape(values, [BLOCK // RULE, RULE])
-        own = scale_of(tl.max(tl.abs(parts), 1), MOST)
+        own = scale_of(tl.max(tl.abs(parts), 1), MOST, POWERS)
         group = tl.program_id(1) * (BLOCK // RULE) + tl.arange(0, BLOCK // RULE)
         tl.store(scales + group * stride_s + row, own, mask=group < WIDTH // RULE)
         narrow = tl.reshape(to_eight_bits(parts, own[:, None], MOST), [BLOCK])
     elif RULE == 0:
-        own = scale_of(tl.max(tl.abs(values), 0), MOST)
+        own = scale_of(tl.max(tl.abs(values), 0), MOST, POWERS)
         tl.store(scales + row, own)
         narrow = to_eight_bits(values, own, MOST)
     else:

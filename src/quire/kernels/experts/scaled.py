@@ -1,0 +1,400 @@
+"""Experts with 8-bit weights and activations on NVIDIA GPUs: FP8 in blocks or channels, and INT8.
+
+As `quire.kernels.experts.triton`, with quantized rows: for many tokens x is quantized once per token; the rows between
+the two products are quantized where they are computed (scales by 128 columns), or after the first product (scales by
+row). Sums of 128 products are multiplied by their scales and added in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.activation.triton import silu
+from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
+from quire.kernels.linear.gemv import bucket
+from quire.kernels.linear.scaled import RULES
+from quire.kernels.quantize.triton import FIXED, GROUP, quantize, scale_of, sums_of_16, to_eight_bits
+from quire.kernels.triton_runtime import INTERPRETED, jit, tl
+from quire.quantization.pack.matrix import QuantizedMatrix
+
+MOST_FEW = 4  # tokens
+UP_COLS, UP_EACH, DOWN_COLS, DOWN_EACH = 4, 512, 4, 1024
+BAND = 8  # tiles of pairs that run side by side through the same columns of weights, which are then read once
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One matrix of all experts.
+
+    values   [E, N, K] e4m3 or int8;  scales  float32 [E, N / block, K / 128], or [E, N] for channels (block 0)
+    fixed    [E] scale of all activations; None: computed
+    """
+
+    values: Tensor
+    scales: Tensor
+    block: int
+    rule: int
+    powers: bool
+    fixed: Tensor | None
+
+    @property
+    def most(self) -> int:
+        """Largest magnitude in 8 bits."""
+        return 127 if self.values.dtype == torch.int8 else 448
+
+
+Packed = tuple[Stack, Stack]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiling of a product: pairs, outputs, warps, iterations in flight."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+
+
+def empty(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Packed:
+    """See `quire.kernels.experts`."""
+    return _empty(num_experts, gate_up, device), _empty(num_experts, down, device)
+
+
+def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device) -> Stack:
+    scheme, block = one.scheme, one.scheme.block[0] if one.scheme.kind == "fp8 block" else 0
+    scales = one.scale.shape if block else one.scale.shape[:1]
+    return Stack(
+        torch.empty((num_experts, *one.values.shape), dtype=one.values.dtype, device=device),
+        torch.empty((num_experts, *scales), dtype=torch.float32, device=device), block, RULES[scheme.inputs],
+        scheme.ue8m0, torch.empty(num_experts, device=device) if scheme.inputs == "tensor" else None)
+
+
+def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
+    """See `quire.kernels.experts`."""
+    for stack, one in zip(packed, (gate_up, down), strict=True):
+        stack.values[place].copy_(one.values, non_blocking=True)
+        stack.scales[place].copy_(one.scale.view(stack.scales.shape[1:]), non_blocking=True)
+        if stack.fixed is not None:
+            assert one.input_scale is not None
+            stack.fixed[place].copy_(one.input_scale, non_blocking=True)
+
+
+def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
+    """Return the tiling of the first product (gated) or the second, chosen by the mean number of pairs per expert."""
+    mean = pairs / experts
+    if mean <= 16:
+        return Tiles(16, 128, 4, 4)
+    if mean <= 48:
+        return Tiles(32, 128, 4 if not gated else 8, 4)
+    return Tiles(64, 128, 8, 4)
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+        residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
+    """See `quire.kernels.experts`. Writes to the residual's memory."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
+    given = x, weights, ids, packed, expert_map, None if residual is None else y, y
+    if len(x) > MOST_FEW:
+        many(*given, join=join)
+    elif len(x):
+        few(*given, join=join)
+    return y
+
+
+def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
+        y: Tensor, join: Callable[[], bool] | None = None) -> None:
+    """Compute `run` into y for few tokens, each pair by itself."""
+    (first, second), (tokens, k), in_pdl = packed, ids.shape, pdl.in_use()
+    (_, hidden, inner), across = second.values.shape, bucket(k)
+    h = x.new_empty(tokens * k, inner)
+    deep, cols = bucket(hidden), UP_COLS
+    _few_up_kernel[(tokens * k, -(-inner // cols))](
+        x, _words(first.values), first.scales, first.fixed, ids, expert_map, h, x.stride(0), k, inner, hidden, cols, deep,
+        first.block, first.rule, first.powers, first.most, not INTERPRETED, in_pdl, num_warps=max(1, min(16, deep // UP_EACH)),
+        **pdl.options(in_pdl))
+    deep, cols = bucket(inner), DOWN_COLS
+    in_pdl = not (join and join()) and in_pdl
+    _few_down_kernel[(tokens, -(-hidden // cols))](
+        h, _words(second.values), second.scales, second.fixed, ids, expert_map, weights, residual, y, k, across, hidden, inner,
+        cols, deep, second.block, second.rule, second.powers, second.most, not INTERPRETED, in_pdl,
+        num_warps=max(4, min(16, deep * across // DOWN_EACH)), **pdl.options(in_pdl))
+
+
+def _words(values: Tensor) -> Tensor:
+    """Return the same memory in words of four numbers; in the interpreter the values."""
+    return values if INTERPRETED else values.view(torch.int32)
+
+
+def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
+         y: Tensor, join: Callable[[], bool] | None = None, cut: tuple[Tiles, Tiles] | None = None) -> None:
+    """Compute `run` into y for many tokens, sorted by expert."""
+    (first, second), (tokens, k), pairs = packed, ids.shape, ids.numel()
+    experts, hidden, inner = second.values.shape
+    spread = experts if expert_map is None else len(expert_map)
+    cut = cut or (tiles(pairs, spread, True), tiles(pairs, spread, False))
+    order, starts = _sort(ids, expert_map, experts)
+    given = _rows(x, first)
+    fused = second.rule == GROUP
+    h = torch.empty((pairs, inner), dtype=second.values.dtype if fused else x.dtype, device=x.device)
+    h_scales = torch.empty((inner // GROUP, pairs), dtype=torch.float32, device=x.device) if fused else None
+    _product(given, first, order, starts, k, None, h, h_scales, second.powers, cut[0])
+    parts = x.new_empty(pairs, hidden)
+    rows = (h, h_scales) if fused else _rows(h, second)
+    _product(rows, second, order, starts, k, weights, parts, None, False, cut[1])
+    block = min(1024, bucket(hidden))
+    in_pdl = not (join and join()) and pdl.in_use()
+    _sum_kernel[(tokens, -(-hidden // block))](
+        parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
+
+
+def _rows(x: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
+    """Quantized rows and their scales. With a scale per expert, the product quantizes, and rows stay as they are."""
+    if stack.rule == FIXED:
+        return x, None
+    return quantize(x, stack.rule, stack.values.dtype, powers=stack.powers)
+
+
+def _product(given: tuple[Tensor, Tensor | None], stack: Stack, order: Tensor, starts: Tensor, k: int,
+             weights: Tensor | None, y: Tensor, y_scales: Tensor | None, powers: bool, cut: Tiles) -> None:
+    gated, in_pdl, pairs = weights is None, pdl.in_use(), len(order)
+    (experts, _, depth), width = stack.values.shape, y.shape[1]
+    most = (pairs + min(experts, pairs) * (cut.rows - 1)) // cut.rows  # tiles of pairs
+    x, scales = given
+    _product_kernel[(most * -(-width // cut.cols),)](
+        x, scales, stack.fixed, stack.values, stack.scales, order, starts, weights, y, y_scales, x.stride(0),
+        0 if scales is None or not stack.block else scales.stride(0), 0 if y_scales is None else y_scales.stride(0), k,
+        experts, bucket(experts), width, depth, cut.rows, cut.cols, stack.block, stack.most, powers, gated, BAND,
+        cut.stages, in_pdl, num_warps=cut.warps, num_stages=cut.stages, **pdl.options(in_pdl))
+
+
+@jit
+def _narrow(values, fixed, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+            DEEP: tl.constexpr):
+    """Quantize values [ROWS, 1, DEEP] float32 by the rule; returns what the quantized numbers stand for.
+
+    fixed   the scale with RULE -1, broadcast to values
+    """
+    if RULE > 0:
+        parts = tl.reshape(values, [ROWS, 1, DEEP // 128, 128])
+        own = scale_of(tl.max(tl.abs(parts), 3, keep_dims=True), MOST, POWERS)
+        given = tl.reshape(to_eight_bits(parts, own, MOST).to(tl.float32) * own, [ROWS, 1, DEEP])
+    else:
+        own = fixed
+        if RULE == 0:
+            own = scale_of(tl.max(tl.abs(values), 2, keep_dims=True), MOST, POWERS)
+        given = to_eight_bits(values, own, MOST).to(tl.float32) * own
+    return given
+
+
+@jit
+def _scaled_sum(tile, given, scales, col, J: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+                BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr):
+    """Sums [J, BLOCK_N] over the last axis of tile * given, times the weights' scales.
+
+    tile     [J, BLOCK_N, BLOCK_K] weights;  given  [J, 1, BLOCK_K] inputs
+    scales   of the experts [J, 1, 1], pointers to [N / BLOCK, K / 128] or [N]
+    """
+    part = sums_of_16(tile, given, J, BLOCK_N, BLOCK_K, MOST, WORDS)
+    col = tl.minimum(col, N - 1)[None, :, None]
+    if BLOCK:
+        group = tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
+        part *= tl.load(scales + col // BLOCK * (K // 128) + group, mask=group < K // 128, other=0.0)
+        out = tl.sum(part, 2)
+    else:
+        out = tl.sum(part, 2) * tl.reshape(tl.load(scales + col), [J, BLOCK_N])
+    return out
+
+
+@jit
+def _few_up_kernel(
+    x, gate_up, scales, fixed, ids, expert_map, h, stride, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, POWERS: tl.constexpr,
+    MOST: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
+    """silu(gate) * up of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
+
+    x                  [T, K] bf16 or f16;  stride  elements from token to token
+    gate_up            [experts, 2 N, K] e4m3 or int8 (if WORDS [.., K / 4] int32), contiguous, gate first
+    scales, fixed      see `Stack`, of 2 N rows
+    ids, expert_map    as in `experts.triton._few_up_kernel`
+    h                  [pairs, N] contiguous, output; rows of pairs of other ranks are not written
+    N, K, BLOCK_K      outputs I and inputs H of an expert; H, padded to a power of two
+    RULE, POWERS, MOST   see `quantize.triton._quantize_kernel`;  WORDS  four weights are an int32
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # ids are there, so the next kernel may read weights before it waits
+    pair = tl.program_id(0)
+    place = _place(ids, expert_map, pair, pair >= 0)
+    if place < 0:
+        return
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)[None, None, :]
+    WIDE: tl.constexpr = K // 4 if WORDS else K
+    word = tl.arange(0, BLOCK_K // 4 if WORDS else BLOCK_K)[None, None, :]
+    at = gate_up + place.to(tl.int64) * (2 * N * WIDE) + tl.minimum(col, N - 1)[None, :, None] * WIDE + word
+    gate_tile = tl.load(at, mask=word < WIDE, other=0.0, eviction_policy="evict_first")
+    up_tile = tl.load(at + N * WIDE, mask=word < WIDE, other=0.0, eviction_policy="evict_first")
+    values = tl.load(x + (pair // TOP_K).to(tl.int64) * stride + lane, mask=lane < K, other=0.0).to(tl.float32)
+    own = tl.zeros([1, 1, 1], tl.float32)
+    if RULE < 0:
+        own += tl.load(fixed + place)
+    given = _narrow(values, own, RULE, POWERS, MOST, 1, BLOCK_K)
+    if BLOCK:
+        scales += place.to(tl.int64) * (2 * N // BLOCK * (K // 128))
+        up_scales = scales + N // BLOCK * (K // 128)
+    else:
+        scales += place.to(tl.int64) * (2 * N)
+        up_scales = scales + N
+    gate = _scaled_sum(gate_tile, given, scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+    up = _scaled_sum(up_tile, given, up_scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+    value = silu(gate) * up
+    tl.store(h + pair.to(tl.int64) * N + col[None, :], value.to(h.dtype.element_ty), mask=(col < N)[None, :])
+
+
+@jit
+def _few_down_kernel(
+    h, down, scales, fixed, ids, expert_map, weights, residual, y, TOP_K: tl.constexpr, J: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
+    """BLOCK_N outputs of a token: weighted sum over its experts of down times h. Grid (tokens, ceil(N / BLOCK_N)).
+
+    h                  [pairs, K] contiguous;  down  [experts, N, K], as gate_up
+    scales, fixed      see `Stack`;  ids, expert_map  as in `_few_up_kernel`;  weights  [T, TOP_K] float32
+    residual           [T, N] contiguous, added; or None;  y  [T, N] contiguous, output
+    TOP_K, J           experts of a token; padded to a power of two
+    N, K, BLOCK_K      outputs H and inputs I of an expert; I, padded to a power of two
+    """
+    token = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)[None, None, :]
+    turn = tl.arange(0, J)[:, None, None]
+    pair = token * TOP_K + turn
+    place = _place(ids, expert_map, pair, turn < TOP_K)
+    there = place >= 0
+    WIDE: tl.constexpr = K // 4 if WORDS else K
+    word = tl.arange(0, BLOCK_K // 4 if WORDS else BLOCK_K)[None, None, :]
+    at = down + place.to(tl.int64) * (N * WIDE) + tl.minimum(col, N - 1)[None, :, None] * WIDE + word
+    tile = tl.load(at, mask=there & (word < WIDE), other=0.0, eviction_policy="evict_first")
+    weight = tl.load(weights + pair, mask=there, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    values = tl.load(h + pair * K + lane, mask=there & (lane < K), other=0.0).to(tl.float32)
+    own = tl.zeros([J, 1, 1], tl.float32)
+    if RULE < 0:
+        own = tl.load(fixed + tl.maximum(place, 0))
+    given = _narrow(values, own, RULE, POWERS, MOST, J, BLOCK_K)
+    if BLOCK:
+        scales += tl.maximum(place, 0).to(tl.int64) * (N // BLOCK * (K // 128))
+    else:
+        scales += tl.maximum(place, 0).to(tl.int64) * N
+    sums = _scaled_sum(tile, given, scales, col, J, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+    out = tl.sum(sums * tl.reshape(weight, [J, 1]), 0)
+    to = token.to(tl.int64) * N + col
+    if residual is not None:
+        out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
+    tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
+
+
+@jit
+def _product_kernel(
+    x, x_scales, fixed, weight, scales, order, starts, routing, y, y_scales, stride, stride_s, stride_y,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, POWERS: tl.constexpr,
+    GATED: tl.constexpr, BAND: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    """A tile of ROWS pairs of an expert by BLOCK_N outputs, on tensor cores. Grid (tiles of pairs * tiles of columns,).
+
+    x                  e4m3 or int8, GATED: [T, K] by token, else [pairs, K] in sorted order; 16 bits with `fixed`
+    stride             elements of x from row to row
+    x_scales           float32 [K / 128, rows] if BLOCK, stride_s from group to group; [rows]; None with `fixed`
+    fixed              [experts] float32 scales of x, which is quantized here; or None
+    weight             [experts, 2 N, K] (gate first) if GATED, else [experts, N, K]; e4m3 or int8, contiguous
+    scales             see `Stack`
+    order, starts      see `experts.triton._sort`;  routing  [T, TOP_K] float32 routing weights, None if GATED
+    y                  [pairs, N], output: silu(gate) * up in sorted order if GATED, else weighted results by pair
+    y_scales           [N / 128, pairs] float32, output: scales of y in 8 bits, stride_y from group to group; or None
+    EXPERTS, WIDTH     experts of this rank; padded to a power of two
+    MOST, POWERS       see `quantize.triton._quantize_kernel`, of x; of y
+    BAND, STAGES       tiles of pairs that share a column of weights; iterations in flight
+    """
+    if PDL and GATED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # the order is there: the next kernel may read it before it waits
+    expert, first, left, tile = _find_tile(starts, EXPERTS, WIDTH, ROWS, (N + BLOCK_N - 1) // BLOCK_N, BAND)
+    row = tl.arange(0, ROWS)
+    pair = tl.load(order + first + row, mask=row < left, other=0)
+    col = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL and not GATED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if left <= 0:
+        return
+    source = pair // TOP_K if GATED else first + tl.where(row < left, row, 0)
+    lane = tl.arange(0, 128)
+    GROUPS: tl.constexpr = K // 128
+    ONE: tl.constexpr = BLOCK >= BLOCK_N
+    expert = expert.to(tl.int64)
+    x_at = x + source.to(tl.int64)[None, :] * stride + lane[:, None]
+    at = weight + expert * (N * K << GATED) + tl.minimum(col, N - 1)[:, None] * K + lane[None, :]
+    if BLOCK:
+        scale_at = scales + expert * ((N // BLOCK * GROUPS) << GATED)
+        up_scales = scale_at + N // BLOCK * GROUPS
+        if ONE:
+            own_scales = tile * BLOCK_N // BLOCK * GROUPS
+        else:
+            own_scales = tl.minimum(col, N - 1)[:, None] // BLOCK * GROUPS
+    else:
+        scale_at = scales + expert * (N << GATED)
+        up_scales = scale_at + N
+    if fixed is not None:
+        given_scale = tl.load(fixed + expert)
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    up = acc
+    for group in tl.range(0, GROUPS, num_stages=STAGES):
+        given = tl.load(x_at + group * 128)
+        if fixed is not None:
+            given = to_eight_bits(given.to(tl.float32), given_scale, MOST)
+        part = tl.dot(tl.load(at + group * 128), given).to(tl.float32)
+        if BLOCK:
+            own = tl.load(x_scales + group * stride_s + source)[None, :]
+            part *= own * tl.load(scale_at + own_scales + group)
+        acc += part
+        if GATED:
+            part = tl.dot(tl.load(at + N * K + group * 128), given).to(tl.float32)
+            if BLOCK:
+                part *= own * tl.load(up_scales + own_scales + group)
+            up += part
+    if BLOCK == 0:
+        if fixed is not None:
+            own = tl.zeros([1, ROWS], tl.float32) + given_scale
+        else:
+            own = tl.load(x_scales + source)[None, :]
+        acc *= tl.load(scale_at + tl.minimum(col, N - 1))[:, None] * own
+        if GATED:
+            up *= tl.load(up_scales + tl.minimum(col, N - 1))[:, None] * own
+    if GATED:
+        acc = silu(acc) * up
+    inside = row < left
+    mask = inside[None, :] & (col < N)[:, None]
+    if y_scales is not None:
+        acc = acc.to(tl.bfloat16).to(tl.float32)
+        parts = tl.reshape(tl.trans(acc), [ROWS, BLOCK_N // 128, 128])
+        own = scale_of(tl.max(tl.abs(parts), 2), MOST, POWERS)
+        group = tile * (BLOCK_N // 128) + tl.arange(0, BLOCK_N // 128)
+        tl.store(y_scales + group[None, :] * stride_y + (first + row)[:, None], own, mask=inside[:, None])
+        narrow = tl.reshape(to_eight_bits(parts, own[:, :, None], MOST), [ROWS, BLOCK_N])
+        to = y + (first + row).to(tl.int64)[:, None] * N + col[None, :]
+        tl.store(to, narrow, mask=inside[:, None] & (col < N)[None, :])
+    else:
+        to = first + row
+        if not GATED:
+            to = pair
+            acc *= tl.load(routing + pair, mask=inside, other=0.0)[None, :]
+        tl.store(y + to.to(tl.int64)[None, :] * N + col[:, None], acc.to(y.dtype.element_ty), mask=mask)

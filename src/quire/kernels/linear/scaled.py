@@ -1,0 +1,172 @@
+"""Linear layers with 8-bit weights and 8-bit activations on Hopper: FP8 in blocks or channels, and INT8.
+
+Rows     Kernel
+1        scaled_few.py: no tensor cores; norm and quantization of x are fused
+2 to 64  scaled_some.py: tensor cores, sums of 128 products are added in float32
+more     FP8: cuBLASLt (`torch.nn.functional.scaled_mm`), which adds the same way. INT8: scaled_many.py
+
+Measured on an H200 for the products of an 8B model (docs/performance.md). A weight whose K is no multiple of 128 or
+whose N is no multiple of 64 runs the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.activation.triton import silu_mul
+from quire.kernels.linear import quantized_ref, scaled_few, scaled_many, scaled_some
+from quire.kernels.norm.triton import rms_norm
+from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
+from quire.quantization.pack.matrix import QuantizedMatrix
+
+RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
+FEW_ROWS = 1
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A packed weight.
+
+    values     [N, K] e4m3 or int8
+    scales     float32 [ceil(N / block), K / 128] (FP8 in blocks; block 128 or 1), or [N] (channels; block 0)
+    wide       the scales in cuBLASLt's layout
+    fixed      scale of all activations, one number; None: computed
+    counters   see `scaled_some.product`
+    """
+
+    values: Tensor
+    scales: Tensor
+    wide: Tensor
+    block: int
+    rule: int
+    powers: bool
+    fixed: Tensor | None
+    counters: Tensor
+
+    @property
+    def most(self) -> int:
+        """Largest magnitude in 8 bits."""
+        return 127 if self.values.dtype == torch.int8 else 448
+
+    def to(self, device: torch.device) -> Scaled:
+        """Return the weight on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+Packed = Scaled | QuantizedMatrix
+
+
+def pack(matrix: QuantizedMatrix) -> Packed:
+    """See `quire.kernels.linear`."""
+    (n, k), block = matrix.shape, matrix.scheme.block[0] if matrix.scheme.kind == "fp8 block" else 0
+    if k % GROUP or n % 64 or matrix.order is not None or block not in (0, 1, GROUP):
+        return matrix
+    scales = matrix.scale.float().contiguous() if block else matrix.scale.float().flatten()
+    wide = scales.view(1, -1)
+    if block == GROUP:  # rows of a multiple of 4 numbers
+        wide = F.pad(scales, (0, -(k // GROUP) % 4))
+    elif block:
+        wide = scales.t().contiguous()
+    fixed = None if matrix.input_scale is None else matrix.input_scale.float().view(1)
+    counters = torch.zeros(-(-n // 64), dtype=torch.int32, device=scales.device)
+    return Scaled(matrix.values.contiguous(), scales, wide, block, RULES[matrix.scheme.inputs], matrix.scheme.ue8m0,
+                  fixed, counters)
+
+
+def pack_gated(matrix: QuantizedMatrix) -> Packed:
+    """See `quire.kernels.linear`."""
+    (n, _k), block = matrix.shape, matrix.scheme.block[0]
+    return matrix if n % 256 and block == GROUP or n % 128 else pack(matrix)
+
+
+def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _product(x, packed, bias)
+
+
+def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    if isinstance(packed, QuantizedMatrix):
+        y = quantized_ref.run_float(x, packed, bias)
+    else:
+        y = _product(x, packed, bias, dtype=torch.float32)
+    return y if out is None else out.copy_(y)
+
+
+def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """See `quire.kernels.linear`; writes the result to the residual's memory."""
+    return _product(x, packed, bias, residual=residual)
+
+
+def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _product(x, packed, bias, gated=True)
+
+
+def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _product(x, packed, bias, norm=weight, eps=eps)
+
+
+def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _product(x, packed, bias, norm=weight, eps=eps, gated=True)
+
+
+def _product(
+    x: Tensor, packed: Packed, bias: Tensor | None, *, residual: Tensor | None = None, norm: Tensor | None = None,
+    eps: float = 0.0, gated: bool = False, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """Norm, quantization, product, gate and residual, as far as given; the arguments are those of `gemv.product`."""
+    if isinstance(packed, QuantizedMatrix):
+        return _reference(x, packed, bias, residual, norm, eps, gated)
+    rows, n = x.shape[0], packed.values.shape[0] >> gated
+    y = x.new_empty(rows, n, dtype=dtype or x.dtype)
+    if residual is not None and residual.is_contiguous():
+        y = residual
+    if not rows:
+        return y
+    if rows <= FEW_ROWS and x.shape[1] <= scaled_few.WIDEST:
+        return scaled_few.product(
+            x, packed.values, packed.scales, bias, y, rule=packed.rule, powers=packed.powers, most=packed.most,
+            given=packed.fixed, block=packed.block, residual=residual, norm=norm, eps=eps, gated=gated)
+    q, scales = quantize(x, packed.rule, packed.values.dtype, scale=packed.fixed, powers=packed.powers, norm=norm,
+                         eps=eps)  # fmt: skip
+    if rows <= scaled_some.MOST_ROWS:
+        return scaled_some.product(q, scales, packed.values, packed.scales, bias, y, counters=packed.counters,
+                                   block=packed.block, residual=residual, gated=gated)
+    if packed.values.dtype == torch.int8:
+        return scaled_many.product(q, scales, packed.values, packed.scales, bias, y, residual=residual, gated=gated)
+    wide = _cublas(q, scales, packed, torch.float32 if dtype == torch.float32 else x.dtype)[:rows]
+    if bias is not None:
+        wide += bias
+    if gated:
+        return silu_mul(wide)
+    return wide if residual is None else torch.add(residual, wide, out=y)
+
+
+def _cublas(q: Tensor, scales: Tensor, packed: Scaled, dtype: torch.dtype) -> Tensor:
+    """Multiply all rows of q [R, K], R a multiple of 4, with the weight -> [R, N]."""
+    kinds = F.ScalingType
+    if packed.block:
+        recipe = kinds.BlockWise128x128 if packed.block == GROUP else kinds.BlockWise1x128
+        given, theirs, mine = scales.t(), packed.wide.t(), kinds.BlockWise1x128
+    else:
+        recipe = mine = kinds.RowWise
+        theirs = packed.wide
+        given = scales.view(-1, 1) if packed.fixed is None else scales.expand(len(q)).contiguous().view(-1, 1)
+    y: Tensor = F.scaled_mm(q, packed.values.t(), given, mine, theirs, recipe, output_dtype=dtype)
+    return y
+
+
+def _reference(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None,
+               eps: float, gated: bool) -> Tensor:
+    y = quantized_ref.run(x if norm is None else rms_norm(x, norm, eps), packed, bias)
+    if gated:
+        y = silu_mul(y)
+    return y if residual is None else residual + y

@@ -1,0 +1,117 @@
+"""Linear layers with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs.
+
+Up to `weight_only_products.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for
+the product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.activation.triton import silu_mul
+from quire.kernels.linear import quantized_ref
+from quire.kernels.linear import weight_only_products as products
+from quire.quantization.pack.matrix import QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class WeightOnly:
+    """A packed weight.
+
+    tiles    of `weight_only_products.repack`
+    scales   [groups, N] float32;  zeros  [groups, N] uint8, or None
+    order    int64 [K]: the inputs in the order of the weight's columns; None: as they come
+    outputs  N;  bits  4 or 8;  counters  see `weight_only_products.product`
+    """
+
+    tiles: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    counters: Tensor
+    outputs: int
+    bits: int
+
+    def to(self, device: torch.device) -> WeightOnly:
+        """Return the weight on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+
+Packed = WeightOnly | QuantizedMatrix
+
+
+def pack(matrix: QuantizedMatrix) -> Packed:
+    """See `quire.kernels.linear`."""
+    (n, k), (_, group) = matrix.shape, matrix.scheme.block
+    group = group or k
+    deep = next((deep for deep in (128, 64, 32) if group % deep == 0), 0)
+    if not deep or k % group:
+        return matrix
+    bits = 4 if matrix.scheme.values == "w4" else 8
+    zeros = None if matrix.zero is None else matrix.zero.t().contiguous()
+    high = -(-products.MOST_ROWS // 128)
+    counters = torch.zeros(-(-n // products.ROWS) * high, dtype=torch.int32, device=matrix.values.device)
+    return WeightOnly(products.repack(matrix.values, bits, deep), matrix.scale.t().contiguous(), zeros,
+                      None if matrix.order is None else matrix.order.long(), counters, n, bits)
+
+
+def pack_gated(matrix: QuantizedMatrix) -> Packed:
+    """See `quire.kernels.linear`."""
+    return matrix if matrix.shape[0] % (2 * products.ROWS) else pack(matrix)
+
+
+def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _product(x, packed, bias)
+
+
+def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    if isinstance(packed, QuantizedMatrix):
+        y = quantized_ref.run_float(x, packed, bias)
+    else:
+        y = _product(x, packed, bias, dtype=torch.float32)
+    return y if out is None else out.copy_(y)
+
+
+def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """See `quire.kernels.linear`; writes the result to the residual's memory."""
+    return _product(x, packed, bias, residual=residual)
+
+
+def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _product(x, packed, bias, gated=True)
+
+
+def _product(x: Tensor, packed: Packed, bias: Tensor | None, *, residual: Tensor | None = None, gated: bool = False,
+             dtype: torch.dtype | None = None) -> Tensor:
+    """Product, gate and residual, as far as given; the arguments are those of `gemv.product`."""
+    if isinstance(packed, QuantizedMatrix):
+        y = quantized_ref.run(x, packed, bias)
+        y = silu_mul(y) if gated else y
+        return y if residual is None else residual + y
+    if packed.order is not None:
+        x = x[:, packed.order]
+    rows = x.shape[0]
+    if rows <= products.MOST_ROWS:
+        y = x.new_empty(rows, packed.outputs >> gated, dtype=dtype or x.dtype)
+        if residual is not None and residual.is_contiguous():
+            y = residual
+        return y if not rows else products.product(
+            x, packed.tiles, packed.scales, packed.zeros, bias, y, bits=packed.bits, counters=packed.counters,
+            residual=residual, gated=gated)  # fmt: skip
+    weight = products.unpack(packed.tiles, packed.scales, packed.zeros, packed.bits, packed.outputs, x.dtype)
+    if residual is not None:
+        residual = residual if bias is None else residual.add_(bias)
+        return residual.addmm_(x, weight.t())
+    if dtype == torch.float32:
+        y = torch.mm(x, weight.t(), out_dtype=dtype)
+        return y if bias is None else y.add_(bias)
+    y = F.linear(x, weight, bias)
+    return silu_mul(y) if gated else y
