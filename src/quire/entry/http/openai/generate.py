@@ -110,7 +110,7 @@ class ChunkWriter(Writer):
         self._job, self._with_logprobs = job, with_logprobs
         self._with_prompt_logprobs = request.prompt_logprobs is not None
         self._with_ids = bool(request.return_token_ids)
-        self._plain = not (self._with_logprobs or self._with_ids)
+        self._text_only = not (self._with_logprobs or self._with_ids)
         self._names = TokenNames(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         self._shared: dict[str, Any] = {"id": f"{prefix}-{job.request_id}", "created": job.created, "model": job.model}
         head = {"id": self._shared["id"], "object": kind, "created": job.created, "model": job.model}
