@@ -78,7 +78,7 @@ def test_parts_are_printed_with_their_reasons() -> None:
     runner = runner_of(make_model(model_args()))
     said = runner.describe()
     words = " ".join(map(str, said["parts"]))  # type: ignore[call-overload]
-    for part in ("step: ref", "sampling: ref", "upload: in place", "not packed:", "recorder: none", "not tapes:"):
+    for part in ("step: ref", "sampling: ref", "upload: in place", "not packed:", "recorder: none", "not recordings:"):
         assert part in words
     assert said["not recorded"] == {"every step": runner.parts[-1].reason}
     held = [value for part in (runner.programs, runner.state, runner.state.buffers, runner.sampler.operations)
@@ -90,7 +90,7 @@ needs_amx = pytest.mark.skipif(bool(missing_amx()), reason=f"bfloat16 in native 
 
 
 @needs_amx
-def test_taped_steps_are_the_naive_one_s_up_to_ties() -> None:
+def test_recorded_steps_are_the_naive_one_s_up_to_ties() -> None:
     args = model_args(head_dim=32, hidden_size=64, intermediate_size=96)
     runner = runner_of(make_model(args, dtype="bfloat16"))
     compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True, dtype="bfloat16"), tie=0.2))
@@ -99,16 +99,16 @@ def test_taped_steps_are_the_naive_one_s_up_to_ties() -> None:
 
 
 @needs_amx
-def test_taped_steps_are_those_of_the_same_kernels_without_a_tape() -> None:
+def test_recorded_steps_are_those_of_the_same_kernels_without_a_recording() -> None:
     """Token by token."""
     args = model_args(head_dim=32, hidden_size=64, intermediate_size=96)
     model = make_model(args, dtype="bfloat16")
-    taped, plain = runner_of(model), runner_of(model)
-    assert taped.parts[-1].name == "tapes"
+    recorded, plain = runner_of(model), runner_of(model)
+    assert recorded.parts[-1].name == "recordings"
     plain.programs.on_hidden = lambda where, hidden: None  # who looks on gets nothing recorded
-    compared = ComparedRunners(taped, _Same(plain))  # type: ignore[arg-type]
+    compared = ComparedRunners(recorded, _Same(plain))  # type: ignore[arg-type]
     compare_requests(compared, 20, budget=24)
-    counts = taped.recorder.counts
+    counts = recorded.recorder.counts
     assert counts["replayed"] > 30 and 0 < counts["recorded"] <= 16 and plain.recorder.counts["recorded"] == 0
 
 
