@@ -40,11 +40,11 @@ _ALL = _WHOLE | {"float16"}
 _SCORES = frozenset({"window", "soft_cap", "sinks"})
 REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)
 TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
-CPU = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
+PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
 HOPPER = replace(TRITON, dtypes=_ALL - {"float32"}, needs=("hopper",))
-NATIVE = replace(CPU, needs=("native",))
+NATIVE = replace(PLAIN, needs=("native",))
 _STACKED = frozenset({"in place"})  # experts as they are stored
-_SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": CPU, "ref": REFERENCE}
+_SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
 # Operation -> its implementations, best first. The last one is always the reference, which has no needs.
 SUPPORTS: dict[str, Mapping[str, Support]] = {
@@ -56,7 +56,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
                           features=frozenset({"add", "exact", "gated", "rows"}), needs=("native AMX",)),
-        "cpu": replace(CPU, needs=("packed linears",), typed={"bfloat16": ("packed bfloat16",)}),
+        "cpu": replace(PLAIN, needs=("packed linears",), typed={"bfloat16": ("packed bfloat16",)}),
         "ref": replace(REFERENCE, features=frozenset({"exact"})),
     },
     "attention": {
@@ -64,13 +64,13 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "triton": replace(TRITON, features=_SCORES | {"rows"}, max_head_dim=256),
         "native": replace(NATIVE, features=frozenset({"recording"}), max_head_dim=512,
                           needs=("flash attention", "native")),
-        "cpu": replace(CPU, needs=("flash attention",)),
+        "cpu": replace(PLAIN, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_SCORES | {"rows"}),
     },
     "latent": {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"})),
         "triton": TRITON,
-        "cpu": replace(CPU, needs=("flash attention",)),
+        "cpu": replace(PLAIN, needs=("flash attention",)),
         "ref": REFERENCE,
     },
     "step": {"triton": TRITON, "ref": REFERENCE},
@@ -80,8 +80,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
         "hopper": replace(HOPPER, features=_STACKED | {"join"}),
         "triton": replace(TRITON, features=_STACKED | {"join"}),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED),
-        "native": replace(CPU, dtypes=frozenset({"bfloat16"}), needs=("native AMX",)),
-        "cpu": replace(CPU, features=_STACKED),
+        "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), needs=("native AMX",)),
+        "cpu": replace(PLAIN, features=_STACKED),
         "ref": replace(REFERENCE, features=_STACKED),
     },
 }  # fmt: skip
