@@ -132,8 +132,8 @@ def _kernels(branch: Tree, plan: Plan) -> None:
             _add(node, f"not {name}: {why}")
     if plan["latent"]:
         latent, most = plan["latent"], plan["latent"]["break_even"]
-        forms = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
-        _add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {forms}")
+        when = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
+        _add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {when}")
     for phases, one in _phases(plan["moe"]):
         if isinstance(one, str):
             _add(branch, one)

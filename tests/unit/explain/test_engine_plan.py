@@ -96,7 +96,7 @@ def test_the_functions_that_are_named_are_called(
         if one["pack"] and not one["name"].endswith(STACKED):
             packed[one["pack"]] += max(1, one["experts"])
     assert Counter({name: count for name, count in counts.items() if not name.endswith(ROOM)}) == packed
-    for rows in (20, 40):  # more than a tape takes; few and many for a latent
+    for rows in (20, 40):  # more than are recorded; few and many for a latent
         counts.clear()
         step(engine, rows)
         named = [call for layer in plan["layers"] for call in layer["calls"] if call["function"].startswith("quire.")]

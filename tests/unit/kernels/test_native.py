@@ -284,7 +284,7 @@ def test_a_part_of_a_library_is_never_loaded(tmp_path: Path, kept: float, tail: 
 
 
 @needs_library
-@pytest.mark.parametrize("function", ["other", "quire_set_parallel_region", "quire_tape_bytes"])
+@pytest.mark.parametrize("function", ["other", "quire_set_parallel_region", "quire_recording_bytes"])
 def test_another_library_under_our_name_is_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:

@@ -224,18 +224,18 @@ void quire_attend_rows(const void *q, void *out, const void *k, const void *v, c
                          .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
                          .table_stride = table_stride, .scale = scale, .half = half};
     RUN(attend_tasks, &job, threads, half && OWN_THREADS);
-    if (!partial && !recording) return;
+    if (!partial && !current_recording) return;
     job.tasks = (Tasks){.count = partial ? num_items * num_heads : 0};
     RUN(merge_tasks, &job, threads, half && OWN_THREADS);
 }
 
-/* Give the recorded attention calls of a tape the rows of the next step; parameters as for quire_attend_rows. */
-void quire_tape_attend_rows(Tape *tape, const int32_t *tables, const RowItem *items, const int32_t *part_item,
-                            float *partial, long num_items, long num_parts, long table_stride) {
-    for (long i = 0; i < tape->count; i++) {
-        RowsAttention *job = (RowsAttention *)tape->entries[i].job;
-        if (tape->entries[i].body == attend_tasks) job->tasks.count = num_parts * job->num_kv_heads;
-        else if (tape->entries[i].body == merge_tasks) job->tasks.count = partial ? num_items * job->num_heads : 0;
+/* Give the attention calls of a recording the rows of the next step; parameters as for quire_attend_rows. */
+void quire_retarget_rows(Recording *recording, const int32_t *tables, const RowItem *items, const int32_t *part_item,
+                          float *partial, long num_items, long num_parts, long table_stride) {
+    for (long i = 0; i < recording->count; i++) {
+        RowsAttention *job = (RowsAttention *)recording->entries[i].job;
+        if (recording->entries[i].body == attend_tasks) job->tasks.count = num_parts * job->num_kv_heads;
+        else if (recording->entries[i].body == merge_tasks) job->tasks.count = partial ? num_items * job->num_heads : 0;
         else continue;
         job->tables = tables;
         job->items = items;

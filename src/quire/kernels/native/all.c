@@ -1,7 +1,7 @@
 /* Every native kernel in one translation unit: reading the intrinsics' header takes longer than compiling them. */
 
 #include "parallel.h"
-#include "tape.h"
+#include "recording.h"
 #include "tiles.h"
 
 #include "../activation/native.c"

@@ -21,9 +21,9 @@ _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
 FUNCTIONS = {
     "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
     "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
-    "quire_tape_attend_rows": "ppppp" + "lll",
-    "quire_tape_record": "p",
-    "quire_tape_play": "p",
+    "quire_retarget_rows": "ppppp" + "lll",
+    "quire_record": "p",
+    "quire_replay": "p",
     "quire_heads": "pppppppp" + "llllllll" + "fii",
     "quire_rms_norm": "ppp" + "llll" + "fii",
     "quire_silu_mul": "pp" + "lll" + "ii",
@@ -96,7 +96,7 @@ def _load(folder: Path) -> ctypes.CDLL:
             function = getattr(found, name)
             function.argtypes, function.restype = [_LETTERS[letter] for letter in letters], None
     try:
-        found.quire_tape_bytes.argtypes, found.quire_tape_bytes.restype = [_LONG], _LONG
+        found.quire_recording_bytes.argtypes, found.quire_recording_bytes.restype = [_LONG], _LONG
         found.quire_set_parallel_region(region)
     except AttributeError:
         raise CannotBuild("the compiled kernels lack a function: the compiler left it out") from None
