@@ -21,10 +21,11 @@ from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref, scaled_few, scaled_many, scaled_some
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
+from quire.kernels.triton_runtime import missing
 from quire.quantization.pack.matrix import QuantizedMatrix
 
-RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
 FEW_ROWS = 1
+RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,16 @@ class Scaled:
 
 
 Packed = Scaled | QuantizedMatrix
+
+
+def unsupported() -> str:
+    """Return the reason why these products cannot run in this process, or ""."""
+    if why := missing():
+        return why
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        return f"FP8 products need compute capability 9.0, this GPU has {major}.{minor}"
+    return "" if hasattr(F, "scaled_mm") else "this PyTorch has no torch.nn.functional.scaled_mm"
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
@@ -131,7 +142,7 @@ def _product(
         y = residual
     if not rows:
         return y
-    if rows <= FEW_ROWS and x.shape[1] <= scaled_few.WIDEST:
+    if rows <= FEW_ROWS:
         return scaled_few.product(
             x, packed.values, packed.scales, bias, y, rule=packed.rule, powers=packed.powers, most=packed.most,
             given=packed.fixed, block=packed.block, residual=residual, norm=norm, eps=eps, gated=gated)

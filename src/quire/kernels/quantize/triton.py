@@ -120,6 +120,24 @@ def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
 
 
 @jit
+def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+              DEEP: tl.constexpr):
+    """Quantize values [ROWS, 1, DEEP] float32; returns the numbers that the 8 bits stand for, in float32.
+
+    own   [ROWS, 1, 1] scales, which the rule FIXED uses;  RULE, POWERS, MOST  see `_quantize_kernel`
+    """
+    if RULE > 0:
+        parts = tl.reshape(values, [ROWS, 1, DEEP // RULE, RULE])
+        scales = scale_of(tl.max(tl.abs(parts), 3, keep_dims=True), MOST, POWERS)
+        given = tl.reshape(to_eight_bits(parts, scales, MOST).to(tl.float32) * scales, [ROWS, 1, DEEP])
+    else:
+        if RULE == 0:
+            own = scale_of(tl.max(tl.abs(values), 2, keep_dims=True), MOST, POWERS)
+        given = to_eight_bits(values, own, MOST).to(tl.float32) * own
+    return given
+
+
+@jit
 def _quantize_kernel(
     x, norm, q, scales, stride, stride_s, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
     POWERS: tl.constexpr, GATED: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
