@@ -1,5 +1,7 @@
 """Token ids to hidden states, and hidden states to logits."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -54,7 +56,7 @@ class LMHead(nn.Module):
         super().__init__()
         self.at, self.kernel, self.device = at, build.linears[at or "embed"].load(), build.device
 
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+    def take(self, tensors: dict[str, Any], place: int) -> None:
         """See `Loads`."""
         self.packed = unquantized.pack(self.kernel, tensors, self.device)
 

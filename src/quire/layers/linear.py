@@ -1,5 +1,7 @@
 """Projections, fused over their checkpoint parts."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from quire.layers.context import Build, Sum
@@ -32,7 +34,7 @@ class Linear(nn.Module):
         self.out_features, self.in_features = build.shape(f"{at}.weight")
         self.sum_tp = build.sum_tp if build.params[f"{at}.weight"].shard == "columns" else None
 
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+    def take(self, tensors: dict[str, Any], place: int) -> None:
         """See `Loads`."""
         self.packed = unquantized.pack(self.kernel, tensors, self.device)
 
@@ -66,7 +68,7 @@ class GatedLinear(Linear):
         self.activation = build.kernels.activation
         self.fused = "gated" in self.features
 
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+    def take(self, tensors: dict[str, Any], place: int) -> None:
         """See `Loads`."""
         pack = unquantized.pack_gated if self.fused else unquantized.pack
         self.packed = pack(self.kernel, tensors, self.device)

@@ -5,6 +5,7 @@ out the experts of other ranks and is then partial.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class Experts(nn.Module):
             self.expert_map = torch.tensor(places, dtype=torch.int32, device=build.device)
         self.packed: object = None
 
-    def take(self, tensors: dict[str, Weight], place: int) -> None:
+    def take(self, tensors: dict[str, Any], place: int) -> None:
         """See `Loads`."""
         if self.packed is None:
             self.packed = self._empty()

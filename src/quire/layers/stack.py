@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class Model(Protocol):
     head: Callable[..., Tensor]  # ([R, hidden], out=None) -> [R, V] float32, in `out` where that is given
     rotary: Rotary
 
-    def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
-        """Give a layer the loaded tensors of a `LoadUnit` to pack. Called once for each, before the first step."""
+    def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
+        """Give a layer the parameters of a `LoadUnit` to pack. Called once for each, before the first step."""
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
         """Return the memory of a layer's parameters, for a loader to write to; None: the loader calls `take`."""

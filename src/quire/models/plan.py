@@ -36,6 +36,7 @@ from quire.kernels.supports import SUPPORTS
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
 from quire.models.registry import check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
+from quire.quantization.assign import with_formats
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     moe           kernel and dispatcher of experts by phase, or the reason why there is none
     geometry      of a page of this rank's KV cache;  graphs  sizes of captured steps
     missing       features that are not implemented: an engine that needs them can be planned, not built
-    quantization  of config.json
+    quantization  of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
     """
 
     config: EngineConfig
@@ -111,7 +112,7 @@ def resolve_engine(
 ) -> EnginePlan:  # fmt: skip
     """Plan the engine of rank `number`.
 
-    args, quantization   as read from config.json in `folder`;  dtype  as resolved for this machine
+    args, quantization   as read from the files in `folder`;  dtype  as resolved for this machine
     probe    tells the reason why the machine lacks something;  forced  operation -> implementation to take
     served   clients read answers token by token
     Raises ConfigError for options that contradict the model or the device.
@@ -121,7 +122,7 @@ def resolve_engine(
     check_routing(args, config.load.routing)
     quantization, device = dict(quantization or {}), machine.device
     rank = list(ranks(args, parallel))[number]
-    params = layout(args, rank)
+    params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
     geometry = rank_geometry(args, rank, dtype=dtype.dtype, device="cuda" if by_triton else "cpu",
                              block_size=config.cache.block_size)
@@ -146,7 +147,7 @@ def resolve_engine(
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
         graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
-        missing=missing_features(parallel, quantization), quantization=quantization,
+        missing=missing_features(parallel), quantization=quantization,
     )  # fmt: skip
 
 
