@@ -54,6 +54,7 @@ DISPATCHERS: Mapping[str, Dispatcher] = {
 KERNELS: Mapping[str, ExpertsKernel] = {
     "hopper": ExpertsKernel(),
     "triton": ExpertsKernel(),
+    "scaled": ExpertsKernel(),
     "grouped": ExpertsKernel(layouts=("flat", "grouped"), numberings=("global", "local", "none"),
                              weighs=("experts", "combine")),
     "native": ExpertsKernel(capturable=False),
