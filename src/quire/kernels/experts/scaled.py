@@ -23,7 +23,7 @@ from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 from quire.quantization.pack.matrix import QuantizedMatrix
 
 MOST_FEW = 1  # tokens
-UP, DOWN = (4, 4, 396), (2, 8, 264)  # of few tokens: outputs at a time, warps, programs of all pairs or tokens
+UP, DOWN = (4, 8, 396), (2, 8, 264)  # of few tokens: outputs at a time, warps, programs of all pairs or tokens
 BAND = 8  # tiles of pairs that run side by side through the same columns of weights, which are then read once
 
 
@@ -88,11 +88,11 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
 def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
     """Return the tiling of the first product (gated) or the second, chosen by the mean number of pairs per expert."""
     mean = pairs / experts
-    if mean <= 16:
-        return Tiles(16, 128, 4, 4)
-    if mean <= 48:
-        return Tiles(32, 128, 4 if not gated else 8, 4)
-    return Tiles(64, 128, 8, 4)
+    if mean <= 8:
+        return Tiles(16, 128, 4, 3 if gated else 4)
+    if mean <= 80:
+        return Tiles(32, 128, 4, 3 if gated else 4)
+    return Tiles(64, 128, 8, 3) if gated else Tiles(64, 64, 4, 4)
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,

@@ -36,7 +36,7 @@ def walk_of(rows: int, n: int, k: int, gated: bool) -> Walk:
     It is the best of many, measured on an H200 for the products of Qwen3 8B and 30B-A3B (docs/log.md).
     """
     deep = bucket(k) if k <= 8192 else 4096
-    return Walk(4, deep, max(1, deep // (1024 if n * k > 16 << 20 else 512)), 3 if gated else 4)
+    return Walk(2 if gated else 4, deep, max(1, deep // 1024 if deep > 2048 else deep // 512), 4)
 
 
 def product(
