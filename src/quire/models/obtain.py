@@ -3,7 +3,7 @@
 No torch.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from quire.models.registry import check_routing, kv_components, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.quantization.assign import settled, with_formats
 from quire.quantization.read import Quantization, find_quantization
-from quire.weights.files import Checkpoint, stored_in
+from quire.weights.files import Checkpoint, read_checkpoint, stored_in
 from quire.weights.folder import absent_weights, fetch_weights
 from quire.weights.match import match_tensors
 
@@ -47,11 +47,18 @@ def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) ->
     found = find_quantization(folder, read_raw_config(folder), config.load.quantization)
     if not found.config:
         return found
-    stored: Collection[str] = ()
-    if config.load.load_format != "dummy":
-        repository = absent_weights(config, folder)
-        stored = repository.read_headers(folder).tensors if repository is not None else stored_in(folder)
-    return found._replace(config=settled(found.config, layout(args), stored))
+    return found._replace(config=settled(found.config, layout(args), _stored_types(config, folder)))
+
+
+def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:
+    """Return the names of the stored tensors and their types, "" where only an index names them; {} without weights."""
+    repository = absent_weights(config, folder)
+    if config.load.load_format == "dummy":
+        return {}
+    if repository is None and not any(folder.glob("*.safetensors")):
+        return dict.fromkeys(stored_in(folder), "")
+    checkpoint = read_checkpoint(folder) if repository is None else repository.read_headers(folder)
+    return {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
 
 
 def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: str, free_bytes: int | None, *,

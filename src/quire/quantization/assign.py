@@ -4,13 +4,13 @@ Names decide where they are known: `X.weight` without scales is unquantized what
 scales is quantized. Embeddings, routers and norms are never quantized.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
 from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
-from quire.contracts.params import Param, Part, fused
+from quire.contracts.params import FLOATS, Param, Part, fused
 from quire.contracts.scheme import Scheme
 from quire.quantization.formats import FORMATS
 from quire.quantization.read import ONLINE
@@ -41,10 +41,11 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
     return made
 
 
-def settled(config: dict[str, Any], params: Iterable[Param], stored: Collection[str]) -> dict[str, Any]:
+def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str, str]) -> dict[str, Any]:
     """Return the config with the modules in which the stored tensors differ from it, under `FOUND`.
 
-    params   of the whole model;  stored  names in the checkpoint, () when they are not known
+    params   of the whole model
+    stored   names in the checkpoint -> types in safetensors' spelling, "" for an unknown type; {}: names are not known
     Raises WeightsError for a module that the config leaves alone and the checkpoint stores quantized.
     """
     if not config or config["quant_method"] == ONLINE or not stored:
@@ -58,7 +59,7 @@ def settled(config: dict[str, Any], params: Iterable[Param], stored: Collection[
         elif mark and rules(module) is None:
             raise WeightsError(f"{module}.{mark} is stored, but quantization_config leaves {module} unquantized: use "
                                "the config.json that belongs to these weights.")
-        elif not mark and part.stored in stored:
+        elif not mark and stored.get(part.stored, "none") in ("", *FLOATS):
             plain.append(module)
     return config | {FOUND: {"plain": plain, "head": head}}
 

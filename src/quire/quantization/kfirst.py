@@ -42,8 +42,9 @@ class ColumnsFirst:
             yield RawTensor(f"{own}.order", order.local_shape, (order,), "int32", ("I32", "I64"))
 
     def spare(self, param: Param) -> Iterator[str]:
-        """See `WeightFormat`."""
-        yield from (stored_name(part, suffix) for part in param.parts for suffix in self._spare)
+        """See `WeightFormat`. The order is read where the scheme has one."""
+        yield from (stored_name(part, suffix) for part in param.parts for suffix in self._spare
+                    if suffix != "g_idx" or not stored_scheme(param).order)  # fmt: skip
 
     def objection(self, param: Param) -> str:
         """See `WeightFormat`. A word of AWQ holds 8 rows, which a slice must not cut."""
@@ -59,5 +60,5 @@ class ColumnsFirst:
 
 
 AWQ = ColumnsFirst("awq", 0)
-GPTQ = ColumnsFirst("gptq", 1, ("g_idx",))
-GPTQ_V2 = ColumnsFirst("gptq_v2", 1, ("g_idx",))
+GPTQ = ColumnsFirst("gptq", 1, ("g_idx", "bias"))
+GPTQ_V2 = ColumnsFirst("gptq_v2", 1, ("g_idx", "bias"))

@@ -22,6 +22,7 @@ from quire.layers.stack import Model
 from quire.weights.files import StoredTensor, read_checkpoint
 from quire.weights.lanes import Lanes, OpenUnit, ReadChunker
 from quire.weights.match import match_tensors
+from quire.weights.spare import check_spare
 from quire.weights.units import LoadUnit
 from quire.weights.unpacked import Unpacked
 
@@ -57,6 +58,7 @@ def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None
     """
     began, checkpoint = perf_counter(), read_checkpoint(Path(folder))
     headers = match_tensors(checkpoint, model.layout, model.args, model.elsewhere)
+    check_spare(checkpoint, model.layout)
     device = device or model.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

@@ -19,7 +19,7 @@ from quire.models.layout import layout, stored_names
 from quire.quantization.assign import settled, with_formats
 from quire.quantization.pack.matrix import QuantizedMatrix, dequantize
 from quire.quantization.read import find_quantization
-from quire.weights.files import stored_in
+from quire.weights.files import read_checkpoint
 from quire.weights.load import load_weights
 
 from ...filled_models import sliced
@@ -91,10 +91,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda model: written(folder, model)
 
 
+def stored_types(folder: Path) -> dict[str, str]:
+    return {name: tensor.dtype for name, tensor in read_checkpoint(folder).tensors.items()}
+
+
 def loaded(folder: Path, parallel: Parallel = ALONE, number: int = 0, asked: str | None = None) -> Kept:
     args = read_checkpoint_config(folder)
     config = find_quantization(folder, json.loads((folder / "config.json").read_text()), asked).config
-    config = settled(config, layout(args), stored_in(folder))
+    config = settled(config, layout(args), stored_types(folder))
     whole = with_formats(layout(args), config)
     params = with_formats(layout(args, list(ranks(args, parallel))[number]), config)
     model = Kept(args, params, frozenset(stored_names(whole)))

@@ -16,12 +16,12 @@ from quire.layers.stack import Model
 from quire.models.layout import layout
 from quire.quantization.assign import settled
 from quire.quantization.read import find_quantization
-from quire.weights.files import stored_in
 from quire.weights.load import load_weights
 
 from ...filled_models import built
 from ...quantized_checkpoints import FORMS, STATIC, Form, quantize_checkpoint
 from ..models.test_against_transformers import run_paged, write_checkpoint
+from .test_formats import stored_types
 
 SIZES = {"hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 32}
 DENSE = ("Qwen3", SIZES)
@@ -104,7 +104,7 @@ def theirs(folder: Path, form: Form) -> tuple[Tensor, Tensor]:
 def ours(folder: Path, asked: str | None = None) -> Model:
     args = read_checkpoint_config(folder)
     config = find_quantization(folder, json.loads((folder / "config.json").read_text()), asked).config
-    model = built(args, quantization=settled(config, layout(args), stored_in(folder)))
+    model = built(args, quantization=settled(config, layout(args), stored_types(folder)))
     load_weights(model, folder)
     return model
 
