@@ -24,7 +24,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(kw_only=True, slots=True)
-class Rows:
+class ResultRows:
     """Columns of a step's valid rows: rows of requests that have neither ended nor failed.
 
     planned  [L] slots when the step was planned
@@ -128,14 +128,14 @@ class Finisher:
             failed.setdefault(step.requests[i], "bad_token")
         return failed
 
-    def _arrive(self, step: InFlight, result: StepResult, failed: dict[Request, str]) -> Rows:
+    def _arrive(self, step: InFlight, result: StepResult, failed: dict[Request, str]) -> ResultRows:
         """Count the step as no longer in flight. Returns its valid rows."""
         table, requests, handles, planned = self._roster.table, step.requests, step.handles, step.sampling
         tokens, most = result.tokens, step.most
         counts = None if most is None else result.num_accepted.copy()
         if step.version == table.version and not failed:
             table.in_flight[planned] -= 1
-            return Rows(requests=requests, handles=handles, planned=planned, slots=planned, tokens=tokens,
+            return ResultRows(requests=requests, handles=handles, planned=planned, slots=planned, tokens=tokens,
                         counts=counts, most=most)  # fmt: skip
         slots = np.array([request.slot for request in requests], np.int32)
         running = slots >= 0
@@ -146,13 +146,13 @@ class Finisher:
             live[i] = requests[i].state is not FINISHED
         if failed:
             live &= np.array([request not in failed for request in requests], bool)
-        return Rows(
+        return ResultRows(
             requests=list(compress(requests, live.tolist())), handles=handles[live], planned=planned[live],
             slots=slots[live], tokens=tokens[live], counts=None if counts is None else counts[live],
             most=None if most is None else most[live], held=None if running[live].all() else running[live],
         )  # fmt: skip
 
-    def _confirm(self, step: InFlight, rows: Rows) -> list[Ending]:
+    def _confirm(self, step: InFlight, rows: ResultRows) -> list[Ending]:
         """Append the tokens to their requests and index completed blocks. Returns the requests that must be ended.
 
         `rows.counts` is reduced in place when a request ends earlier.
@@ -182,7 +182,7 @@ class Finisher:
         self._advance(rows, now)
         return endings
 
-    def _advance(self, rows: Rows, now: I32) -> None:
+    def _advance(self, rows: ResultRows, now: I32) -> None:
         """Set the table to `now` [L] confirmed tokens, and index the blocks that are full."""
         table, allocator, requests, slots = self._roster.table, self._roster.allocator, rows.requests, rows.slots
         unused = None if rows.counts is None or rows.most is None else rows.most - rows.counts
@@ -248,7 +248,7 @@ class Finisher:
         return RowLogprobs(rows.ids[new], rows.logprobs[new], rows.ranks[new])
 
     @staticmethod
-    def _logprobs(rows: Rows, result: StepResult) -> dict[int, RowLogprobs]:
+    def _logprobs(rows: ResultRows, result: StepResult) -> dict[int, RowLogprobs]:
         """Return the log-probabilities of the valid tokens, by handle."""
         named, counts = {}, rows.counts
         for j, (slot, request) in enumerate(zip(rows.planned.tolist(), rows.requests, strict=True)):

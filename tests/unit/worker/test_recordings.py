@@ -150,7 +150,7 @@ def test_a_model_with_foreign_kernels_is_run_as_ever(replays: list[KernelRecordi
 
 @needs_amx
 @torch.inference_mode()
-def test_what_only_a_step_needs_is_not_kept_with_the_tape() -> None:
+def test_memory_of_one_step_is_not_kept_with_the_recording() -> None:
     """Room for the parts of long contexts was, once for each layer: it grows with the context, buffers do not."""
     model = make_model()
     layers, kv = LayerRecordings(), make_cache(model, 0)
@@ -158,7 +158,7 @@ def test_what_only_a_step_needs_is_not_kept_with_the_tape() -> None:
     layers.run_layers(model, torch.randn(2, HIDDEN).bfloat16(), step)
     (buffers,) = layers._buffers._used
     assert buffers < 2 * 3 * 4096
-    (plan,) = step.attention.plans.values()
+    (plan,) = step.attention[0].plans.values()
     assert plan.partial.nbytes == (3 + 3) * 4 * (DIM + 2) * 4
 
 
