@@ -29,7 +29,7 @@ BAND = 8  # tiles of pairs that run side by side through the same columns of wei
 
 @dataclass(frozen=True)
 class Stack:
-    """One matrix of all experts.
+    """A matrix of each expert, stacked.
 
     values   [E, N, K] e4m3 or int8;  scales  float32 [E, N / block, K / 128], or [E, N] for channels (block 0)
     fixed    [E] scale of all activations; None: computed

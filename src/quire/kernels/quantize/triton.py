@@ -62,7 +62,7 @@ def to_eight_bits(x, scale, MOST: tl.constexpr):
         narrow = tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv, fp_downcast_rounding="rtne")
     else:
         magic: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, half to even
-        narrow = tl.minimum(tl.maximum(quotient + magic - magic, -127.0), 127.0).to(tl.int8)
+        narrow = tl.minimum(tl.maximum(quotient + magic - magic, -128.0), 127.0).to(tl.int8)
     return narrow
 
 
