@@ -45,7 +45,7 @@ class Unpacked:
             for param in unit.params:
                 own = param.name.rpartition(".")[2]
                 loaded = {name: tensors.pop(name) for name in list(tensors) if name.partition(".")[0] == own}
-                weights[own] = convert(param, loaded, self._model.dtype, self._findings)
+                weights[own] = convert(param, loaded, self._model.dtype, self._findings, memory.empty)
         self._model.take(unit.module, unit.place, weights)
 
     def check(self) -> None:

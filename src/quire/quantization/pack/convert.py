@@ -13,12 +13,14 @@ from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, Part
 from quire.quantization.formats import FORMATS
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
-from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Weight, dequantize
+from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, torch_room
 from quire.quantization.pack.online import quantized
-from quire.quantization.pack.words import AWQ_ORDER, NATURAL, WORD, awq_bytes, permuted, spread, to_bytes
+from quire.quantization.pack.words import AWQ_ORDER, NATURAL, WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.rows import PACKED
 from quire.quantization.slices import packed_scheme
 from quire.quantization.unquantized import ONLINE
+
+NUMBERS = 1 << 22  # of a matrix that are checked at once
 
 
 class Findings:
@@ -38,20 +40,23 @@ class Findings:
             raise WeightsError(f"{found[faults.index(True)][0]}: download the checkpoint again, or use another one.")
 
 
-def convert(param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, findings: Findings) -> Weight:
+def convert(param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, findings: Findings,
+            room: Room = torch_room) -> Weight:
     """Return the matrix of a parameter from its loaded tensors, which must not be used afterwards.
 
     param   of one expert where experts are stacked
     dtype   of matrices that are dequantized (`Param.scheme` is None)
+    room    allocates the values of matrices
     """
     own = param.name.rpartition(".")[2]
     if param.format == ONLINE.name:
         assert param.scheme is not None
-        findings.add(f"{param.parts[0].stored} has numbers that are not finite", ~tensors[own].isfinite().all())
-        return quantized(tensors[own], param.scheme)
+        made = quantized(tensors[own], param.scheme, room)
+        findings.add(f"{param.parts[0].stored} has numbers that are not finite", ~made.scale.isfinite().all())
+        return made
     if param.stored is None:
         return tensors[own]
-    matrix = _Conversion(param, own, tensors, findings).matrix()
+    matrix = _Conversion(param, own, tensors, findings, room).matrix()
     if param.scheme is not None:
         return matrix
     numbers = dequantize(matrix)
@@ -63,9 +68,10 @@ def convert(param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, fin
 class _Conversion:
     """The conversion of one matrix. Names are those of `raw_tensors` without the parameter's own."""
 
-    def __init__(self, param: Param, own: str, tensors: Mapping[str, Tensor], findings: Findings) -> None:
+    def __init__(self, param: Param, own: str, tensors: Mapping[str, Tensor], findings: Findings, room: Room) -> None:
         assert param.stored is not None
-        self.param, self.stored, self.findings = param, param.stored, findings
+        self.param, self.stored, self.findings, self.room = param, param.stored, findings, room
+        self.device = next(iter(tensors.values())).device
         self.tensors = {name.removeprefix(f"{own}."): tensor for name, tensor in tensors.items()}
         raws = FORMATS[param.format].tensors(param)
         self.names = {raw.name.removeprefix(f"{own}."): raw.parts[0].stored for raw in raws}
@@ -137,27 +143,36 @@ class _Conversion:
 
     def _values(self, order: Tensor | None) -> Tensor:
         """Return the values of all parts, in the types of `QuantizedMatrix`."""
-        stored, columns, count = self.stored, self.param.shape[1], len(self.param.parts)
+        stored, (rows, columns) = self.stored, self.param.shape
         if self.transposed:
-            parts = (self.tensors[f"{i}.values"] for i in range(count))
-            rows = (awq_bytes(words) if self.param.format == AWQ.name else to_bytes(words.t(), columns, stored.bits)
-                    for words in parts)  # fmt: skip
-            joined = [_ordered(own, part) for own, part in zip(rows, self.param.parts, strict=True)]
-            values = joined[0] if count == 1 else torch.cat(joined)
+            values = self.room((rows, columns * stored.bits // 8), torch.uint8, self.device)
+            parts = values.split([part.rows for part in self.param.parts])
+            for i, (out, part) in enumerate(zip(parts, self.param.parts, strict=True)):
+                words = self.tensors[f"{i}.values"]
+                if self.param.format == AWQ.name:
+                    fill_awq(out, words)
+                else:
+                    fill_rows(out, words.t())
+                if part.order:
+                    out.copy_(_ordered(out, part))
         elif self.param.format == PACKED.name:
-            values = to_bytes(self.tensors["values"], columns, stored.bits)
+            values = self.room((rows, columns * stored.bits // 8), torch.uint8, self.device)
+            fill_rows(values, self.tensors["values"])
         elif stored.values == "w8":  # stored signed
             values = self.tensors["values"].view(torch.uint8).bitwise_xor_(MIDDLE["w8"])
         else:
             values = self.tensors["values"]
         if stored.values == "e4m3":
             self._check_codes(values)
-        return values if order is None else permuted(values, order, stored.bits)
+        if order is not None:
+            permute(values, order, stored.bits)
+        return values
 
     def _check_codes(self, values: Tensor) -> None:
+        step = max(NUMBERS // max(values.shape[1], 1), 1)
         for part, rows in zip(self.param.parts, values.split([part.rows for part in self.param.parts]), strict=True):
-            fault = ((rows.view(torch.uint8) & 127) == 127).any()
-            self.findings.add(f"{part.stored} has a value that is NaN", fault)
+            faults = [((some & 127) == 127).any() for some in rows.view(torch.uint8).split(step)]
+            self.findings.add(f"{part.stored} has a value that is NaN", torch.stack(faults).any())
 
 
 def _ordered(rows: Tensor, part: Part) -> Tensor:

@@ -9,11 +9,15 @@ from torch import Tensor
 WORD = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of word c holds number 8c + AWQ_ORDER[i]
 NATURAL = tuple(range(8))
+NUMBERS = 1 << 20  # that are converted at once: temporary tensors stay small
 
 
-def to_bytes(words: Tensor, columns: int, bits: int) -> Tensor:
-    """Return words [n, K / p], packed along the rows in natural order, as bytes [n, K * bits / 8]; may be a view."""
-    return words.contiguous().view(torch.uint8)[:, : columns * bits // 8].contiguous()
+def fill_rows(out: Tensor, words: Tensor) -> None:
+    """Write words [n, W], packed along the rows in natural order, to bytes [n, B]; B <= 4 W, the rest is padding."""
+    if out.shape[1] == 4 * words.shape[1]:
+        out.view(torch.int32).copy_(words)
+    else:
+        out.copy_(words.contiguous().view(torch.uint8)[:, : out.shape[1]])
 
 
 def spread(words: Tensor, bits: int, order: tuple[int, ...] = NATURAL) -> Tensor:
@@ -29,24 +33,23 @@ def join_nibbles(values: Tensor) -> Tensor:
     return values[:, 0::2] | values[:, 1::2] << 4
 
 
-def awq_bytes(words: Tensor) -> Tensor:
-    """Return the values of AWQ, [K, n / 8] words packed along the rows of the matrix, as bytes [n, K / 2]."""
+def fill_awq(out: Tensor, words: Tensor) -> None:
+    """Write the values of AWQ, [K, n / 8] words packed along the rows of the matrix, to bytes [n, K / 2]."""
     inner, packed = words.shape
-    out = torch.empty(packed * 8, inner // 2, dtype=torch.uint8, device=words.device)
-    for i, row in enumerate(AWQ_ORDER):
-        nibble = (words >> 4 * i & 15).to(torch.uint8)
-        out[row::8] = (nibble[0::2] | nibble[1::2] << 4).t()
-    return out
+    step = max(NUMBERS // max(packed, 1), 1) * 2
+    for first in range(0, inner, step):
+        some = words[first : first + step]
+        for i, row in enumerate(AWQ_ORDER):
+            nibble = (some >> 4 * i & 15).to(torch.uint8)
+            out[row::8, first // 2 : (first + step) // 2] = (nibble[0::2] | nibble[1::2] << 4).t()
 
 
-def permuted(values: Tensor, order: Tensor, bits: int, rows: int = 1024) -> Tensor:
-    """Return values [n, K * bits / 8] with columns in `order`: column k of the result is column order[k]."""
-    out = torch.empty_like(values)
-    for i in range(0, len(values), rows):
-        part = values[i : i + rows]
+def permute(values: Tensor, order: Tensor, bits: int) -> None:
+    """Put the columns of values [n, K * bits / 8] in order, in place: column k becomes the former column order[k]."""
+    step = max(NUMBERS // max(values.shape[1], 1), 1)
+    for part in values.split(step):
         if bits == 4:
             both = torch.stack((part & 15, part >> 4), -1).flatten(1)
-            out[i : i + rows] = join_nibbles(both[:, order])
+            part.copy_(join_nibbles(both[:, order]))
         else:
-            out[i : i + rows] = part[:, order]
-    return out
+            part.copy_(part[:, order])
