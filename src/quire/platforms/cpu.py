@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.config.env import cpu_without
+
 BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 flags, and the arm64 `Features` word
 ASSUMED_MEMORY = 4 << 30  # bytes, if the system does not tell
 
@@ -57,7 +59,7 @@ def _cpu_flags(cpuinfo: str) -> frozenset[str]:
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip().lower() in ("flags", "features"):
-            return frozenset(value.split())
+            return frozenset(value.split()) - cpu_without()
     return frozenset()
 
 

@@ -79,7 +79,7 @@ static inline void expect(const LinearJob *job, long row, long rows, long group)
 static void finish(const LinearJob *job, const float *sums, long row, long rows, long group) {
     const long width = job->out == OUT_GATED ? GROUP / 2 : GROUP;
     const long at = group * width, left = job->cols - at;
-    const __mmask16 low = mask_of(left), high = mask_of(left - 16);
+    const Lanes low = lanes_of(left), high = lanes_of(left - 16);
     __m512 bias_low = _mm512_setzero_ps(), bias_high = _mm512_setzero_ps();
     if (job->bias) {
         bias_low = load(job->bias, at, low, 1);
@@ -98,7 +98,7 @@ static void finish(const LinearJob *job, const float *sums, long row, long rows,
             _mm512_mask_storeu_ps((float *)job->y + to, low, a);
             _mm512_mask_storeu_ps((float *)job->y + to + 16, high, b);
         } else if (job->out == OUT_GATED) {
-            store(job->y, to, low, silu_mul_ps(a, b), 1);
+            store(job->y, to, low, silu_mul_of(a, b), 1);
         } else {
             store(job->y, to, low, a, 1);
             store(job->y, to + 16, high, b, 1);

@@ -1,6 +1,7 @@
 /* Every native kernel in one translation unit: reading the intrinsics' header takes longer than compiling them. */
 
 #include "parallel.h"
+#include "vectors.h"
 #include "tape.h"
 #include "tiles.h"
 
