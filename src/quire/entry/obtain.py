@@ -25,5 +25,5 @@ def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
         args, dtype, quantization = read_model(config, folder, device, cpu)
         check_missing(missing_features(ALONE, quantization))
         load_text(config, folder, tokenizer_folder=tokenizer_folder)
-        obtain_weights(config, folder, args, dtype.dtype, cpu.free_memory if device == "cpu" else None)
+        obtain_weights(config, folder, args, dtype, cpu.free_memory if device == "cpu" else None)
     return folder, tokenizer_folder

@@ -21,7 +21,7 @@ from quire.kernels.select import Choice
 from quire.models.calls import FUSED, Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.facts import model_facts
 from quire.models.layout import layout
-from quire.models.plan import EnginePlan
+from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
 
@@ -91,13 +91,17 @@ class PlanReport:
     @cached_property
     def layout(self) -> tuple[Param, ...]:
         """The parameters of the whole model, not of a rank."""
-        return layout(self.plan.args)
+        return self._layout()
+
+    def _layout(self, rank: Rank | None = None) -> tuple[Param, ...]:
+        plan = self.plan
+        return keep_stored(layout(plan.args, rank), plan.dtype, plan.kernels, plan.moe)
 
     @cached_property
     def held(self) -> list[tuple[Rank, int | None]]:
         """Every rank and the bytes of its parameters; None: not known."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
-        held = {kind: _total(map(self.num_bytes, layout(self.plan.args, rank)))
+        held = {kind: _total(map(self.num_bytes, self._layout(rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
         return [(rank, held[rank.kind]) for rank in every]
 

@@ -315,7 +315,7 @@ def test_a_part_of_a_library_is_never_loaded(tmp_path: Path, kept: float, tail: 
 
 
 @needs_library
-@pytest.mark.parametrize("function", ["other", "quire_set_parallel_region", "quire_tape_bytes"])
+@pytest.mark.parametrize("function", ["other", "quire_tape_record"])
 def test_another_library_under_our_name_is_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
@@ -326,45 +326,11 @@ def test_another_library_under_our_name_is_a_reason(
         library._load(tmp_path)
 
 
-MAPS = """\
-7f0000000000-7f0000001000 r-xp 00000000 08:01 12                         /opt/my libs/torch/libgomp-a34b3233.so.1
-7f0000001000-7f0000002000 rw-p 00000000 08:01 12                         /opt/my libs/torch/libgomp-a34b3233.so.1
-7f0000002000-7f0000003000 rw-p 00000000 00:00 0
-7f0000003000-7f0000004000 r-xp 00000000 08:01 13                         /opt/old one/libiomp5.so (deleted)
-7f0000004000-7f0000005000 r-xp 00000000 08:01 14                         /usr/lib/libm.so.6
-7ffd00000000-7ffd00001000 rw-p 00000000 00:00 0                          [stack]
-"""
-
-
-def test_paths_of_openmp_runtimes_may_hold_spaces() -> None:
-    assert library.openmp_runtimes(MAPS) == ["/opt/my libs/torch/libgomp-a34b3233.so.1", "/opt/old one/libiomp5.so"]
-
-
-@pytest.mark.parametrize(
-    ("maps", "said"),
-    [(MAPS, "cannot be shared .*/opt/my libs/torch"), ("", "no OpenMP runtime"), (None, "cannot be shared .*No such")],
-)
-def test_an_openmp_runtime_that_cannot_be_shared_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: str | None, said: str
-) -> None:
-    monkeypatch.setattr(library, "MAPS", tmp_path / "maps")
-    if maps is not None:
-        library.MAPS.write_text(maps)
-    with pytest.raises(build.CannotBuild, match=said):
-        library._parallel_region()
-
-
 @needs_library
 def test_processes_may_race(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         paths = set(pool.map(lambda _: build.build(tmp_path, read_cpu_flags(), fresh=True), range(3)))
     assert [*tmp_path.iterdir()] == [*paths]
-
-
-@needs_library
-def test_there_is_one_openmp_runtime() -> None:
-    library.loaded()
-    assert len(library.openmp_runtimes(library.MAPS.read_text())) == 1
 
 
 @needs_library

@@ -30,5 +30,5 @@ static void gate_tasks(void *argument) {
 void quire_silu_mul(const void *gate_up, void *y, long rows, long width, long row_stride, int half, int threads) {
     GateJob job = {.tasks.count = rows, .gate_up = gate_up, .y = y, .width = width, .row_stride = row_stride,
                    .half = half};
-    RUN(gate_tasks, &job, rows * width < SMALL ? 1 : threads, half && OWN_THREADS);
+    RUN(gate_tasks, &job, rows * width < SMALL ? 1 : threads);
 }

@@ -206,10 +206,10 @@ void quire_attend_rows(const void *q, void *out, const void *k, const void *v, c
                          .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim, .q_stride = q_stride,
                          .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
                          .table_stride = table_stride, .scale = scale, .half = half};
-    RUN(attend_tasks, &job, threads, half && OWN_THREADS);
+    RUN(attend_tasks, &job, threads);
     if (!partial && !recording) return;
     job.tasks = (Tasks){.count = partial ? num_items * num_heads : 0};
-    RUN(merge_tasks, &job, threads, half && OWN_THREADS);
+    RUN(merge_tasks, &job, threads);
 }
 
 /* Give the recorded attention calls of a tape the rows of the next step; parameters as for quire_attend_rows. */

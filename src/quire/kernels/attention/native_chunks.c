@@ -255,10 +255,10 @@ void quire_attend_chunks(const bf16 *q, bf16 *out, const bf16 *k, const bf16 *v,
                      .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
                      .table_stride = table_stride, .scale = scale};
     for (long i = 0; i < num_items; i++) job.tasks.count += groups_of(items + i) * num_kv_heads;
-    RUN(pack_context_tasks, &job, threads, OWN_THREADS);
+    RUN(pack_context_tasks, &job, threads);
     job.tasks = (Tasks){0};
     for (long i = 0; i < num_items; i++) job.tasks.count += (items[i].rows + ROWS - 1) / ROWS * num_heads;
-    RUN(attend_chunk_tasks, &job, threads, OWN_THREADS);
+    RUN(attend_chunk_tasks, &job, threads);
 }
 
 #endif

@@ -83,5 +83,5 @@ void quire_heads(const void *qkv, const void *norm, const void *cos, const void 
                     .sin = sin, .q = q, .k = k, .v = v, .slots = slots, .rows = rows, .num_heads = num_heads,
                     .num_kv_heads = num_kv_heads, .dim = dim, .row_stride = row_stride, .block_size = block_size,
                     .block_stride = block_stride, .head_stride = head_stride, .eps = eps, .half = half};
-    RUN(heads_tasks, &job, row_stride * rows < SMALL ? 1 : threads, half && OWN_THREADS);
+    RUN(heads_tasks, &job, row_stride * rows < SMALL ? 1 : threads);
 }

@@ -10,4 +10,6 @@
 #include "../attention/native_chunks.c"
 #include "../heads/native.c"
 #include "../linear/native.c"
+#include "../linear/panels.c"
+#include "../linear/panels_pack.c"
 #include "../norm/native.c"

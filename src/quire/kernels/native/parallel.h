@@ -2,14 +2,10 @@
 
    All kernels are compiled as one file (see build.py), so everything here is static.
 
-   Threads claim tasks one by one from a counter; a result never depends on the thread that ran a task. There are two
-   sources of threads:
-
-   - PyTorch's OpenMP runtime, if a step also has operations of PyTorch (float32, whose linears are oneDNN's). Its entry
-     point is passed once. A second pool would compete with its threads, which spin on after their work.
-   - our own pool, if a whole step consists of these kernels (bfloat16 on AMX). An OpenMP region ends when every thread
-     has ended, even one that never got a core; a region of this pool ends when every task is done. Beside one busy
-     process on 2 cores, a decode step took 85 ms instead of 300 to 1,000. */
+   Threads claim tasks one by one from a counter; a result never depends on the thread that ran a task. The threads are
+   our own, not PyTorch's: an OpenMP region ends when every thread has ended, even one that never got a core, but a
+   region of this pool ends when every task is done. Beside one busy process on 2 cores, a decode step took 85 ms
+   instead of 300 to 1,000. */
 
 #include <errno.h>
 #include <linux/futex.h>
@@ -36,16 +32,6 @@ static inline long claim(Tasks *tasks) {
     long task = __atomic_fetch_add(&tasks->next, 1, __ATOMIC_RELAXED);
     return task < tasks->count ? task : -1;
 }
-
-/* -- PyTorch's threads -- */
-
-typedef void (*ParallelRegion)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
-
-static ParallelRegion parallel_region;
-
-void quire_set_parallel_region(ParallelRegion region) { parallel_region = region; }
-
-/* -- Our own threads -- */
 
 enum { MOST_THREADS = 256, SPINS = 4000 }; /* SPINS: about 100 us, longer than Python takes between two operations */
 
@@ -133,11 +119,9 @@ static void run_on_own_threads(void (*body)(void *), void *job, int threads) {
     pthread_mutex_unlock(&pool.owner);
 }
 
-/* Run body(job) on up to `threads` threads; each claims tasks until none is left. `own`: use our own pool. */
-static void run_parallel(void (*body)(void *), void *job, long tasks, int threads, int own) {
+/* Run body(job) on up to `threads` threads; each claims tasks until none is left. */
+static void run_parallel(void (*body)(void *), void *job, long tasks, int threads) {
     if (tasks < threads) threads = (int)tasks;
     if (threads <= 1) body(job);
-    else if (own) run_on_own_threads(body, job, threads);
-    else if (parallel_region) parallel_region(body, job, (unsigned)threads, 0);
-    else body(job);
+    else run_on_own_threads(body, job, threads);
 }

@@ -28,6 +28,8 @@ INLINE Vec smallest(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 INLINE float sum_of(Vec x) { return _mm512_reduce_add_ps(x); }
 INLINE float largest_of(Vec x) { return _mm512_reduce_max_ps(x); }
 INLINE Vec negative(Vec x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
+/* The power of two that is at most |x|. */
+INLINE Vec power_of(Vec x) { return _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000))); }
 INLINE Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
 INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); } /* x * 2^n for whole n */
 INLINE Vec choose(Lanes lanes, Vec a, Vec b) { return _mm512_mask_mov_ps(b, lanes, a); } /* a where lanes exist */
@@ -88,6 +90,7 @@ INLINE Vec nmadd(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }
 INLINE Vec largest(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 INLINE Vec smallest(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 INLINE Vec negative(Vec x) { return _mm256_xor_ps(x, _mm256_set1_ps(-0.0f)); }
+INLINE Vec power_of(Vec x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7F800000))); }
 INLINE Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Vec as_floats(Words x) { return _mm256_castsi256_ps(x); }
 

@@ -47,5 +47,5 @@ void quire_rms_norm(const void *x, const void *weight, void *y, long rows, long 
                     float eps, int half, int threads) {
     NormJob job = {.tasks.count = (rows + NORM_ROWS - 1) / NORM_ROWS, .x = x, .weight = weight, .y = y, .rows = rows,
                    .dim = dim, .x_stride = x_stride, .weight_rows = weight_rows, .eps = eps, .half = half};
-    RUN(norm_tasks, &job, rows * dim < SMALL ? 1 : threads, half && OWN_THREADS);
+    RUN(norm_tasks, &job, rows * dim < SMALL ? 1 : threads);
 }

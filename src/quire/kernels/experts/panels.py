@@ -1,0 +1,30 @@
+"""`cpu` with the linears of linear/panels.py, in their layout: weights stay in their stored type."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.experts.cpu import run_each
+from quire.kernels.linear import panels
+
+Packed = list[tuple[panels.Packed, panels.Packed]]
+
+
+def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> Packed:
+    """See `quire.kernels.experts`."""
+    return list(zip(panels.empty(num_experts, gate_up, True), panels.empty(num_experts, down, False), strict=True))
+
+
+def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
+    """See `quire.kernels.experts`."""
+    for room, weight in zip(packed[place], (gate_up, down), strict=True):
+        panels.pack_into(room, weight)
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+        residual: Tensor | None = None) -> Tensor:
+    """See `quire.kernels.experts`."""
+    return run_each(x, weights, ids, packed, expert_map, residual, _expert)
+
+
+def _expert(x: Tensor, gate_up: panels.Packed, down: panels.Packed) -> Tensor:
+    return panels.run(panels.run_gated(x, gate_up, None), down, None)
