@@ -76,9 +76,9 @@ def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, l
 @pytest.mark.skipif("avx512f" not in read_cpu_flags(), reason="this CPU has AVX2 only: other tests run it")
 def test_the_kernels_with_avx2_on_a_cpu_with_more() -> None:
     folder = Path(__file__).parent
-    files = [folder / name for name in ("test_small_ops.py", "test_attention.py")]
+    files = [folder / name for name in ("test_small_ops.py", "test_attention.py", "test_experts.py")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native", *files],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or panels", *files],
         env=os.environ | {"QUIRE_CPU_WITHOUT": "avx512f"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]

@@ -149,6 +149,7 @@ def test_matrices_keep_their_stored_type_where_kernels_read_it(kind: str) -> Non
 
 def test_without_native_kernels_weights_are_converted_and_the_reason_is_told() -> None:
     lacking = {"native": "there is no C compiler"}
-    plan = planned(parse_checkpoint_config(hf_config(Tiny()).to_dict()), weights="bfloat16", probe=lambda need: lacking.get(need, ""))
+    args = parse_checkpoint_config(hf_config(Tiny()).to_dict())
+    plan = planned(args, weights="bfloat16", probe=lambda need: lacking.get(need, ""))
     assert not plan.dtype.weights and plan.dtype.reason == "weights are converted, because there is no C compiler"
     assert not any(param.dtype == "bfloat16" for param in plan.params)

@@ -5,19 +5,20 @@ from torch import Tensor
 
 from quire.kernels.experts.cpu import run_each
 from quire.kernels.linear import panels
+from quire.quantization.pack.matrix import Weight
 
 Packed = list[tuple[panels.Packed, panels.Packed]]
 
 
-def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> Packed:
+def empty(num_experts: int, gate_up: Weight, down: Weight, device: torch.device) -> Packed:
     """See `quire.kernels.experts`."""
     return list(zip(panels.empty(num_experts, gate_up, True), panels.empty(num_experts, down, False), strict=True))
 
 
-def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
+def put(packed: Packed, place: int, gate_up: Weight, down: Weight) -> None:
     """See `quire.kernels.experts`."""
-    for room, weight in zip(packed[place], (gate_up, down), strict=True):
-        panels.pack_into(room, weight)
+    first, second = packed[place]
+    packed[place] = panels.pack_into(first, gate_up), panels.pack_into(second, down)
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,

@@ -1,7 +1,7 @@
 /* The operands of quire_linear_panels in their layouts: rows of x, and weights. See panels.c. */
 
-enum { AS_IS, TOKEN, GROUPS, TENSOR };   /* how x is quantized */
-enum { GROUP_IN = 128, PIECE = 256 };    /* inputs of a scale of GROUPS, inputs that are written at a time */
+enum { AS_IS, TOKEN, GROUPS, TENSOR, POWERS }; /* how x is quantized */
+enum { GROUP_IN = 128, PIECE = 256 };          /* inputs of a scale of GROUPS, inputs that are written at a time */
 
 typedef struct RowsOfX {
     Tasks tasks;
@@ -73,10 +73,16 @@ static void rows_of_x_tasks(void *argument) {
             for (long k = begin; k < end; k += PIECE) {
                 const long left = job->inner - k, count = left < PIECE ? (left > 0 ? left : 0) : PIECE;
                 read_piece(job, first + r, k, count, piece);
-                if (job->inputs == GROUPS)
+                if (job->inputs == GROUPS || job->inputs == POWERS)
                     for (long i = 0; i < count; i += GROUP_IN) {
                         const float most = fmaxf(1e-10f, largest_magnitude(piece + i, GROUP_IN));
-                        round_to_type(piece + i, GROUP_IN, most / job->limit, job->limit);
+                        float own = most / job->limit;
+                        if (job->inputs == POWERS) {
+                            int power;
+                            const float part = frexpf(own, &power); /* in [0.5, 1) */
+                            own = ldexpf(1.0f, part == 0.5f ? power - 1 : power);
+                        }
+                        round_to_type(piece + i, GROUP_IN, own, job->limit);
                     }
                 else if (job->inputs)
                     round_to_type(piece, PIECE, scale, job->limit);
@@ -101,7 +107,8 @@ static void rows_of_x_tasks(void *argument) {
 
    order    [inner] int32: input k is x[:, order[k]]; or NULL
    inputs   0: x as it is; else every value is rounded to int8 (limit 127) or e4m3 (limit 448) times a scale, which is
-            the largest magnitude / limit of the row (1) or of 128 inputs (2), or `scale` (3)
+            the largest magnitude / limit of the row (1) or of 128 inputs (2), or `scale` (3), or that of
+            128 inputs rounded up to a power of two (4)
    xsum     [block][padded / chunk][row of the block]: sums of the inputs of a chunk; or NULL
    half     x is bfloat16, else float32 */
 void quire_linear_rows(const void *x, float *to, float *xsum, const int32_t *order, const float *scale, long rows,
