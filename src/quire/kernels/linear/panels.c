@@ -50,11 +50,11 @@ INLINE Vec signed8(const char *w) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)w)));
 }
 
-/* e4m3 << 7 is float16 with an exponent that is 8 too small; the sign moves by one more. */
+/* e4m3 << 7 is float16 with an exponent that is 8 too small, so the scale holds 256; the sign moves by one more. */
 INLINE Vec e4m3(const char *w) {
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)w)), 8);
     const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16((short)0xBFFF));
-    return _mm512_cvtph_ps(half) * _mm512_set1_ps(256.0f);
+    return _mm512_cvtph_ps(half);
 }
 
 INLINE void signed4(const char *w, Vec *v) {
@@ -84,7 +84,7 @@ INLINE Vec signed8(const char *w) {
 INLINE Vec e4m3(const char *w) {
     const __m128i wide = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)w));
     const __m128i half = _mm_and_si128(_mm_srai_epi16(wide, 1), _mm_set1_epi16((short)0xBFFF));
-    return _mm256_cvtph_ps(half) * _mm256_set1_ps(256.0f);
+    return _mm256_cvtph_ps(half);
 }
 
 INLINE void signed4(const char *w, Vec *v) {

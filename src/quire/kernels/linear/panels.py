@@ -177,6 +177,8 @@ def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
         return numbers[rows].unflatten(0, (-1, 2 * lanes)).transpose(1, 2).contiguous()
 
     scale, zero = ordered(matrix.scale), None
+    if matrix.scheme.values == "e4m3":
+        scale *= 256  # see panels.c
     half = scale.half()
     if matrix.zero is not None:
         zero = ordered(matrix.zero.short() - (MIDDLE[matrix.scheme.values])).to(torch.int8)
