@@ -114,8 +114,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     plan = resolve_engine(config, folder, args, _machine(device, gpu), dtype, here,
                           quantization=quantization.config, served=served)  # fmt: skip
     plan.check_runnable()
-    obtain_weights(config, folder, args, dtype.dtype, None if gpu else cpu.free_memory,
-                   quantization=plan.quantization)  # fmt: skip
+    dtype = plan.dtype
+    obtain_weights(config, folder, args, dtype, None if gpu else cpu.free_memory, quantization=plan.quantization)
     unread = () if config.load.load_format == "dummy" else unread_head(folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip

@@ -58,6 +58,7 @@ KERNELS: Mapping[str, ExpertsKernel] = {
     "grouped": ExpertsKernel(layouts=("flat", "grouped"), numberings=("global", "local", "none"),
                              weighs=("experts", "combine")),
     "native": ExpertsKernel(capturable=False),
+    "panels": ExpertsKernel(capturable=False),
     "cpu": ExpertsKernel(capturable=False),
     "ref": ExpertsKernel(),
 }

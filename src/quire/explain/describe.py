@@ -133,8 +133,8 @@ def _probe(gpu: Gpu | None) -> Probe:
         if need == "packed bfloat16":
             return missing_bf16()
         if need == "native":
-            return library.missing(library.compiled)
-        return library.missing_amx(library.compiled) if need == "native AMX" else ""
+            return library.missing()
+        return library.missing_amx() if need == "native AMX" else ""
 
     return probe
 

@@ -18,7 +18,7 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, at: str, tied: "LMHead | None", build: Build) -> None:
         super().__init__()
-        self.at, self.device = at, build.device
+        self.at, self.device, self.dtype = at, build.device, build.dtype
         plan = build.linears[at]
         self.kernel, self.features = plan.load(), plan.features
         self.tied = (tied,)  # in a tuple, so that the head stays a child of the model alone
@@ -40,11 +40,11 @@ class VocabEmbedding(nn.Module):
             self.weight = weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 ids in [0, V) -> [T, hidden]; kernels give rows of NaN for other ids."""
+        """[T] int64 ids in [0, V) -> [T, hidden] in the type of activations; kernels give rows of NaN for other ids."""
         if self.packed is not None:
-            return unquantized.rows(self.kernel, self.packed, token_ids)
+            return unquantized.rows(self.kernel, self.packed, token_ids).to(self.dtype)
         assert self.weight is not None, "run before its weights were taken"
-        return F.embedding(token_ids, self.weight)
+        return F.embedding(token_ids, self.weight).to(self.dtype)
 
 
 class LMHead(nn.Module):

@@ -63,12 +63,14 @@ class Experts(nn.Module):
         self.at, self.device = at, build.device
         self.kernel, self.expert_map = load_kernel("experts", build.moe.experts), None
         self.num_experts = num_experts if build.experts is None else len(build.experts)
-        self.schemes = {name: build.params[f"{at}.{name}"].scheme for name in ("gate_up", "down")}
+        own = {name: build.params[f"{at}.{name}"] for name in ("gate_up", "down")}
+        self.schemes = {name: param.scheme for name, param in own.items()}
         self.in_place = "in place" in build.moe.features and not any(self.schemes.values())
-        self.shapes, self.dtype = {name: build.shape(f"{at}.{name}") for name in ("gate_up", "down")}, build.dtype
+        self.shapes = {name: param.shape for name, param in own.items()}
+        self.dtype = getattr(torch, own["down"].dtype) if own["down"].dtype else build.dtype  # of both
         if build.experts is not None:
-            own = {expert: place for place, expert in enumerate(build.experts)}
-            places = [own.get(expert, -1) for expert in range(num_experts)]
+            place_of = {expert: place for place, expert in enumerate(build.experts)}
+            places = [place_of.get(expert, -1) for expert in range(num_experts)]
             self.expert_map = torch.tensor(places, dtype=torch.int32, device=build.device)
         self.packed: object = None
 

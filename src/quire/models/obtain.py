@@ -61,11 +61,11 @@ def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:
     return {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
 
 
-def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: str, free_bytes: int | None, *,
-                   quantization: Mapping[str, Any]) -> None:
+def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, free_bytes: int | None,
+                   *, quantization: Mapping[str, Any]) -> None:
     """Download the weights that `folder` lacks, unless their headers show that the model could not be loaded.
 
-    dtype        of the parameters;  free_bytes  memory that must hold them, where it is known
+    free_bytes   memory that must hold the parameters, where it is known
     Raises a `UserError` that names the fix.
     """
 
@@ -73,9 +73,10 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: s
         params = with_formats(layout(args), quantization)
         match_tensors(checkpoint, params, args)
         if free_bytes is not None:
-            weights = unpacked_bytes(params, dtype)
-            check_cpu_weights(weights, free_bytes, dtype)
-            geometry = resolve_geometry(kv_components(args, dtype), args.num_layers, config.cache.block_size)
+            stored = dtype.weights or dtype.dtype
+            weights = unpacked_bytes(params, stored)
+            check_cpu_weights(weights, free_bytes, stored)
+            geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)
             resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
                            max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip
 

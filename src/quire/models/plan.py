@@ -4,7 +4,7 @@
 and read back: no value in it belongs to a process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,14 +141,37 @@ def resolve_engine(
         wide = args.moe is not None and not served and roomy
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
         check_sequences(config)
+    dtype = _typed(dtype, kernels)
     return EnginePlan(
         config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
-        mesh=Mesh(parallel=parallel, rank=rank), params=params, kernels=kernels,
+        mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
         graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
         missing=missing_features(parallel), quantization=quantization,
     )  # fmt: skip
+
+
+def keep_stored(params: Iterable[Param], dtype: DTypePlan, kernels: Iterable[Choice],
+                moe: Mapping[str, MoEPlan | str]) -> tuple[Param, ...]:  # fmt: skip
+    """Return the parameters with the dtype of `dtype.weights` for each matrix whose kernel has the feature "stored"."""
+    linear = {choice.weights: choice.features for choice in kernels if choice.op == "linear"}.get((), ())
+    experts = {name for plan in moe.values() if isinstance(plan, MoEPlan) for name in plan.features}
+
+    def kept(param: Param) -> bool:
+        features = linear if is_linear(param) else experts if param.shard == "experts" else ()
+        return bool(dtype.weights) and "stored" in features and param.scheme is None and not param.dtype
+
+    return tuple(msgspec.structs.replace(one, dtype=dtype.weights) if kept(one) else one for one in params)
+
+
+def _typed(dtype: DTypePlan, kernels: Iterable[Choice]) -> DTypePlan:
+    """Return the types of a model whose linear layers are planned."""
+    choice = next(choice for choice in kernels if choice.op == "linear" and not choice.weights)
+    if not dtype.weights or "stored" in choice.features:
+        return dtype
+    why = dict(choice.rejected).get("panels", f"linear layers run {choice.name}")
+    return replace(dtype, weights="", reason=f"weights are converted, because {why}")
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:

@@ -20,7 +20,7 @@ from quire.kernels.select import Choice
 from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.facts import model_facts
 from quire.models.layout import layout
-from quire.models.plan import EnginePlan
+from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
 from quire.quantization.formats import num_bytes, raw_tensors, spare_names
@@ -91,13 +91,17 @@ class PlanReport:
     @cached_property
     def layout(self) -> tuple[Param, ...]:
         """The parameters of the whole model, not of a rank."""
-        return with_formats(layout(self.plan.args), self.plan.quantization)
+        return self._layout()
+
+    def _layout(self, rank: Rank | None = None) -> tuple[Param, ...]:
+        plan = self.plan
+        return keep_stored(with_formats(layout(plan.args, rank), plan.quantization), plan.dtype, plan.kernels, plan.moe)
 
     @cached_property
     def held(self) -> list[tuple[Rank, int]]:
         """Every rank and the bytes of its parameters. Raises ConfigError where a slice would cut a group."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
-        held = {kind: sum(map(self.num_bytes, with_formats(layout(self.plan.args, rank), self.plan.quantization)))
+        held = {kind: sum(map(self.num_bytes, self._layout(rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
         return [(rank, held[rank.kind]) for rank in every]
 

@@ -15,6 +15,7 @@ from quire.worker.recorder import Recorder
 
 MOST_ROWS = 16  # with more rows Python's time between two kernels is small beside the kernels'
 KERNELS = 16  # kernels of a layer, at most
+NATIVE = ("native", "panels")  # implementations whose calls are recorded
 Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix once
 
 
@@ -93,7 +94,7 @@ def not_recordable(kernels: Kernels, num_groups: int) -> str:
     """Return the reason why the layers of a model with these kernels cannot be recorded, or ""."""
     if num_groups > 1:
         return f"the layers are in {num_groups} KV groups, and a recording has the block tables of one"
-    strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name != "native"]
+    strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name not in NATIVE]
     if strange:
         return f"{strange[0]}, whose operations are PyTorch's"
     if "recording" in kernels.features("attention"):

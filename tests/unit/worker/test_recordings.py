@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.native import recording as recording_module
-from quire.kernels.native.library import loaded, missing_amx
+from quire.kernels.native.library import loaded, missing
 from quire.kernels.native.recording import CHUNK, Buffers, KernelRecording
 from quire.kernels.norm import native as norm
 from quire.layers.context import StepContext
@@ -19,19 +19,18 @@ from quire.weights.dummy import load_dummy
 from quire.worker import recordings
 from quire.worker.recordings import LayerRecordings, not_recordable
 
-from ...filled_models import built
+from ...filled_models import built, fill, normal
 
 BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
-AMX = missing_amx()
-needs_amx = pytest.mark.skipif(bool(AMX), reason=f"bfloat16 in native kernels: {AMX}")
+needs_native = pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
 
 
-def make_model(dtype: str = "bfloat16", kind: str = "qwen3") -> Model:
+def make_model(dtype: str = "bfloat16", kind: str = "qwen3", forced: dict[str, str] | None = None) -> Model:
     config = {
         "model_type": kind, "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 4096,
     }  # fmt: skip
-    model = built(parse_checkpoint_config(config), dtype)
+    model = built(parse_checkpoint_config(config), dtype, forced=forced)
     load_dummy(model, 0)
     return model
 
@@ -52,8 +51,7 @@ def make_step(model: Model, kv: list[KVView], starts: Sequence[int], tokens: Seq
 def make_cache(model: Model, seed: int) -> list[KVView]:
     random = torch.Generator().manual_seed(seed)
     size = (2, BLOCKS + 1, HEADS, BLOCK, DIM)
-    dtype = torch.bfloat16 if "native" in model.kernels.linear.__name__ else torch.float32
-    return [KVView(*torch.randn(size, generator=random).to(dtype)) for _ in model.layers]
+    return [KVView(*torch.randn(size, generator=random).to(model.dtype)) for _ in model.layers]
 
 
 @pytest.fixture
@@ -72,16 +70,19 @@ STEPS = [
 ]  # fmt: skip
 
 
-@needs_amx
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @torch.inference_mode()
-def test_a_replayed_step_has_the_bits_of_one_that_was_run(kind: str, replays: list[KernelRecording]) -> None:
-    model = make_model(kind=kind)
+def test_a_replayed_step_has_the_bits_of_one_that_was_run(
+    kind: str, dtype: str, replays: list[KernelRecording]
+) -> None:
+    model = make_model(dtype, kind)
     direct, replayed = make_cache(model, 0), make_cache(model, 0)
     layers = LayerRecordings()
     random = torch.Generator().manual_seed(1)
     for starts, tokens in STEPS:
-        hidden = torch.randn(sum(tokens), HIDDEN, generator=random).bfloat16()
+        hidden = torch.randn(sum(tokens), HIDDEN, generator=random).to(model.dtype)
         expected = run_layers(model, hidden, make_step(model, direct, starts, tokens))
         found = layers.run_layers(model, hidden, make_step(model, replayed, starts, tokens))
         assert torch.equal(found, expected), (starts, tokens)
@@ -92,7 +93,29 @@ def test_a_replayed_step_has_the_bits_of_one_that_was_run(kind: str, replays: li
     assert len({id(recording) for recording in replays}) == 2
 
 
-@needs_amx
+@needs_native
+@torch.inference_mode()
+def test_weights_that_stay_bfloat16_give_the_bits_of_float32() -> None:
+    """Embedding, layers and a tied head."""
+    config = {
+        "model_type": "qwen3", "vocab_size": 70, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    args, found = parse_checkpoint_config(config), []
+    for weights in ("", "bfloat16"):
+        model = built(args, weights=weights)
+        numbers = normal(0.2)
+        fill(model, lambda raw, make=numbers: make(raw).bfloat16())
+        for starts, tokens in (([0], [9]), ([5, 7], [1, 1])):
+            ids = torch.arange(sum(tokens))
+            hidden = run_layers(model, model.embed(ids), make_step(model, make_cache(model, 0), starts, tokens))
+            found.append(model.head(model.norm(hidden)))
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(one, other) and one.dtype == torch.float32
+
+
+@needs_native
 @torch.inference_mode()
 def test_prompts_and_many_rows_are_not_recorded(replays: list[KernelRecording]) -> None:
     model = make_model()
@@ -103,7 +126,7 @@ def test_prompts_and_many_rows_are_not_recorded(replays: list[KernelRecording]) 
     assert replays == [] and layers.obstacles == {} and layers.counts == {"run": 4}
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
 def test_another_number_of_threads_is_another_recording(
     replays: list[KernelRecording], monkeypatch: pytest.MonkeyPatch
@@ -121,7 +144,7 @@ def test_another_number_of_threads_is_another_recording(
     assert [step(), step()] == [1, 2]
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
 def test_more_kernels_than_there_is_room_for_are_no_recording(
     monkeypatch: pytest.MonkeyPatch, replays: list[KernelRecording]
@@ -138,7 +161,7 @@ def test_more_kernels_than_there_is_room_for_are_no_recording(
 
 @torch.inference_mode()
 def test_a_model_with_foreign_kernels_is_run_as_ever(replays: list[KernelRecording]) -> None:
-    model = make_model("float32")
+    model = make_model("float32", forced={"linear": "cpu"})
     layers, direct, replayed = LayerRecordings(), make_cache(model, 0), make_cache(model, 0)
     hidden = torch.randn(1, HIDDEN)
     for _ in range(2):
@@ -148,7 +171,7 @@ def test_a_model_with_foreign_kernels_is_run_as_ever(replays: list[KernelRecordi
     assert not_recordable(model.kernels, 1) == "linear is cpu, whose operations are PyTorch's"
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
 def test_memory_of_one_step_is_not_kept_with_the_recording() -> None:
     """Room for the parts of long contexts was, once for each layer: it grows with the context, buffers do not."""
@@ -162,7 +185,7 @@ def test_memory_of_one_step_is_not_kept_with_the_recording() -> None:
     assert plan.partial.nbytes == (3 + 3) * 4 * (DIM + 2) * 4
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
 def test_an_obstacle_belongs_to_steps_of_its_kind(
     monkeypatch: pytest.MonkeyPatch, replays: list[KernelRecording]
@@ -185,7 +208,7 @@ def test_an_obstacle_belongs_to_steps_of_its_kind(
     assert layers.counts == {"recorded": 2, "replayed": 2, "run": 2}
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
 def test_nothing_is_kept_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "KERNELS", 2)
@@ -195,7 +218,7 @@ def test_nothing_is_kept_where_nothing_can_be_recorded(monkeypatch: pytest.Monke
     assert layers.obstacles and not len(layers) and not layers._buffers._chunks
 
 
-@needs_amx
+@needs_native
 def test_an_interrupt_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it comes: a kernel that runs later would be written into a recording that may be gone."""
     library = loaded()
@@ -222,7 +245,7 @@ def test_an_interrupt_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(recording) == 0 and recording.obstacle
 
 
-@needs_amx
+@needs_native
 @pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.T.flatten()])
 def test_what_pytorch_computes_is_noticed(change: object) -> None:
     recording = KernelRecording(4, Buffers())

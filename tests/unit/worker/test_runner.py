@@ -9,7 +9,7 @@ import torch
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
-from quire.kernels.native.library import missing_amx
+from quire.kernels.native.library import missing
 
 from ...compared import LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...naive_runner import NaiveRunner
@@ -75,7 +75,7 @@ def test_steps_without_rows_run_and_leave_what_they_bring() -> None:
 
 def test_parts_are_printed_with_their_reasons() -> None:
     """A CPU holds no logits of all slots, and what is not recorded is named."""
-    runner = runner_of(make_model(model_args()))
+    runner = runner_of(make_model(model_args(), reference=True))
     said = runner.describe()
     words = " ".join(map(str, said["parts"]))  # type: ignore[call-overload]
     for part in ("step: ref", "sampling: ref", "upload: in place", "not packed:", "recorder: none", "not recordings:"):
@@ -86,10 +86,10 @@ def test_parts_are_printed_with_their_reasons() -> None:
     assert held and all(value.numel() <= 2 * LIMITS.max_tokens for value in held)
 
 
-needs_amx = pytest.mark.skipif(bool(missing_amx()), reason=f"bfloat16 in native kernels: {missing_amx()}")
+needs_native = pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
 
 
-@needs_amx
+@needs_native
 def test_recorded_steps_are_the_naive_one_s_up_to_ties() -> None:
     args = model_args(head_dim=32, hidden_size=64, intermediate_size=96)
     runner = runner_of(make_model(args, dtype="bfloat16"))
@@ -98,7 +98,7 @@ def test_recorded_steps_are_the_naive_one_s_up_to_ties() -> None:
     assert runner.recorder.counts["replayed"] > 30
 
 
-@needs_amx
+@needs_native
 def test_recorded_steps_are_those_of_the_same_kernels_without_a_recording() -> None:
     """Token by token."""
     args = model_args(head_dim=32, hidden_size=64, intermediate_size=96)

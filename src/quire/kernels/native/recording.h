@@ -6,7 +6,7 @@ enum { JOB_BYTES = 192 };
 
 typedef struct Entry {
     void (*body)(void *);
-    long threads, own;
+    long threads;
     char job[JOB_BYTES]; /* starts with its Tasks; as it was before it ran */
 } Entry;
 
@@ -17,7 +17,7 @@ typedef struct Recording {
 
 static __thread Recording *current_recording; /* where this thread's jobs are written down, or NULL */
 
-static void write_down(Recording *recording, void (*body)(void *), const void *job, long size, int threads, int own) {
+static void write_down(Recording *recording, void (*body)(void *), const void *job, long size, int threads) {
     if (recording->count < 0 || recording->count == recording->room || size > JOB_BYTES) {
         recording->count = -1;
         return;
@@ -25,17 +25,16 @@ static void write_down(Recording *recording, void (*body)(void *), const void *j
     Entry *entry = &recording->entries[recording->count++];
     entry->body = body;
     entry->threads = threads;
-    entry->own = own;
     memcpy(entry->job, job, size);
 }
 
 /* Run job (a struct that starts with its Tasks) on up to `threads` threads, of which each calls body and claims tasks
-   until none is left; `own`: on our own threads. */
-#define RUN(body, job, threads, own) run_job(body, job, sizeof *(job), threads, own)
+   until none is left. */
+#define RUN(body, job, threads) run_job(body, job, sizeof *(job), threads)
 
-static void run_job(void (*body)(void *), void *job, long size, int threads, int own) {
-    if (current_recording) write_down(current_recording, body, job, size, threads, own);
-    run_parallel(body, job, ((Tasks *)job)->count, threads, own);
+static void run_job(void (*body)(void *), void *job, long size, int threads) {
+    if (current_recording) write_down(current_recording, body, job, size, threads);
+    run_parallel(body, job, ((Tasks *)job)->count, threads);
 }
 
 /* Bytes of a recording with room for so many jobs. */
@@ -50,6 +49,6 @@ void quire_replay(const Recording *recording) {
     for (long i = 0; i < recording->count; i++) {
         const Entry *entry = &recording->entries[i];
         memcpy(job, entry->job, JOB_BYTES);
-        run_parallel(entry->body, job, ((Tasks *)job)->count, (int)entry->threads, (int)entry->own);
+        run_parallel(entry->body, job, ((Tasks *)job)->count, (int)entry->threads);
     }
 }
