@@ -74,7 +74,7 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: s
         match_tensors(checkpoint, params, args)
         if free_bytes is not None:
             weights = unpacked_bytes(params, dtype)
-            check_cpu_weights(weights, free_bytes, dtype)
+            check_cpu_weights(weights, free_bytes, "" if quantization else dtype)
             geometry = resolve_geometry(kv_components(args, dtype), args.num_layers, config.cache.block_size)
             resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
                            max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip
