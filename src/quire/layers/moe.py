@@ -18,7 +18,7 @@ from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.quantization.pack import unquantized
+from quire.quantization.pack import linear as packed_linear
 from quire.quantization.pack.matrix import Weight, empty_weight
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
@@ -30,7 +30,7 @@ Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 class Router(nn.Module):
     """The router: scores all experts for each token; `kernels/routing` chooses by the scores."""
 
-    packed: unquantized.PackedLinear
+    packed: packed_linear.PackedLinear
 
     def __init__(self, at: str, routing: Routing, exact: bool, build: Build) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class Router(nn.Module):
         """See `Loads`. The bias goes to the routing kernel, not into the product."""
         bias = tensors.pop("bias", None)
         self.bias = None if bias is None else bias.to(self.device)
-        self.packed = unquantized.pack(self.linear, tensors, self.device)
+        self.packed = packed_linear.pack(self.linear, tensors, self.device)
 
     def forward(self, x: Tensor) -> Routed:
         """x [T, hidden] -> weights and ids of the chosen experts. With `router_float` the scores stay float32."""
-        logits = (unquantized.run_float if self.exact else unquantized.run)(self.linear, x, self.packed)
+        logits = (packed_linear.run_float if self.exact else packed_linear.run)(self.linear, x, self.packed)
         weights, ids = self.kernel.route(logits, self.bias, self.routing)
         return weights, ids
 

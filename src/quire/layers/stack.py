@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
+from quire.contracts.scheme import Scheme
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
 # Types whose equal values print alike. A module has a set of the names of some buffers.
-PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None))
+PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None), Scheme)
 
 
 class Model(Protocol):

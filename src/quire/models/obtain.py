@@ -75,7 +75,7 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
         if free_bytes is not None:
             stored = dtype.weights or dtype.dtype
             weights = unpacked_bytes(params, stored)
-            check_cpu_weights(weights, free_bytes, stored)
+            check_cpu_weights(weights, free_bytes, "" if quantization else stored)
             geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)
             resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
                            max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip

@@ -100,6 +100,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of the parameters as they are loaded, before they are packed."""
         return unpacked_bytes(self.params, self.dtype.dtype)
 
+    @property
+    def weight_words(self) -> str:
+        """Type of the weights in messages about memory."""
+        return str(self.quantization["quant_method"]) if self.quantization else self.dtype.dtype
+
     def check_runnable(self) -> None:
         """Refuse a plan with missing features, in the words of the first. Raises UnsupportedModel."""
         check_missing(self.missing)
@@ -182,7 +187,7 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
     """
     config, context = plan.config, plan.args.max_position_embeddings
     if isinstance(measured, DeviceMemory):
-        return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.dtype.dtype)
+        return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
     return resolve_memory(plan.geometry, config.model, config.cache, context=context,
                           max_num_seqs=config.scheduler.sequences(), free_bytes=measured)  # fmt: skip
 

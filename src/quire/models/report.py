@@ -24,7 +24,7 @@ from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
 from quire.quantization.assign import decided_by, with_formats
 from quire.quantization.formats import num_bytes, raw_tensors, spare_names
-from quire.quantization.read import format_words
+from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme import scheme_words
 from quire.weights.files import Checkpoint, stored_in
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
@@ -65,6 +65,7 @@ class PlanReport:
                            plan.dispatcher if plan else "")  # fmt: skip
         phases = PHASES[self.plan.machine.device] | (DUMMY if config.load.load_format == "dummy" else {})
         phases |= EAGER if self.plan.machine.device == "cuda" and config.device.enforce_eager else {}
+        notes = (note.removesuffix(".") for note in quantization_notes(self.plan.quantization))
         return {
             "missing": [one._asdict() for one in self.plan.missing],
             "load_error": self.load_error,
@@ -72,7 +73,7 @@ class PlanReport:
                 "name": config.model.model or NAME, "type": args.model_type, "architecture": args.architecture,
                 "parameters": sum(prod(param.shape) for param in self.layout),
                 "bytes": sum(map(self.num_bytes, self.layout)), "dtype": self.plan.dtype.dtype,
-                "dtype_reason": self.plan.dtype.reason, "notes": args.notes,
+                "dtype_reason": self.plan.dtype.reason, "notes": (*args.notes, *notes),
                 "format": format_words(self.plan.quantization) or "unquantized", **model_facts(args),
                 "embedding": str(read_pooling(self._folder, config.model.pooler_config)),
             },

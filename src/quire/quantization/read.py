@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.config import keys as read
 from quire.contracts.errors import ConfigError, ModelError, UnsupportedModel
+from quire.quantization.rules import rules_of
 
 KEY = "quantization_config"
 SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # ModelOpt, GPTQ, AWQ
@@ -50,11 +51,12 @@ def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = 
     for name in SIDE_FILES:
         if not config:
             config = _side_file(Path(folder) / name)
-    notes = _notes(config)
+    more: tuple[str, ...] = ()
     if asked:
         config, more = _as_asked(config, asked, source)
-        notes += more
-    return Quantization(config, notes)
+    if config and config["quant_method"] != ONLINE:
+        rules_of(config)  # their mistakes
+    return Quantization(config, (*quantization_notes(config), *more))
 
 
 def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -177,9 +179,7 @@ def _as_asked(config: dict[str, Any], asked: str, source: str) -> tuple[dict[str
         if "fp8" not in FLAGS[name] or name == "slimquant_marlin":
             raise ConfigError(f"--quantization {asked}: {source} has no quantization_config, and only fp8 quantizes "
                               "while loading: use --quantization fp8, or a checkpoint in this format.")  # fmt: skip
-        return {"quant_method": ONLINE}, (
-            "weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else channels; "
-            "activations are quantized at run time.",)  # fmt: skip
+        return {"quant_method": ONLINE}, ()
     method = str(config["quant_method"])
     if method not in FLAGS[name]:
         raise ConfigError(f"--quantization {asked} contradicts {source}, whose quantization_config says {method!r}: "
@@ -188,8 +188,12 @@ def _as_asked(config: dict[str, Any], asked: str, source: str) -> tuple[dict[str
     return config, () if exact else (f"--quantization {asked}: the weights are {method}. {KERNELS}.",)
 
 
-def _notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return lines for the user about a quantization."""
     notes = []
+    if config.get("quant_method") == ONLINE:
+        notes.append("weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
+                     "channels; activations are quantized at run time.")
     if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
         notes.append("the checkpoint has scales for an FP8 KV cache: they are not used, the cache has the dtype of the "
                      "computation.")

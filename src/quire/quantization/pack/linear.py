@@ -1,4 +1,4 @@
-"""Unquantized weights in a kernel's layout, and how a linear kernel runs them."""
+"""Weights in the layout of a linear kernel, quantized or not, and how the kernel runs them."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import ModuleType
