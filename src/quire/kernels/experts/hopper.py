@@ -120,8 +120,7 @@ def _read(
     ROWS: gl.constexpr = rows.shape[1]
     WIDTH: gl.constexpr = left_cols.shape[1]
     DEEP: gl.constexpr = rows.shape[2]
-    EACH: gl.constexpr = 128 // rows.dtype.primitive_bitwidth  # numbers of a copy of 16 bytes
-    GATHER: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // (DEEP // EACH), DEEP // EACH], [4, 1], [1, 0])
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (DEEP // 8), DEEP // 8], [4, 1], [1, 0])
     total = gl.load(tiles + 3)
     count = 0
     for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):

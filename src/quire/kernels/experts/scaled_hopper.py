@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.attention.hopper import describe
 from quire.kernels.attention.triton_plan import multiprocessors
-from quire.kernels.experts.hopper import ROWS, WORDS, _find, _read, _silu, _tiles_kernel, _write
+from quire.kernels.experts.hopper import ROWS, WORDS, _find, _silu, _tiles_kernel, _write
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.quantize.triton import GROUP
 from quire.kernels.triton_runtime import gl, gluon_jit, hopper
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quire.kernels.experts.scaled import Stack
 
 if hopper is not None:
-    mbarrier = hopper.mbarrier
+    async_copy, mbarrier, tma = hopper.async_copy, hopper.mbarrier, hopper.tma
     warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 
 
@@ -51,7 +51,7 @@ class Form:
 
 
 UP = Form()
-DOWN = Form(computing=240, reading=24, readers=1)
+DOWN = Form(computing=232, reading=40, readers=1)
 
 
 def products(x: tuple[Tensor, Tensor], packed: tuple[Stack, Stack], order: Tensor, starts: Tensor, weights: Tensor,
@@ -105,17 +105,8 @@ def _product(x: object, x_scales: Tensor, stack: Stack, order: Tensor, tiles: Te
 
 
 @gluon_jit
-def _sources(order, first, left, HALF: gl.constexpr, TOP_K: gl.constexpr, SUMS: gl.constexpr):
-    """Return the rows of x of a group's 64 pairs. Pairs past the end repeat the last."""
-    at = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), gl.maximum(left, 1) - 1)
-    if TOP_K > 0:
-        at = gl.load(order + at) // TOP_K
-    return at
-
-
-@gluon_jit
 def _blocks(expert, col, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr):
-    """Return where the scales of the tile's two blocks of weights begin."""
+    """Return the numbers of the tile's two blocks of 128 outputs among those of all experts."""
     HIGH: gl.constexpr = N // 128
     if GATED:
         one = expert * (2 * HIGH) + col
@@ -123,7 +114,71 @@ def _blocks(expert, col, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr):
     else:
         one = expert * HIGH + 2 * col
         two = expert * HIGH + gl.minimum(2 * col + 1, HIGH - 1)
-    return one * (K // 128), two * (K // 128)
+    return one, two
+
+
+@gluon_jit
+def _source(order, first, left, ROWS: gl.constexpr, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the rows of x of a tile's pairs. Pairs past the end repeat the last."""
+    at = first + gl.minimum(gl.arange(0, ROWS, LAYOUT), gl.maximum(left, 1) - 1)
+    if TOP_K > 0:
+        at = gl.load(order + at) // TOP_K
+    return at
+
+
+@gluon_jit
+def _read(
+    x, x_scales, weight, w_scales, order, tiles, rings, scale_rings, ready, free, stride, stride_s,
+    TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr,
+    STAGES: gl.constexpr, WORDS: gl.constexpr, READERS: gl.constexpr,
+):  # fmt: skip
+    """The reading warps. Arguments as in `_scaled_kernel`. The rows of the next tile are found in advance.
+
+    rings         buffers [STAGES, 128, 128] in shared memory: rows of x, first and second block of weights
+    scale_rings   buffers of their scales: [STAGES, 128], [STAGES, 1], [STAGES, 1]
+    ready, free   barriers by stage: the copies have written it; both groups are done with it
+    """
+    rows, left_cols, right_cols = rings
+    row_scales, left_scale, right_scale = scale_rings
+    ROWS: gl.constexpr = rows.shape[1]
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [READERS, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [READERS], [0])
+    total = gl.load(tiles + 3)
+    count = 0
+    expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
+    own = _source(order, first, left, ROWS, TOP_K, FLAT)
+    if TOP_K > 0:
+        source = _source(order, first, left, ROWS, TOP_K, gl.SliceLayout(1, GATHER))
+    for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):
+        one, two = _blocks(expert, col, N, K, GATED)
+        begin = first
+        own_at = x_scales + own
+        one_at = w_scales + (one * (K // 128) + gl.arange(0, 1, FLAT))
+        two_at = w_scales + (two * (K // 128) + gl.arange(0, 1, FLAT))
+        if TOP_K > 0:
+            at = x + source.to(gl.int64)[:, None] * stride + gl.arange(0, 128, gl.SliceLayout(0, GATHER))[None, :]
+        upcoming = gl.minimum(work + gl.num_programs(0), total * COLS - 1)
+        expert, first, left, col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
+        own = _source(order, first, left, ROWS, TOP_K, FLAT)
+        if TOP_K > 0:
+            source = _source(order, first, left, ROWS, TOP_K, gl.SliceLayout(1, GATHER))
+        for group in range(K // 128):
+            stage, phase = count % STAGES, (count // STAGES) & 1
+            bar = ready.index(stage)
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            if TOP_K > 0:
+                mbarrier.expect(bar, 2 * weight.block_type.nbytes)
+                async_copy.async_copy_global_to_shared(rows.index(stage), at + group * 128)
+            else:
+                mbarrier.expect(bar, 2 * weight.block_type.nbytes + x.block_type.nbytes)
+                tma.async_copy_global_to_shared(x, [begin, group * 128], bar, rows.index(stage))
+            tma.async_copy_global_to_shared(weight, [one * 128, group * 128], bar, left_cols.index(stage))
+            tma.async_copy_global_to_shared(weight, [two * 128, group * 128], bar, right_cols.index(stage))
+            async_copy.async_copy_global_to_shared(row_scales.index(stage), own_at + group * stride_s)
+            async_copy.async_copy_global_to_shared(left_scale.index(stage), one_at + group)
+            async_copy.async_copy_global_to_shared(right_scale.index(stage), two_at + group)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            count += 1
 
 
 @gluon_jit
@@ -134,7 +189,7 @@ def _begin(given, block, stage, START: gl.constexpr, WIDTH: gl.constexpr, SUMS: 
 
 
 @gluon_jit
-def _rounded(values, POWERS: gl.constexpr):
+def _scale_of(values, POWERS: gl.constexpr):
     """Return the scale of values [64, 128] in parts of columns, which are rounded to bf16; see `quantize.triton`."""
     most = gl.max(gl.abs(values[0]), 1)
     for i in gl.static_range(1, len(values)):
@@ -157,150 +212,128 @@ def _narrow(values, scale):
 
 
 @gluon_jit
-def _sum(
-    x_scales, w_scales, rings, ready, free, count, source, own, left_own, right_own, left_at, right_at, stride_s,
-    HALF: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    SUMS: gl.constexpr,
-):  # fmt: skip
-    """Return the sums [64, 128] of both blocks; a group waits for a block and adds it while the other group's runs.
+def _scales(scale_rings, stage, HALF: gl.constexpr, SUMS: gl.constexpr):
+    """Return the scales [64, 1] of products of a group's rows with the first and second block of weights."""
+    row_scales, left_scale, right_scale = scale_rings
+    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    own = row_scales.index(stage).slice(HALF * 64, 64).load(ROW)
+    left = left_scale.index(stage).load(ROW)
+    right = right_scale.index(stage).load(ROW)
+    return (own * left)[:, None], (own * right)[:, None]
 
-    own, left_own, right_own   scales of the first 128 inputs, of rows, first and second block
-    source, left_at, right_at  where those of the following inputs are
-    """
+
+@gluon_jit
+def _given(rows, stage, HALF: gl.constexpr, TOP_K: gl.constexpr, HELD: gl.constexpr, SUMS: gl.constexpr):
+    """Return a group's 64 rows of a stage as an operand."""
+    given = rows.index(stage).slice(HALF * 64, 64)
+    if HELD:
+        given = given.load(gl.DotOperandLayout(0, SUMS, 4))
+    elif TOP_K > 0:
+        hopper.fence_async_shared()  # the gathered rows were not written by the copy engine
+    return given
+
+
+@gluon_jit
+def _sum(rings, scale_rings, ready, free, count, HALF: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr,
+         STAGES: gl.constexpr, HELD: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
+    """Return the sums [64, 128] of both blocks. A group waits for a block, and adds it while the other group's runs."""
     rows, left_cols, right_cols = rings
-    GROUPS: gl.constexpr = K // 128
     one = gl.zeros([64, 128], gl.float32, SUMS)
     two = gl.zeros([64, 128], gl.float32, SUMS)
-    for group in range(GROUPS):
+    for group in range(K // 128):
         stage = (count + group) % STAGES
         mbarrier.wait(ready.index(stage), ((count + group) // STAGES) & 1)
-        given = rows.index(stage).slice(HALF * 64, 64)
-        if HELD:
-            given = given.load(gl.DotOperandLayout(0, SUMS, 4))
-        elif TOP_K > 0:
-            hopper.fence_async_shared()  # the gathered rows were not written by the copy engine
+        given = _given(rows, stage, HALF, TOP_K, HELD, SUMS)
         raw = _begin(given, left_cols, stage, 0, 128, SUMS)
-        left_scale, right_scale = own * left_own, own * right_own
-        after = gl.minimum(group + 1, GROUPS - 1)
-        own = gl.load(x_scales + after * stride_s + source)
-        left_own, right_own = gl.load(w_scales + left_at + after), gl.load(w_scales + right_at + after)
+        left, right = _scales(scale_rings, stage, HALF, SUMS)
         raw = warpgroup_mma_wait(0, deps=(raw,))
-        one += raw * left_scale[:, None]
+        one += raw * left
         raw = _begin(given, right_cols, stage, 0, 128, SUMS)
         raw = warpgroup_mma_wait(0, deps=(raw,))
         mbarrier.arrive(free.index(stage))
-        two += raw * right_scale[:, None]
+        two += raw * right
     return (one,), (two,)
 
 
 @gluon_jit
-def _sum_parts(
-    x_scales, w_scales, rings, ready, free, count, source, own, left_own, right_own, left_at, right_at, stride_s,
-    HALF: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    SUMS: gl.constexpr,
-):  # fmt: skip
-    """Return the sums of both blocks in halves [64, 64]; a group adds a half while the matrix units compute the next.
-
-    Arguments as in `_sum`.
-    """
+def _sum_parts(rings, scale_rings, ready, free, count, HALF: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr,
+               STAGES: gl.constexpr, HELD: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
+    """Return the sums of both blocks in halves [64, 64]. A group adds a half while the units compute its next."""
     rows, left_cols, right_cols = rings
-    GROUPS: gl.constexpr = K // 128
     one = gl.zeros([64, 64], gl.float32, SUMS)
     two = gl.zeros([64, 64], gl.float32, SUMS)
     three = gl.zeros([64, 64], gl.float32, SUMS)
     four = gl.zeros([64, 64], gl.float32, SUMS)
-    raw = hopper.warpgroup_mma_init(gl.zeros([64, 64], gl.float32, SUMS))
-    right_scale = own * right_own
-    for group in range(GROUPS):
+    for group in range(K // 128):
         stage = (count + group) % STAGES
         mbarrier.wait(ready.index(stage), ((count + group) // STAGES) & 1)
-        given = rows.index(stage).slice(HALF * 64, 64)
-        if HELD:
-            given = given.load(gl.DotOperandLayout(0, SUMS, 4))
-        elif TOP_K > 0:
-            hopper.fence_async_shared()
-        other = _begin(given, left_cols, stage, 0, 64, SUMS)
-        raw = warpgroup_mma_wait(1, deps=(raw,))
-        mbarrier.arrive(free.index((count + group + STAGES - 1) % STAGES), pred=group > 0)
-        four += raw * right_scale[:, None]
-        raw = _begin(given, left_cols, stage, 64, 64, SUMS)
-        left_scale, right_scale = own * left_own, own * right_own
-        after = gl.minimum(group + 1, GROUPS - 1)
-        own = gl.load(x_scales + after * stride_s + source)
-        left_own, right_own = gl.load(w_scales + left_at + after), gl.load(w_scales + right_at + after)
-        other = warpgroup_mma_wait(1, deps=(other,))
-        one += other * left_scale[:, None]
-        other = _begin(given, right_cols, stage, 0, 64, SUMS)
-        raw = warpgroup_mma_wait(1, deps=(raw,))
-        two += raw * left_scale[:, None]
-        raw = _begin(given, right_cols, stage, 64, 64, SUMS)
-        other = warpgroup_mma_wait(1, deps=(other,))
-        three += other * right_scale[:, None]
-    raw = warpgroup_mma_wait(0, deps=(raw,))
-    mbarrier.arrive(free.index((count + GROUPS - 1) % STAGES))
-    four += raw * right_scale[:, None]
+        given = _given(rows, stage, HALF, TOP_K, HELD, SUMS)
+        raw = _begin(given, left_cols, stage, 0, 64, SUMS)
+        other = _begin(given, left_cols, stage, 64, 64, SUMS)
+        left, right = _scales(scale_rings, stage, HALF, SUMS)
+        raw, other = warpgroup_mma_wait(1, deps=(raw, other))
+        one += raw * left
+        raw = _begin(given, right_cols, stage, 0, 64, SUMS)
+        other, raw = warpgroup_mma_wait(1, deps=(other, raw))
+        two += other * left
+        other = _begin(given, right_cols, stage, 64, 64, SUMS)
+        raw, other = warpgroup_mma_wait(1, deps=(raw, other))
+        three += raw * right
+        other = warpgroup_mma_wait(0, deps=(other,))
+        mbarrier.arrive(free.index(stage))
+        four += other * right
     return (one, two), (three, four)
 
 
 @gluon_jit
 def _multiply(
-    x_scales, w_scales, order, tiles, routing, y, y_scales, rings, outs, ready, free, stride_s, stride_y,
+    order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
     HALF: gl.constexpr, TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr,
     POWERS: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
     PARTS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
 
-    Arguments as in `_scaled_kernel` and `hopper._read`; outs: buffers of results, one per group. Scales are read before
-    they are needed: those of the next 128 inputs during a product, the first of the next tile while results are written.
+    Arguments as in `_scaled_kernel` and `_read`; outs: buffers of results, one per group.
     """
+    rows, _left_cols, _right_cols = rings
     out = outs.index(HALF)
     WIDE: gl.constexpr = 128 // PARTS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     EACH: gl.constexpr = 128 // y.dtype.element_ty.primitive_bitwidth
     STORE: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // WIDE, WIDE // EACH], [4, 1], [1, 0])
+    EARLY: gl.constexpr = PARTS == 1 and not HELD  # as registers allow
     total = gl.load(tiles + 3)
     count = 0
-    expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
-    source = _sources(order, first, left, HALF, TOP_K, SUMS)
-    left_at, right_at = _blocks(expert, col, N, K, GATED)
-    own = gl.load(x_scales + source)
-    left_own, right_own = gl.load(w_scales + left_at), gl.load(w_scales + right_at)
+    _expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
     for work in range(gl.program_id(0), total * COLS, gl.num_programs(0)):
         upcoming = gl.minimum(work + gl.num_programs(0), total * COLS - 1)  # read meanwhile
-        expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
-        next_left_at, next_right_at = _blocks(expert, next_col, N, K, GATED)
+        _expert, next_first, next_left, next_col = _find(tiles, upcoming, total, COLS, BAND, WORDS)
         if left > HALF * 64:
-            lane = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE)), left - 1)
-            if GATED:
-                place = lane
-            else:
-                place = gl.load(order + lane)
-                row = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), left - 1)
-                routed = gl.load(routing + gl.load(order + row))[:, None]
+            place = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE)), left - 1)
+            lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+            if not GATED:
+                if EARLY:
+                    place = gl.load(order + place)
+                routed = gl.load(routing + gl.load(order + first + gl.minimum(lane, left - 1)))[:, None]
             if PARTS == 1:
-                one, two = _sum(x_scales, w_scales, rings, ready, free, count, source, own, left_own, right_own,
-                                left_at, right_at, stride_s, HALF, TOP_K, K, STAGES, HELD, SUMS)  # fmt: skip
+                one, two = _sum(rings, scale_rings, ready, free, count, HALF, TOP_K, K, STAGES, HELD, SUMS)
             else:
-                one, two = _sum_parts(x_scales, w_scales, rings, ready, free, count, source, own, left_own, right_own,
-                                      left_at, right_at, stride_s, HALF, TOP_K, K, STAGES, HELD, SUMS)  # fmt: skip
+                one, two = _sum_parts(rings, scale_rings, ready, free, count, HALF, TOP_K, K, STAGES, HELD, SUMS)
             count += K // 128
-            source = _sources(order, next_first, next_left, HALF, TOP_K, SUMS)
-            left_own, right_own = gl.load(w_scales + next_left_at), gl.load(w_scales + next_right_at)
             if GATED:
                 if PARTS == 1:
                     values = ((_silu(one[0]) * two[0]).to(gl.bfloat16).to(gl.float32),)
                 else:
                     values = ((_silu(one[0]) * two[0]).to(gl.bfloat16).to(gl.float32),
                               (_silu(one[1]) * two[1]).to(gl.bfloat16).to(gl.float32))  # fmt: skip
-                own = gl.load(x_scales + source)
-                scale = _rounded(values, POWERS)
-                at = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-                gl.store(y_scales + col * stride_y + first + at, scale, mask=at < left)
+                scale = _scale_of(values, POWERS)
+                gl.store(y_scales + col * stride_y + first + lane, scale, mask=lane < left)
                 for i in gl.static_range(PARTS):
                     _write(y, _narrow(values[i], scale), out, place, col * 128 + i * WIDE, left, HALF, N, STORE)
             else:
-                own = gl.load(x_scales + source)
+                if not EARLY:
+                    place = gl.load(order + place)
                 for i in gl.static_range(PARTS):
                     _write(y, one[i] * routed, out, place, col * 256 + i * WIDE, left, HALF, N, STORE)
                 for i in gl.static_range(PARTS):
@@ -310,10 +343,7 @@ def _multiply(
                 mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
                 mbarrier.arrive(free.index(count % STAGES))
                 count += 1
-            source = _sources(order, next_first, next_left, HALF, TOP_K, SUMS)
-            own = gl.load(x_scales + source)
-            left_own, right_own = gl.load(w_scales + next_left_at), gl.load(w_scales + next_right_at)
-        first, left, col, left_at, right_at = next_first, next_left, next_col, next_left_at, next_right_at
+        first, left, col = next_first, next_left, next_col
 
 
 @gluon_jit
@@ -346,20 +376,24 @@ def _scaled_kernel(
     RESULT: gl.constexpr = y.dtype.element_ty
     buffer: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128 // PARTS], RESULT)
     outs = gl.allocate_shared_memory(RESULT, [2, 64, 128 // PARTS], buffer)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], flat)
+    left_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 1], flat)
+    right_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 1], flat)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=129 if TOP_K > 0 else 1)  # every thread that gathers, and the copy engine
+        mbarrier.init(ready.index(i), count=1 + 32 * READERS)  # the copy engine, and every thread that copies
         mbarrier.init(free.index(i), count=2)  # both groups
-    rings = (rows, left_cols, right_cols)
+    rings, scale_rings = (rows, left_cols, right_cols), (row_scales, left_scale, right_scale)
     gl.warp_specialize(
         [
-            (_multiply, (x_scales, w_scales, order, tiles, routing, y, y_scales, rings, outs, ready, free, stride_s,
-                         stride_y, 0, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS, PARTS, HELD)),
-            (_multiply, (x_scales, w_scales, order, tiles, routing, y, y_scales, rings, outs, ready, free, stride_s,
-                         stride_y, 1, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS, PARTS, HELD)),
-            (_read, (x, weight, order, tiles, rings, ready, free, stride, TOP_K, N, K, GATED, COLS, BAND, STAGES,
-                     WORDS)),
+            (_multiply, (order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
+                         0, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS, PARTS, HELD)),
+            (_multiply, (order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
+                         1, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS, PARTS, HELD)),
+            (_read, (x, x_scales, weight, w_scales, order, tiles, rings, scale_rings, ready, free, stride, stride_s,
+                     TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS, READERS)),
         ],
         [4, READERS],
         [COMPUTING, READING],
