@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels import pdl
+from quire.kernels import pdl, triton_runtime
 from quire.kernels.activation.triton import silu
+from quire.kernels.experts import scaled_hopper
 from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
@@ -24,6 +25,7 @@ from quire.quantization.pack.matrix import QuantizedMatrix
 
 MOST_FEW = 1  # tokens
 UP, DOWN = (4, 8, 396), (2, 8, 264)  # of few tokens: outputs at a time, warps, programs of all pairs or tokens
+MOST_SMALL = 32  # up to so many pairs per expert in the mean, this file's products run on Hopper, too
 BAND = 8  # tiles of pairs that run side by side through the same columns of weights, which are then read once
 
 
@@ -142,20 +144,35 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     (first, second), (tokens, k), pairs = packed, ids.shape, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
-    cut = cut or (tiles(pairs, spread, True), tiles(pairs, spread, False))
     order, starts = _sort(ids, expert_map, experts)
-    given = _rows(x, first)
-    fused = second.rule == GROUP
-    h = torch.empty((pairs, inner), dtype=second.values.dtype if fused else x.dtype, device=x.device)
-    h_scales = torch.empty((inner // GROUP, pairs), dtype=torch.float32, device=x.device) if fused else None
-    _product(given, first, order, starts, k, None, h, h_scales, second.powers, cut[0])
-    parts = x.new_empty(pairs, hidden)
-    rows = (h, h_scales) if fused else _rows(h, second)
-    _product(rows, second, order, starts, k, weights, parts, None, False, cut[1])
+    given, parts = _rows(x, first), x.new_empty(pairs, hidden)
+    if cut is None and pairs > MOST_SMALL * spread and in_gluon(packed):
+        scaled_hopper.products(given, packed, order, starts, weights, parts)
+    else:
+        cut = cut or (tiles(pairs, spread, True), tiles(pairs, spread, False))
+        products(given, packed, order, starts, weights, parts, cut)
     block = min(1024, bucket(hidden))
     in_pdl = not (join and join()) and pdl.in_use()
     _sum_kernel[(tokens, -(-hidden // block))](
         parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
+
+
+def in_gluon(packed: Packed) -> bool:
+    """Return True if `scaled_hopper` multiplies these experts: FP8 blocks of 128 x 128, on Hopper."""
+    fits = all(stack.block == stack.rule == GROUP and stack.values.shape[2] % GROUP == 0 for stack in packed)
+    return fits and not triton_runtime.missing_hopper()
+
+
+def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor, starts: Tensor, weights: Tensor,
+             parts: Tensor, cut: tuple[Tiles, Tiles]) -> None:
+    """Compute both products of all pairs. Arguments as in `scaled_hopper.products`."""
+    (first, second), (pairs, inner, k) = packed, (len(order), packed[1].values.shape[2], weights.shape[1])
+    fused = second.rule == GROUP
+    h = torch.empty((pairs, inner), dtype=second.values.dtype if fused else parts.dtype, device=parts.device)
+    h_scales = torch.empty((inner // GROUP, pairs), dtype=torch.float32, device=parts.device) if fused else None
+    _product(given, first, order, starts, k, None, h, h_scales, second.powers, cut[0])
+    rows = (h, h_scales) if fused else _rows(h, second)
+    _product(rows, second, order, starts, k, weights, parts, None, False, cut[1])
 
 
 def _rows(x: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
