@@ -75,11 +75,12 @@ def test_an_engine(tmp_path: Path) -> None:
     said = "quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit"
     assert any(said in note for note in engine.notes)
     layer = engine.worker.model.layers[0].mlp.gate_up
-    packed, x = layer.packed.weight, torch.randn(3, 64)
-    assert isinstance(packed, QuantizedMatrix) and packed.scheme == CHANNELS
-    expected = F.linear(quantized_ref.rounded(x, packed), numbers(packed))
-    gate, up = expected.chunk(2, 1)
+    stored, x = load_file(tmp_path / "model.safetensors"), torch.randn(3, 64)
+    weight = torch.cat([stored[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    matrix = quantized(weight.float(), CHANNELS)
+    gate, up = F.linear(quantized_ref.rounded(x, matrix), numbers(matrix)).chunk(2, 1)
     torch.testing.assert_close(layer(x), F.silu(gate) * up)
+    assert not torch.allclose(layer(x), F.silu(x @ weight.chunk(2)[0].T) * (x @ weight.chunk(2)[1].T), rtol=1e-4, atol=1e-4)
     engine.close()
     with LLM(model=str(tmp_path), **options) as llm:
         (answer,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=4, ignore_eos=True))

@@ -35,16 +35,12 @@ class Form:
 
     stages     iterations that the ring holds: 48 KiB each
     band       tiles of pairs that run side by side through the same columns
-    parts      1: a group waits for its 128 columns and then adds them; 2: it adds 64 while the units compute 64
-    held       rows of x are read to registers once per iteration, not twice from shared memory
     computing, reading   registers per thread of the computing and of the reading warps
     readers    reading warps
     """
 
     stages: int = 4
     band: int = 32
-    parts: int = 1
-    held: bool = False
     computing: int = 224
     reading: int = 56
     readers: int = 4
@@ -99,7 +95,7 @@ def _product(x: object, x_scales: Tensor, stack: Stack, order: Tensor, tiles: Te
         x, x_scales, describe(stack.values.view(-1, depth), [GROUP, GROUP]), stack.scales, order, tiles, routing, y,
         y_scales, x.stride(0) if isinstance(x, Tensor) else 0, x_scales.stride(0),
         0 if y_scales is None else y_scales.stride(0), TOP_K=k, N=width, K=depth, GATED=gated, POWERS=powers, COLS=cols,
-        BAND=form.band, ROWS=ROWS, STAGES=form.stages, WORDS=WORDS, PARTS=form.parts, HELD=form.held,
+        BAND=form.band, ROWS=ROWS, STAGES=form.stages, WORDS=WORDS,
         COMPUTING=form.computing, READING=form.reading, READERS=form.readers, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
@@ -182,10 +178,10 @@ def _read(
 
 
 @gluon_jit
-def _begin(given, block, stage, START: gl.constexpr, WIDTH: gl.constexpr, SUMS: gl.constexpr):
-    """Start the products [64, WIDTH] of 64 rows with rows START to START + WIDTH of a block of weights."""
-    return warpgroup_mma(given, block.index(stage).slice(START, WIDTH).permute((1, 0)),
-                         gl.zeros([64, WIDTH], gl.float32, SUMS), use_acc=False, is_async=True)  # fmt: skip
+def _begin(given, block, stage, SUMS: gl.constexpr):
+    """Start the products [64, 128] of 64 rows with a block of weights."""
+    return warpgroup_mma(given, block.index(stage).permute((1, 0)), gl.zeros([64, 128], gl.float32, SUMS),
+                         use_acc=False, is_async=True)  # fmt: skip
 
 
 @gluon_jit
@@ -198,11 +194,8 @@ def _rounded(values):
 
 @gluon_jit
 def _scale_of(values, POWERS: gl.constexpr):
-    """Return the scales [64] of the rows of values [64, 128], in parts of columns. See `quantize.triton.scale_of`."""
-    most = gl.max(gl.abs(values[0]), 1)
-    for i in gl.static_range(1, len(values)):
-        most = gl.maximum(most, gl.max(gl.abs(values[i]), 1))
-    scale = gl.div_rn(gl.maximum(most, 1e-10), 448.0)
+    """Return the scales [64] of the rows of values [64, 128]. See `quantize.triton.scale_of`."""
+    scale = gl.div_rn(gl.maximum(gl.max(gl.abs(values), 1), 1e-10), 448.0)
     if POWERS:
         bits = scale.to(gl.int32, bitcast=True) + 0x7FFFFF
         scale = (bits & 0x7F800000).to(gl.float32, bitcast=True)
@@ -231,19 +224,17 @@ def _scales(scale_rings, stage, HALF: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon_jit
-def _given(rows, stage, HALF: gl.constexpr, TOP_K: gl.constexpr, HELD: gl.constexpr, SUMS: gl.constexpr):
+def _given(rows, stage, HALF: gl.constexpr, TOP_K: gl.constexpr):
     """Return a group's 64 rows of a stage as an operand."""
     given = rows.index(stage).slice(HALF * 64, 64)
-    if HELD:
-        given = given.load(gl.DotOperandLayout(0, SUMS, 4))
-    elif TOP_K > 0:
+    if TOP_K > 0:
         hopper.fence_async_shared()  # the gathered rows were not written by the copy engine
     return given
 
 
 @gluon_jit
 def _sum(rings, scale_rings, ready, free, count, HALF: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr,
-         STAGES: gl.constexpr, HELD: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
     """Return the sums [64, 128] of both blocks. A group waits for a block, and adds it while the other group's runs."""
     rows, left_cols, right_cols = rings
     one = gl.zeros([64, 128], gl.float32, SUMS)
@@ -251,46 +242,16 @@ def _sum(rings, scale_rings, ready, free, count, HALF: gl.constexpr, TOP_K: gl.c
     for group in range(K // 128):
         stage = (count + group) % STAGES
         mbarrier.wait(ready.index(stage), ((count + group) // STAGES) & 1)
-        given = _given(rows, stage, HALF, TOP_K, HELD, SUMS)
-        raw = _begin(given, left_cols, stage, 0, 128, SUMS)
+        given = _given(rows, stage, HALF, TOP_K)
+        raw = _begin(given, left_cols, stage, SUMS)
         left, right = _scales(scale_rings, stage, HALF, SUMS)
         raw = warpgroup_mma_wait(0, deps=(raw,))
         one += raw * left
-        raw = _begin(given, right_cols, stage, 0, 128, SUMS)
+        raw = _begin(given, right_cols, stage, SUMS)
         raw = warpgroup_mma_wait(0, deps=(raw,))
         mbarrier.arrive(free.index(stage))
         two += raw * right
-    return (one,), (two,)
-
-
-@gluon_jit
-def _sum_parts(rings, scale_rings, ready, free, count, HALF: gl.constexpr, TOP_K: gl.constexpr, K: gl.constexpr,
-               STAGES: gl.constexpr, HELD: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
-    """Return the sums of both blocks in halves [64, 64]. A group adds a half while the units compute its next."""
-    rows, left_cols, right_cols = rings
-    one = gl.zeros([64, 64], gl.float32, SUMS)
-    two = gl.zeros([64, 64], gl.float32, SUMS)
-    three = gl.zeros([64, 64], gl.float32, SUMS)
-    four = gl.zeros([64, 64], gl.float32, SUMS)
-    for group in range(K // 128):
-        stage = (count + group) % STAGES
-        mbarrier.wait(ready.index(stage), ((count + group) // STAGES) & 1)
-        given = _given(rows, stage, HALF, TOP_K, HELD, SUMS)
-        raw = _begin(given, left_cols, stage, 0, 64, SUMS)
-        other = _begin(given, left_cols, stage, 64, 64, SUMS)
-        left, right = _scales(scale_rings, stage, HALF, SUMS)
-        raw, other = warpgroup_mma_wait(1, deps=(raw, other))
-        one += raw * left
-        raw = _begin(given, right_cols, stage, 0, 64, SUMS)
-        other, raw = warpgroup_mma_wait(1, deps=(other, raw))
-        two += other * left
-        other = _begin(given, right_cols, stage, 64, 64, SUMS)
-        raw, other = warpgroup_mma_wait(1, deps=(raw, other))
-        three += raw * right
-        other = warpgroup_mma_wait(0, deps=(other,))
-        mbarrier.arrive(free.index(stage))
-        four += other * right
-    return (one, two), (three, four)
+    return one, two
 
 
 @gluon_jit
@@ -298,7 +259,6 @@ def _multiply(
     order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
     HALF: gl.constexpr, TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr,
     POWERS: gl.constexpr, COLS: gl.constexpr, BAND: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-    PARTS: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """A computing group of four warps: the first (HALF 0) or second 64 rows of every tile.
 
@@ -306,11 +266,9 @@ def _multiply(
     """
     rows, _left_cols, _right_cols = rings
     out = outs.index(HALF)
-    WIDE: gl.constexpr = 128 // PARTS
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     EACH: gl.constexpr = 128 // y.dtype.element_ty.primitive_bitwidth
-    STORE: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // WIDE, WIDE // EACH], [4, 1], [1, 0])
-    EARLY: gl.constexpr = PARTS == 1 and not HELD  # as registers allow
+    STORE: gl.constexpr = gl.BlockedLayout([1, EACH], [EACH // 4, 128 // EACH], [4, 1], [1, 0])
     total = gl.load(tiles + 3)
     count = 0
     _expert, first, left, col = _find(tiles, gl.program_id(0), total, COLS, BAND, WORDS)
@@ -321,30 +279,18 @@ def _multiply(
             place = first + gl.minimum(HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE)), left - 1)
             lane = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
             if not GATED:
-                if EARLY:
-                    place = gl.load(order + place)
+                place = gl.load(order + place)
                 routed = gl.load(routing + gl.load(order + first + gl.minimum(lane, left - 1)))[:, None]
-            if PARTS == 1:
-                one, two = _sum(rings, scale_rings, ready, free, count, HALF, TOP_K, K, STAGES, HELD, SUMS)
-            else:
-                one, two = _sum_parts(rings, scale_rings, ready, free, count, HALF, TOP_K, K, STAGES, HELD, SUMS)
+            one, two = _sum(rings, scale_rings, ready, free, count, HALF, TOP_K, K, STAGES, SUMS)
             count += K // 128
             if GATED:
-                if PARTS == 1:
-                    values = (_rounded(_silu(one[0]) * two[0]),)
-                else:
-                    values = _rounded(_silu(one[0]) * two[0]), _rounded(_silu(one[1]) * two[1])
+                values = _rounded(_silu(one) * two)
                 scale = _scale_of(values, POWERS)
                 gl.store(y_scales + col * stride_y + first + lane, scale, mask=lane < left)
-                for i in gl.static_range(PARTS):
-                    _write(y, _narrow(values[i], scale), out, place, col * 128 + i * WIDE, left, HALF, N, STORE)
+                _write(y, _narrow(values, scale), out, place, col * 128, left, HALF, N, STORE)
             else:
-                if not EARLY:
-                    place = gl.load(order + place)
-                for i in gl.static_range(PARTS):
-                    _write(y, one[i] * routed, out, place, col * 256 + i * WIDE, left, HALF, N, STORE)
-                for i in gl.static_range(PARTS):
-                    _write(y, two[i] * routed, out, place, col * 256 + 128 + i * WIDE, left, HALF, N, STORE)
+                _write(y, one * routed, out, place, col * 256, left, HALF, N, STORE)
+                _write(y, two * routed, out, place, col * 256 + 128, left, HALF, N, STORE)
         else:
             for _group in range(K // 128):
                 mbarrier.wait(ready.index(count % STAGES), (count // STAGES) & 1)
@@ -358,7 +304,7 @@ def _scaled_kernel(
     x, x_scales, weight, w_scales, order, tiles, routing, y, y_scales, stride, stride_s, stride_y,
     TOP_K: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, POWERS: gl.constexpr,
     COLS: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WORDS: gl.constexpr,
-    PARTS: gl.constexpr, HELD: gl.constexpr, COMPUTING: gl.constexpr, READING: gl.constexpr, READERS: gl.constexpr,
+    COMPUTING: gl.constexpr, READING: gl.constexpr, READERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many programs as multiprocessors. 4 warps, 168 registers per thread (redistributed inside).
 
@@ -381,8 +327,8 @@ def _scaled_kernel(
     left_cols = gl.allocate_shared_memory(TYPE, [STAGES, 128, 128], weight.layout)
     right_cols = gl.allocate_shared_memory(TYPE, [STAGES, 128, 128], weight.layout)
     RESULT: gl.constexpr = y.dtype.element_ty
-    buffer: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128 // PARTS], RESULT)
-    outs = gl.allocate_shared_memory(RESULT, [2, 64, 128 // PARTS], buffer)
+    buffer: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], RESULT)
+    outs = gl.allocate_shared_memory(RESULT, [2, 64, 128], buffer)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], flat)
     left_scale = gl.allocate_shared_memory(gl.float32, [STAGES, 1], flat)
@@ -396,9 +342,9 @@ def _scaled_kernel(
     gl.warp_specialize(
         [
             (_multiply, (order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
-                         0, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS, PARTS, HELD)),
+                         0, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS)),
             (_multiply, (order, tiles, routing, y, y_scales, rings, scale_rings, outs, ready, free, stride_y,
-                         1, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS, PARTS, HELD)),
+                         1, TOP_K, N, K, GATED, POWERS, COLS, BAND, STAGES, WORDS)),
             (_read, (x, x_scales, weight, w_scales, order, tiles, rings, scale_rings, ready, free, stride, stride_s,
                      TOP_K, N, K, GATED, COLS, BAND, STAGES, WORDS, READERS)),
         ],
