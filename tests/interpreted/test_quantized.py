@@ -9,6 +9,10 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -88,3 +92,11 @@ def test_experts_of_eight_bits(kind: str, tokens: int) -> None:
 def test_experts_of_other_ranks_add_nothing() -> None:
     for tokens in (1, 9):
         compare_experts(SCALED["int8 token"], tokens, 4, 2, 256, 128, torch.float16, CPU, 4e-3, away=(1, 2))
+
+
+def test_products_of_few_rows_compile_for_hopper() -> None:
+    """In a process whose kernels are not interpreted."""
+    script, environment = Path(__file__).with_name("compile_linear.py"), os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(done.stdout.split()) == {"_quantize_kernel", "hopper._some_kernel"}

@@ -2,7 +2,8 @@
 
 Rows     Kernel
 1        scaled_few.py: no tensor cores; norm and quantization of x are fused
-2 to 64  scaled_some.py: tensor cores, sums of 128 products are added in float32
+2 to 64  scaled_hopper.py (Gluon) or, where Gluon is missing, scaled_some.py (Triton): tensor cores, sums of 128
+         products are added in float32
 more     FP8: cuBLASLt (`torch.nn.functional.scaled_mm`), which adds the same way. INT8: scaled_many.py
 
 Measured on an H200 for the products of an 8B model (docs/performance.md). A weight whose K is no multiple of 128 or
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels import triton_runtime
 from quire.kernels.activation.triton import silu_mul
-from quire.kernels.linear import quantized_ref, scaled_few, scaled_many, scaled_some
+from quire.kernels.linear import quantized_ref, scaled_few, scaled_hopper, scaled_many, scaled_some
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
 from quire.kernels.triton_runtime import INTERPRETED, missing
@@ -143,6 +145,10 @@ def _product(
             given=packed.fixed, block=packed.block, residual=residual, norm=norm, eps=eps, gated=gated)
     q, scales = quantize(x, packed.rule, packed.values.dtype, scale=packed.fixed, powers=packed.powers, norm=norm,
                          eps=eps)  # fmt: skip
+    if rows <= scaled_some.MOST_ROWS and not triton_runtime.missing_hopper():
+        high = packed.wide if packed.block == 1 else packed.scales
+        return scaled_hopper.product(q, scales, packed.values, high, bias, y, counters=packed.counters,
+                                     block=packed.block, residual=residual, gated=gated)
     if rows <= scaled_some.MOST_ROWS:
         return scaled_some.product(q, scales, packed.values, packed.scales, bias, y, counters=packed.counters,
                                    block=packed.block, residual=residual, gated=gated)
