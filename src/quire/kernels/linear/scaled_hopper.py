@@ -27,7 +27,6 @@ if hopper is not None:
 MOST_ROWS = 64
 GROUP = 128  # inputs that share a scale
 LINES = 8  # groups whose scales the copy engine reads at once
-HIGH = 64  # outputs of a block, the tall side of a product
 SHARED = 108 << 10  # bytes of shared memory of one of two programs
 
 
@@ -36,10 +35,11 @@ class Tiles:
     """The tiling of a program.
 
     rows     rows of x, padded to a power of two: 8 to 64
-    tall     blocks of 64 outputs (of gate and as many of up, if gated)
+    tall     blocks of 16 * warps outputs (of gate and as many of up, if gated)
     depth    groups of 128 inputs of an iteration: 1 or 2
     stages   iterations in the ring
     split    parts of K that programs multiply side by side, none of them empty
+    warps    4 or 8. tall * warps is 4 or 8
 
     Registers do not suffice for 64 rows and two blocks of gate and up.
     """
@@ -49,6 +49,12 @@ class Tiles:
     depth: int
     stages: int
     split: int = 1
+    warps: int = 4
+
+    @property
+    def cols(self) -> int:
+        """Outputs of a program, of gate and as many of up if gated."""
+        return 16 * self.warps * self.tall
 
 
 def tiles_of(rows: int, n: int, k: int, gated: bool, block: int) -> Tiles:
@@ -59,9 +65,9 @@ def tiles_of(rows: int, n: int, k: int, gated: bool, block: int) -> Tiles:
     size, groups = max(8, bucket(rows)), -(-k // GROUP)
     tall = 2 if size >= 32 and not gated else 1
     depth = 1 if gated or tall == 2 else 2
-    cols = HIGH * tall << gated
+    cols = 64 * tall << gated
     kept = 4 * (size + (cols if block == 1 else 0)) if block else 0  # bytes of the scales of a group
-    split = max(1, min(k // 1024, 264 // -(-n // (HIGH * tall))), -(-groups * kept // (40 << 10)))
+    split = max(1, min(k // 1024, 264 // -(-n // (64 * tall))), -(-groups * kept // (40 << 10)))
     room = SHARED - (groups // split + 2 * LINES) * kept
     return Tiles(size, tall, depth, max(2, min(12, room // (depth * GROUP * (size + cols)))), split)
 
@@ -81,8 +87,7 @@ def product(
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
     tiles = tiles or tiles_of(rows, n, k, gated, block)
     in_pdl = pdl.in_use()
-    cols = HIGH * tiles.tall
-    wide = -(-n // cols)
+    cols, wide = tiles.cols, -(-n // tiles.cols)
     parts = None
     if tiles.split > 1:
         parts = y.new_empty(wide * tiles.split * cols * tiles.rows << gated, dtype=torch.float32)
@@ -94,7 +99,8 @@ def product(
         describe(weight, [cols, deep]), _lines(scales, cols) if block == 1 else scales, bias, residual, y, parts,
         counters, rows, n, K=k, M=tiles.rows, TALL=tiles.tall, DEPTH=tiles.depth, BLOCK=block,
         FIXED=x_scales.numel() == 1, GATED=gated, STAGES=tiles.stages, SPLIT=tiles.split, ROOM=bucket(share),
-        PDL=in_pdl, num_warps=4, **pdl.options(in_pdl),
+        WARPS=tiles.warps, PDL=in_pdl, num_warps=tiles.warps,
+        **pdl.options(in_pdl),
     )  # fmt: skip
     return y
 
@@ -131,9 +137,9 @@ def _read_lines(scales, kept, bar, first, col):
 
 
 @gluon_jit
-def _scales_of(scales, line, first, GROUPS: gl.constexpr, ROOM: gl.constexpr):
+def _scales_of(scales, line, first, GROUPS: gl.constexpr, ROOM: gl.constexpr, WARPS: gl.constexpr):
     """Start to load the scales of a block of 128 outputs, number `line`, of ROOM groups from the group `first` on."""
-    group = first + gl.arange(0, ROOM, gl.BlockedLayout([1], [32], [4], [0]))
+    group = first + gl.arange(0, ROOM, gl.BlockedLayout([1], [32], [WARPS], [0]))
     return gl.load(scales + line * GROUPS + gl.minimum(group, GROUPS - 1))
 
 
@@ -147,19 +153,20 @@ def _line(kept, group):
 @gluon_jit
 def _begin(rings, kept, stage, turn, piece: gl.constexpr, TALL: gl.constexpr, DEPTH: gl.constexpr,
            BLOCK: gl.constexpr, HALVES: gl.constexpr, SUM: gl.constexpr, ACC: gl.constexpr):  # fmt: skip
-    """Start the product number `piece` of an iteration: return its sums [64, M], and their scales [1 or 64, M]."""
+    """Start the product number `piece` of an iteration: return its sums [HIGH, M], and their scales [1 or HIGH, M]."""
+    HIGH: gl.constexpr = 16 * ACC.warps_per_cta[0]
     half: gl.constexpr = piece % (TALL * HALVES) // TALL
-    tall: gl.constexpr = piece % TALL * 64
+    tall: gl.constexpr = piece % TALL * HIGH
     group: gl.constexpr = piece // (TALL * HALVES)
     M: gl.constexpr = rings[1].shape[1]
-    left = rings[0].index(stage * HALVES + half).slice(tall, 64).slice(group * 128, 128, dim=1)
+    left = rings[0].index(stage * HALVES + half).slice(tall, HIGH).slice(group * 128, 128, dim=1)
     right = rings[1].index(stage).slice(group * 128, 128, dim=1).permute((1, 0))
-    raw = warpgroup_mma(left, right, gl.zeros([64, M], SUM, ACC), use_acc=False, is_async=True)
+    raw = warpgroup_mma(left, right, gl.zeros([HIGH, M], SUM, ACC), use_acc=False, is_async=True)
     at = turn * DEPTH + group
     if BLOCK == 0:
         factor = gl.zeros([1, M], gl.float32, ACC)
     elif BLOCK == 1:
-        theirs = _line(kept[1 + half], at).slice(tall, 64, dim=1).permute((1, 0))
+        theirs = _line(kept[1 + half], at).slice(tall, HIGH, dim=1).permute((1, 0))
         factor = _line(kept[0], at).load(ACC) * theirs.load(ACC)
     else:
         factor = _line(kept[0], at).load(ACC) * kept[1 + half].index(at).load(gl.SliceLayout(0, ACC))[None, :]
@@ -182,17 +189,18 @@ def _add(sums, at: gl.constexpr, raw, factor, BLOCKS: gl.constexpr, BLOCK: gl.co
 
 @gluon_jit
 def _sum(parts, SPLIT: gl.constexpr, BLOCKS: gl.constexpr, M: gl.constexpr, ACC: gl.constexpr):
-    """Return the sums of all parts of K, in order. parts: pointers [64, M] to those of the first part and block."""
+    """Return the sums of all parts of K, in order. parts: pointers [HIGH, M] to those of the first part and block."""
+    HIGH: gl.constexpr = parts.shape[0]
     MOST: gl.constexpr = 256 // (M * BLOCKS) if M * BLOCKS < 256 else 1
     ONCE: gl.constexpr = SPLIT if SPLIT < MOST else MOST  # parts that are loaded at once
     total = ()
     for _ in gl.static_range(BLOCKS):
-        total = total + (gl.zeros([64, M], gl.float32, ACC),)
+        total = total + (gl.zeros([HIGH, M], gl.float32, ACC),)
     for start in range(0, gl.num_programs(1), ONCE):  # a constant bound would be unrolled, and registers spilled
         for more in gl.static_range(ONCE):
             upcoming = ()
             for i in gl.static_range(BLOCKS):
-                at = parts + ((start + more) * BLOCKS + i) * (64 * M)
+                at = parts + ((start + more) * BLOCKS + i) * (HIGH * M)
                 if SPLIT % ONCE == 0:
                     upcoming = upcoming + (total[i] + gl.load(at, cache_modifier=".cg"),)
                 else:
@@ -204,17 +212,18 @@ def _sum(parts, SPLIT: gl.constexpr, BLOCKS: gl.constexpr, M: gl.constexpr, ACC:
 
 @gluon_jit
 def _finish(out, other, x_scales, scales, bias, residual, y, first, rows, n, BLOCK: gl.constexpr, FIXED: gl.constexpr,
-            GATED: gl.constexpr):  # fmt: skip
-    """Apply scales of channels, bias, gate and residual to sums [64, M], and store the result.
+            GATED: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Apply scales of channels, bias, gate and residual to sums [HIGH, M], and store the result.
 
     out, other   of gate and up if GATED, else `other` is not used;  first  the first output
     """
+    HIGH: gl.constexpr = out.shape[0]
     M: gl.constexpr = out.shape[1]
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [HIGH // 8, 256 // HIGH], [1, WARPS], [0, 1])
     out = gl.convert_layout(out, OUT).to(gl.float32)
     if GATED:
         other = gl.convert_layout(other, OUT).to(gl.float32)
-    col = first + gl.arange(0, 64, gl.SliceLayout(1, OUT))
+    col = first + gl.arange(0, HIGH, gl.SliceLayout(1, OUT))
     row = gl.arange(0, M, gl.SliceLayout(0, OUT))
     inside = (col < n)[:, None] & (row < rows)[None, :]
     if BLOCK == 0:
@@ -238,17 +247,17 @@ def _finish(out, other, x_scales, scales, bias, residual, y, first, rows, n, BLO
 def _some_kernel(
     x, x_scales, weight, scales, bias, residual, y, parts, counters, rows, n, K: gl.constexpr, M: gl.constexpr,
     TALL: gl.constexpr, DEPTH: gl.constexpr, BLOCK: gl.constexpr, FIXED: gl.constexpr, GATED: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, ROOM: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, ROOM: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """64 TALL outputs of up to M rows, from a part of K. Grid (ceil(n / (64 TALL)), SPLIT), 4 warps.
+    """COLS = 16 WARPS TALL outputs of up to M rows, from a part of K. Grid (ceil(n / COLS), SPLIT), WARPS warps.
 
     x                  descriptor of [R, K] e4m3 or int8 in tiles [M, 128 DEPTH]
     x_scales           descriptor of [K / 128, R] float32 in tiles [8, M] if BLOCK; else [rows], one number if FIXED
-    weight             descriptor of [n, K] of x's type in tiles [64 TALL, 128 DEPTH]; if GATED [2 n, K], gate first
+    weight             descriptor of [n, K] of x's type in tiles [COLS, 128 DEPTH]; if GATED [2 n, K], gate first
     scales             float32: [ceil(n / 128), K / 128] if BLOCK is 128; descriptor of [K / 128, n] in tiles
-                       [8, 64 TALL] if it is 1; [n] if it is 0; for 2 n outputs if GATED
+                       [8, COLS] if it is 1; [n] if it is 0; for 2 n outputs if GATED
     bias, residual, y  as in `gemv._few_kernel`
-    parts              [tiles, SPLIT, TALL, 64, M] float32, twice if GATED: sums of parts of K; None if SPLIT is 1
+    parts              [tiles, SPLIT, COLS, M] float32, twice if GATED: sums of parts of K; None if SPLIT is 1
     counters           [tiles] int32, zeros: programs of an output tile that have ended; left as zeros
     DEPTH, STAGES      see `Tiles`
     ROOM               most groups of 128 inputs of a program, padded to a power of two
@@ -256,14 +265,16 @@ def _some_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HALVES: gl.constexpr = 2 if GATED else 1
+    HIGH: gl.constexpr = 16 * WARPS
+    COLS: gl.constexpr = HIGH * TALL
     BLOCKS: gl.constexpr = TALL * HALVES
     PIECES: gl.constexpr = BLOCKS * DEPTH  # products of an iteration
     GROUPS: gl.constexpr = K // 128
     STEPS: gl.constexpr = (GROUPS + DEPTH - 1) // DEPTH
     SUM: gl.constexpr = gl.int32 if x.dtype == gl.int8 else gl.float32
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 32])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
     SHARE: gl.constexpr = (STEPS + SPLIT - 1) // SPLIT * DEPTH  # most groups of a program
-    weights = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, 64 * TALL, 128 * DEPTH], weight.layout)
+    weights = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, COLS, 128 * DEPTH], weight.layout)
     given = gl.allocate_shared_memory(x.dtype, [STAGES, M, 128 * DEPTH], x.layout)
     rings = (weights, given)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -271,14 +282,14 @@ def _some_kernel(
         mbarrier.init(ready.index(early), count=1)
     hopper.fence_async_shared()
     tile = gl.program_id(0)
-    col = tile * (64 * TALL)
+    col = tile * COLS
     first = gl.program_id(1) * STEPS // SPLIT
     count = (gl.program_id(1) + 1) * STEPS // SPLIT - first
     gl.assume(count > 0)  # else ptxas would wait for every product
     BYTES: gl.constexpr = HALVES * weight.block_type.nbytes + x.block_type.nbytes
     LINES: gl.constexpr = x_scales.block_type.shape[0] if BLOCK else 1
     CHUNKS: gl.constexpr = (SHARE + LINES - 1) // LINES
-    MORE: gl.constexpr = CHUNKS * LINES * 4 * (M + (HALVES * 64 * TALL if BLOCK == 1 else 0)) if BLOCK else 0
+    MORE: gl.constexpr = CHUNKS * LINES * 4 * (M + (HALVES * COLS if BLOCK == 1 else 0)) if BLOCK else 0
     for early in gl.static_range(STAGES):
         _read_weights(weight, weights, ready.index(early), early, col, n, first + early, early < count,
                       BYTES + (MORE if early == 0 else 0), HALVES)  # fmt: skip
@@ -287,13 +298,13 @@ def _some_kernel(
         kept = (gl.allocate_shared_memory(gl.float32, [CHUNKS, LINES, M], x_scales.layout),)
     if BLOCK == 1:
         for half in gl.static_range(HALVES):
-            theirs = gl.allocate_shared_memory(gl.float32, [CHUNKS, LINES, 64 * TALL], scales.layout)
+            theirs = gl.allocate_shared_memory(gl.float32, [CHUNKS, LINES, COLS], scales.layout)
             _read_lines(scales, theirs, ready.index(0), first * DEPTH, col + half * n)
             kept = kept + (theirs,)
     if BLOCK == 128:
         loaded = ()
         for half in gl.static_range(HALVES):
-            loaded = loaded + (_scales_of(scales, (col + half * n) // 128, first * DEPTH, GROUPS, ROOM),)
+            loaded = loaded + (_scales_of(scales, (col + half * n) // 128, first * DEPTH, GROUPS, ROOM, WARPS),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for early in gl.static_range(STAGES):
@@ -309,7 +320,7 @@ def _some_kernel(
             kept = kept + (theirs,)
     sums = ()
     for _ in gl.static_range(BLOCKS):
-        sums = sums + (gl.zeros([64, M], SUM, ACC),)
+        sums = sums + (gl.zeros([HIGH, M], SUM, ACC),)
     for turn in range(count):
         stage = turn % STAGES
         bar = ready.index(stage)
@@ -328,9 +339,9 @@ def _some_kernel(
                                         pred=later < count)  # fmt: skip
         sums = _add(sums, (PIECES - 1) % BLOCKS, done, before, BLOCKS, BLOCK)
     if SPLIT > 1:
-        SIZE: gl.constexpr = 64 * M
-        lanes = gl.arange(0, 64, gl.SliceLayout(1, ACC))[:, None] * M + gl.arange(0, M, gl.SliceLayout(0, ACC))[None, :]
-        mine = parts + tile * (SPLIT * BLOCKS * SIZE) + lanes
+        SIZE: gl.constexpr = HIGH * M
+        lane = gl.arange(0, HIGH, gl.SliceLayout(1, ACC))[:, None] * M
+        mine = parts + tile * (SPLIT * BLOCKS * SIZE) + lane + gl.arange(0, M, gl.SliceLayout(0, ACC))[None, :]
         for i in gl.static_range(BLOCKS):
             gl.store(mine + (gl.program_id(1) * BLOCKS + i) * SIZE, sums[i].to(gl.float32))
         gl.thread_barrier()  # all stores of the program come before its tick
@@ -341,5 +352,5 @@ def _some_kernel(
     else:
         total = sums
     for i in gl.static_range(TALL):
-        _finish(total[i], total[BLOCKS - TALL + i], x_scales, scales, bias, residual, y, col + i * 64, rows, n, BLOCK,
-                FIXED, GATED)  # fmt: skip
+        _finish(total[i], total[BLOCKS - TALL + i], x_scales, scales, bias, residual, y, col + i * HIGH, rows, n, BLOCK,
+                FIXED, GATED, WARPS)  # fmt: skip
