@@ -36,7 +36,7 @@ class Findings:
     def check(self) -> None:
         """Raise WeightsError for the first fault, if there is any."""
         found, self._found = self._found, []
-        if found and any(faults := torch.stack([fault.cpu() for _, fault in found]).tolist()):
+        if found and any(faults := torch.stack([fault for _, fault in found]).tolist()):  # of one device: one wait
             raise WeightsError(f"{found[faults.index(True)][0]}: download the checkpoint again, or use another one.")
 
 
