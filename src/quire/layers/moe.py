@@ -64,7 +64,7 @@ class Experts(nn.Module):
         self.kernel, self.expert_map = load_kernel("experts", build.moe.experts), None
         self.num_experts = num_experts if build.experts is None else len(build.experts)
         self.schemes = {name: build.params[f"{at}.{name}"].scheme for name in ("gate_up", "down")}
-        self.in_place = "in place" in build.moe.features and not any(self.schemes.values())
+        self.in_place = "in place" in build.moe.features
         self.shapes, self.dtype = {name: build.shape(f"{at}.{name}") for name in ("gate_up", "down")}, build.dtype
         if build.experts is not None:
             own = {expert: place for place, expert in enumerate(build.experts)}
