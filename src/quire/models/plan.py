@@ -203,7 +203,8 @@ def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, paral
     asked = {"experts": forced} if forced else {}
     hardware = Hardware(
         device=needs.device, kernels=tuple((name, objection(one, needs, probe)) for name, one in supports.items()),
-        features={name: features(one, probe) for name, one in supports.items()},
+        features={name: tuple(word for word in features(one, probe) if word != "in place" or needs.scheme is None)
+                  for name, one in supports.items()},
     )  # fmt: skip
     for phase in ("prefill", "decode") if args.moe else ():
         try:

@@ -178,19 +178,14 @@ class PlanReport:
             named = [call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
                      for call in calls]  # fmt: skip
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
-            packs = {name: pack_function(args, name, linear, self._is_in_place(param))
-                     for name, param in params.items()}  # fmt: skip
-            weights = [self._weight(param, run.get(name, ""), packs[name]) for name, param in params.items()]
+            weights = [self._weight(param, run.get(name, ""), pack_function(args, name, linear, self._in_place))
+                       for name, param in params.items()]  # fmt: skip
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
                 "parameters": sum(w["parameters"] for w in weights), "bytes": sum(w["bytes"] for w in weights),
                 "calls": named,
                 "weights": weights,
             }  # fmt: skip
-
-    def _is_in_place(self, param: Param) -> bool:
-        """True for experts that are loaded into the kernel's memory without packing."""
-        return self._in_place and param.scheme is None
 
     def _weight(self, param: Param, run: str, pack: str) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"
