@@ -27,7 +27,7 @@ from quire.kernels.heads import triton as heads
 from quire.kernels.linear import cuda as linear
 from quire.kernels.norm import triton as norm
 from quire.kernels.select import select_kernels
-from quire.quantization.pack import unquantized
+from quire.quantization.pack import linear as packed_linear
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -155,8 +155,8 @@ def test_a_wrong_layer_has_no_speed(op: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(VocabEmbedding, "forward", lambda self, ids: right(self, ids + 1 - 2 * (ids == 95)))
     else:
         for name in ("run", "run_add", "run_gated"):
-            product = getattr(unquantized, name)
-            monkeypatch.setattr(unquantized, name, lambda *given, product=product: product(*given) * 1.1)
+            product = getattr(packed_linear, name)
+            monkeypatch.setattr(packed_linear, name, lambda *given, product=product: product(*given) * 1.1)
     assert all("differs by" in said for said in wrong(chosen, op))
 
 
