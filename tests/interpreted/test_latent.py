@@ -22,11 +22,11 @@ from quire.kernels.attention import AttentionMeta, SharedBlocks, inputs
 from quire.kernels.attention.inputs import Case
 from quire.kernels.attention.triton_plan import pack_shared
 from quire.kernels.latent import LatentView, ref, sequences, triton, triton_expanded
+from quire.kernels.latent.inputs import make, steps, weights
 from quire.kernels.latent.triton_absorbed import merge_kernel
 from quire.layers.latent import split
 
 from ..compared import LIMITS, make_model, runner_of
-from ..latent_steps import make, steps, weights
 from ..naive_runner import NaiveRunner, agree
 from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
 

@@ -37,7 +37,8 @@ def test_the_index_of_the_log_names_every_entry() -> None:
     text = (ROOT / "docs/log.md").read_text()
     headings = re.findall(r"^## (\d.+)$", text, re.M)
     anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    lines = [f"  - {heading[5:10]} [{heading[13:]}](#{anchor})" for heading, anchor in zip(headings, anchors, strict=True)]
+    entries = zip(headings, anchors, strict=True)
+    lines = [f"  - {heading[5:10]} [{heading[13:]}](#{anchor})" for heading, anchor in entries]
     index = text.split("\n## ")[1].splitlines()
     assert [line for line in lines if line not in index] == []
     assert [line for line in index if line.startswith("  - ") and line not in lines] == []
