@@ -215,7 +215,7 @@ class EngineRig:
         return tokens, FinishReason.STOP if new.pool else FinishReason.LENGTH
 
     def refusal(self, handle: int) -> str:
-        """What is wrong with the grammar of a request; "" for one that is right, or has none."""
+        """Return the fault of a request's grammar; "" for a right grammar or none."""
         try:
             if (spec := self.asked[handle].grammar) is not None:
                 self.compiler.compile(spec)
@@ -257,7 +257,7 @@ class EngineRig:
         return tokens, FinishReason.LENGTH
 
     def vector(self, handle: int) -> np.ndarray:
-        """What a request for a vector comes to, if nothing goes wrong."""
+        """Return the expected vector of a request, if nothing goes wrong."""
         states, digest = [], FIRST
         for token in self.prompts[handle]:
             digest = chain(digest, token)

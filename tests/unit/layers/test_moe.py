@@ -212,7 +212,7 @@ def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     ("deepseek_v2", "cpu", "cpu", False),
 ])  # fmt: skip
 def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool) -> None:
-    """Those with shared experts, on a GPU, whose kernel can join late."""
+    """Layers with shared experts, on a GPU, whose kernel can join late."""
     args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
     on = "cpu" if kernel == "cpu" else "cuda"
     plan = experts_plan(args, "bfloat16", on, kernel, lambda need: "")
