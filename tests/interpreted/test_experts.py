@@ -25,24 +25,18 @@ from quire.kernels.routing import ref as routing_ref
 from quire.kernels.routing import triton as routing
 from quire.kernels.routing.inputs import DEEPSEEK_V3, QWEN3, ROUTINGS
 
+from ..support.triton_interpreter import allow_scalar_bounds
+
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
-
-from triton.runtime import interpreter
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative to the largest value
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory is NaN until it is written. Also lets the interpreter use a scalar that was loaded as a loop's bound."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    """Memory is NaN until it is written."""
+    allow_scalar_bounds(monkeypatch)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield

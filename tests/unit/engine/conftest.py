@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -302,9 +302,14 @@ class EngineRig:
         assert got == rows[: len(got)], f"prompt rows of {handle}"
         assert not complete or len(got) == len(rows), f"prompt rows of {handle} are missing"
 
+    @property
+    def requests(self) -> Mapping[int, Any]:
+        """The core's records of live requests, by handle."""
+        return self.core._requests
+
     def request(self, handle: int) -> Any:
         """The core's record of a live request."""
-        return self.core._requests[handle]
+        return self.requests[handle]
 
     def plan_of(self, index: int = -1) -> dict[int, int]:
         """A submitted plan as {slot: tokens}."""

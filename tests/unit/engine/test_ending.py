@@ -21,7 +21,7 @@ def test_abort_while_waiting(Rig: Any, depth: int) -> None:
     rig.step()
     rig.abort(handles[1])
     assert len(rig.scheduler.queue) == 1 and rig.core.step().finished[0].reason is FinishReason.ABORT
-    assert handles[1] not in rig.core._requests
+    assert handles[1] not in rig.requests
 
 
 def test_abort_while_blocked(Rig: Any, depth: int) -> None:
