@@ -22,7 +22,7 @@ class CoreThread:
         self._thread.start()
 
     def ended(self) -> str | None:
-        """How it ended; None while it runs."""
+        """The exception that ended the loop; None while it runs."""
         return None if self._thread.is_alive() else f"ended with code {self._code}"
 
     def stopped(self) -> bool:

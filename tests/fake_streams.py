@@ -16,7 +16,7 @@ class FakeStream:
         self.name, self.log = name, log
 
     def wait_stream(self, other: "FakeStream") -> None:
-        """What is launched here from now on waits for what `other` has."""
+        """Later launches on this stream wait for the launches on `other`."""
         self.log.append(f"{self.name} waits for {other.name}")
 
 

@@ -53,7 +53,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """What distinguishes one random checkpoint. `heads`: query and KV heads."""
+    """Options of a random checkpoint. `heads`: query and KV heads."""
 
     family: str = "qwen3"
     tied: bool = False
@@ -66,7 +66,7 @@ class Tiny:
 
 @dataclass
 class Oracle:
-    """One checkpoint on disk and transformers' answers for it, where its model is."""
+    """A checkpoint on disk and transformers' answers for it."""
 
     folder: Path
     model: Any

@@ -96,7 +96,7 @@ def talker_options() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def talker_model(talker_options: dict[str, Any]) -> Iterator[LLM]:
-    """One engine on the bundled model for all tests of a run; use `talker`, which checks it."""
+    """Engine on the bundled model for all tests of a run; use `talker`, which checks it."""
     with LLM(**talker_options, max_num_seqs=16, max_logprobs=-1) as llm:
         yield llm
 

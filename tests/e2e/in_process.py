@@ -24,7 +24,7 @@ from .serving import PATIENCE, Server
 
 @dataclass
 class Inside:
-    """What is in it. `server` has no process; the engine belongs to the loop's thread."""
+    """The parts of the server. `server` has no process; the engine belongs to the loop's thread."""
 
     server: Server
     engine: ServedEngine

@@ -20,7 +20,7 @@ DRAWN = {"prompt": PROMPTS[1], "seed": 7}
 
 
 def right_answers(llm: LLM, base: SamplingParams) -> dict[str, Any]:
-    """What the scenario compares with; `base`: the model's own defaults, which the server uses, too."""
+    """Return the answers for the scenario; `base`: the model's own defaults, which the server uses, too."""
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     texts = llm.generate(list(PROMPTS), greedy, use_tqdm=False)
     chats = [llm.chat([{"role": "user", "content": q}], SamplingParams(temperature=0.0, max_tokens=60),

@@ -30,7 +30,7 @@ SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 @pytest.fixture(autouse=True)
 def sockets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Where the folders of sockets are made; empty after every test. Short: a socket's path may not be long."""
+    """Folder of the sockets' folders; empty after every test. Short: a socket's path may not be long."""
     folder = Path(tempfile.mkdtemp(prefix="q"))
     monkeypatch.setenv("PYTHONPATH", SOURCE)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -48,7 +48,7 @@ def run(work: Awaitable[None]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return True if the process exists and is no zombie."""
     state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
 

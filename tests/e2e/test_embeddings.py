@@ -25,7 +25,7 @@ Engine = Callable[..., LLM]
 
 @pytest.fixture(scope="module")
 def truth(oracle: Any) -> Callable[..., np.ndarray]:
-    """What transformers' hidden states of some token ids come to."""
+    """Pooled hidden states that transformers computes for token ids."""
     model = oracle().model.model
 
     @torch.inference_mode()

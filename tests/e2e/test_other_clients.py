@@ -36,7 +36,7 @@ SCORED = ((PROMPTS[3], " France is Paris."), (PROMPTS[1], ", the function return
 
 
 def said(llm: LLM, *messages: dict[str, Any], params: SamplingParams = GREEDY, **options: Any) -> str:
-    """What the model answers to a conversation."""
+    """Return the model's answer to a conversation."""
     return llm.chat(list(messages), params, use_tqdm=False, **options)[0].outputs[0].text
 
 
@@ -55,7 +55,7 @@ def call(llm: LLM) -> dict[str, Any]:
 
 
 def score(llm: LLM, context: str, continuation: str) -> tuple[str, str, float, bool]:
-    """How likely a continuation is, and whether it is the one that greedy decoding writes."""
+    """Return the log-probability of a continuation, and True if greedy decoding writes it."""
     encode = llm.get_tokenizer().encode
     start, ids = len(encode(context)), encode(context + continuation)
     rows = llm.generate([ids], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)[0].prompt_logprobs
@@ -65,7 +65,7 @@ def score(llm: LLM, context: str, continuation: str) -> tuple[str, str, float, b
 
 
 def right_answers(llm: LLM) -> dict[str, Any]:
-    """What the programs compare with."""
+    """Return the answers for the programs."""
     texts = llm.generate(list(PROMPTS), GREEDY.clone(max_tokens=24), use_tqdm=False)
     greedy_trip = GREEDY.clone(structured_outputs=StructuredOutputsParams(json=TRIP))
     thinks = said(llm, asked("Think about Faro."), params=GREEDY.clone(skip_special_tokens=False),

@@ -48,7 +48,7 @@ Greedy = Callable[..., SamplingParams]
 
 
 def possible(row: Mapping[str, Any]) -> bool:
-    """One request alone is never preempted; few families have a choice of biases; half a head has no yarn."""
+    """False for a lone request with preemption, a choice of biases in most families, and yarn with half a head."""
     if row.get("batch") == 1 and row.get("pool") == "small":
         return False
     if row.get("family") == "glm4_moe" and row.get("rope") == "yarn":

@@ -21,7 +21,7 @@ def only(outputs: list[RequestOutput]) -> CompletionOutput:
 
 @pytest.fixture
 def plain(talker: LLM, greedy: Greedy) -> CompletionOutput:
-    """What follows PROSE when nothing stops it."""
+    """The completion of PROSE when nothing stops it."""
     out = only(talker.generate(PROSE, greedy(COUNT), use_tqdm=False))
     assert len(out.token_ids) == COUNT and len(out.text) > 100
     return out

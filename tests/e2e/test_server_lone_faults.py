@@ -1,4 +1,4 @@
-"""One request breaks, in the model or in the server's own code: it alone is told so, its neighbours notice nothing."""
+"""A request breaks, in the model or in the server's own code: it alone gets an error, its neighbours notice nothing."""
 
 import json
 import shutil
@@ -117,7 +117,7 @@ SECRET = "what only the log may say"
 
 
 class Planted(RuntimeError):
-    """What no code expects."""
+    """An exception that no code expects."""
 
     def __init__(self) -> None:
         super().__init__(SECRET)

@@ -246,7 +246,7 @@ class Step:
         return +expected
 
     def count(self) -> dict[str, int]:
-        """How often a step does each thing: passes of the sampler and their parts, batches drawn, rows edited."""
+        """Counts of a step: passes of the sampler and their parts, batches drawn, rows edited."""
         rewritten = [s for s in self.rows if s.bad_words or s.presence_penalty]
         plain = [s for s in self.rows if not s.bad_words and not s.presence_penalty]
         passes = [rows for rows in (plain, rewritten) if rows]

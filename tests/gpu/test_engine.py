@@ -363,7 +363,7 @@ class Waits:
             patch.setattr(owner, name, self._watching(getattr(owner, name), f"{owner.__name__}.{name}"))
 
     def submit(self, plan: Any) -> None:
-        """One step."""
+        """Run a step."""
         self.num_steps += 1
         self._watch(lambda: self._submit(plan))
 

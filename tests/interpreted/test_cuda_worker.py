@@ -18,10 +18,10 @@ from quire.contracts.step import I32, POOL, PROMPT_LOGPROBS, SAMPLE, Admission, 
 from quire.kernels import triton_runtime
 from quire.kernels.sampling.rows import Mode
 
+from ..support.triton_interpreter import allow_scalar_bounds
+
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
-
-from triton.runtime import interpreter
 
 from quire.worker.device_state import Limits
 from quire.worker.graphs import Graphs
@@ -67,14 +67,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRunner]:
-    """Makes runners. The interpreter takes a scalar that was loaded as a loop's bound, which NumPy 2.4 refuses."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: interpreter._LangPatchScope) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    """Return a function that makes runners with the kernels of a GPU, interpreted."""
+    allow_scalar_bounds(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 

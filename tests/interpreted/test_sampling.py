@@ -25,11 +25,10 @@ from quire.worker.sampling_table import SamplingTable
 from quire.worker.upload import InPlaceUpload
 
 from ..ref_sampler import CPU, RefSampler
+from ..support.triton_interpreter import allow_scalar_bounds
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
-
-from triton.runtime import interpreter
 
 from quire.kernels.sampling import triton as kernels
 from quire.kernels.sampling.triton_rows import gumbel, near_gumbel, word_of, words_of_quads
@@ -40,16 +39,9 @@ PROMPT = [5, 9, 5, 17, 200, 9, 3]
 
 @pytest.fixture(autouse=True, scope="module")
 def scalar_bounds() -> Iterator[None]:
-    """Lets the interpreter use a scalar as a loop's bound: its int() of an array of one is an error since NumPy 2.4."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
-    yield
-    interpreter._patch_lang_tensor = patch
+    with pytest.MonkeyPatch.context() as patch:
+        allow_scalar_bounds(patch)
+        yield
 
 
 class Both:

@@ -241,8 +241,9 @@ def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
             ((_, _, words),) = table.admit(slot, spec)
             table.rows[slot] = torch.from_numpy(words).to(device)
         mode = table.mode(np.arange(rows, dtype=np.int32))
-        ours, theirs = (Sampler(made.operations(rows, vocab, device), table, slots, ones, history)
-                        for made in (triton, ref))  # fmt: skip
+        ours, theirs = (
+            Sampler(made.operations(rows, vocab, device), table, slots, ones, history) for made in (triton, ref)
+        )
 
         def drawn(sampler: Sampler, logits: Tensor) -> Tensor:
             sampler.sample(logits, mode)

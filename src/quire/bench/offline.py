@@ -87,8 +87,10 @@ class OfflineBench:
 
 
 @contextmanager
-def watching(core: EngineCore, advance: Callable[[int], None] = lambda count: None,
-             ) -> Iterator[list[tuple[float, I32]]]:  # fmt: skip
+def watching(
+    core: EngineCore,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Iterator[list[tuple[float, I32]]]:
     """Record the time and the handles of each step of `core` inside the block.
     `advance`: called with the number of handles of each step."""
     steps: list[tuple[float, I32]] = []
@@ -122,5 +124,7 @@ def _inter_token(steps: list[tuple[float, I32]]) -> dict[str, float]:
 def _percentiles(gaps: np.ndarray) -> dict[str, float]:
     """Return p50 and p99 in milliseconds of times in seconds; 0 without times."""
     values = np.percentile(gaps, (50, 99)) if len(gaps) else (0.0, 0.0)
-    return {f"inter_token_{name}_ms": round(1000 * float(value), 2)
-            for name, value in zip(("p50", "p99"), values, strict=True)}  # fmt: skip
+    return {
+        f"inter_token_{name}_ms": round(1000 * float(value), 2)
+        for name, value in zip(("p50", "p99"), values, strict=True)
+    }

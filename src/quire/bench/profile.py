@@ -28,8 +28,11 @@ def profile_workload(bench: OfflineBench, work: Workload) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         (row,) = bench.throughput([work], 1)
     found = traced.profiler.kineto_results.events()  # traced.events() is slow
-    return row | where_time_goes(Event(event.name(), event.start_ns(), event.duration_ns()) for event in found
-                                 if event.device_type().name == "CUDA")  # fmt: skip
+    return row | where_time_goes(
+        Event(event.name(), event.start_ns(), event.duration_ns())
+        for event in found
+        if event.device_type().name == "CUDA"
+    )
 
 
 def where_time_goes(events: Iterable[Event]) -> dict[str, Any]:
@@ -51,9 +54,16 @@ def where_time_goes(events: Iterable[Event]) -> dict[str, Any]:
         calls[name] += 1
         times[name] += duration
     span = max(1, end - ordered[0].start)
-    kernels = [{"kernel": name, "calls": calls[name], "total_ms": round(spent / 1e6, 3),
-                "share": round(spent / span, 4), "us": round(spent / calls[name] / 1e3, 2)}
-               for name, spent in times.most_common()]  # fmt: skip
+    kernels = [
+        {
+            "kernel": name,
+            "calls": calls[name],
+            "total_ms": round(spent / 1e6, 3),
+            "share": round(spent / span, 4),
+            "us": round(spent / calls[name] / 1e3, 2),
+        }
+        for name, spent in times.most_common()
+    ]
     return {"kernels": kernels, "idle": {"total_ms": round(idle / 1e6, 3), "share": round(idle / span, 4)},
             "steps": _steps(ordered)}
 

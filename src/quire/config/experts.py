@@ -60,7 +60,8 @@ QWEN_KEYS = frozenset("num_experts num_local_experts num_experts_per_tok moe_int
 DEEPSEEK_KEYS = frozenset(
     "n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size n_shared_experts n_group topk_group "
     "norm_topk_prob routed_scaling_factor first_k_dense_replace moe_layer_freq mlp_layer_types scoring_func "
-    "topk_method".split())  # fmt: skip
+    "topk_method".split()
+)
 # Keys that each family reads; router_*, aux_* and ep_size matter only in training.
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
@@ -91,18 +92,26 @@ def _read_mixtral(keys: Mapping[str, Any], model_type: str, num_layers: int, sou
 
 def _read_qwen(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
     every = read.size(keys, "decoder_sparse_step", source, 1)
-    dense = read.checked(keys, "mlp_only_layers", source, lambda value: value is None or (
-        isinstance(value, list) and all(type(layer) is int for layer in value)), "a list of layers") or ()  # fmt: skip
+    dense = (
+        read.checked(
+            keys,
+            "mlp_only_layers",
+            source,
+            lambda value: value is None or (isinstance(value, list) and all(type(layer) is int for layer in value)),
+            "a list of layers",
+        )
+        or ()
+    )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
     shared = model_type == "qwen2_moe"
     return MoEArgs(
-        routing=_routing(keys, source, experts, scoring="softmax",
-                         normalize=read.flag(keys, "norm_topk_prob", source)),
+        routing=_routing(keys, source, experts, scoring="softmax", normalize=read.flag(keys, "norm_topk_prob", source)),
         expert_size=read.size(keys, "moe_intermediate_size", source),
         shared_size=read.size(keys, "shared_expert_intermediate_size", source) if shared else 0,
-        shared_gate=shared, router_float=False,
+        shared_gate=shared,
+        router_float=False,
         layers=frozenset(i for i in range(num_layers) if (i + 1) % every == 0 and i not in dense),
-    )  # fmt: skip
+    )
 
 
 def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
@@ -118,14 +127,27 @@ def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, so
     num_groups = _groups(keys, "n_group", 8 if model_type == "deepseek_v3" else 1, source)
     top_groups = _groups(keys, "topk_group", 4 if model_type == "deepseek_v3" else 1, source)
     routing = _routing(
-        keys, source, "n_routed_experts", scoring=scoring, normalize=normalize, normalize_eps=0.0 if old else 1e-20,
-        bias=not old, group_score="max" if old else "top2",
-        num_groups=num_groups if groups else 1, top_groups=top_groups if groups else 1,
+        keys,
+        source,
+        "n_routed_experts",
+        scoring=scoring,
+        normalize=normalize,
+        normalize_eps=0.0 if old else 1e-20,
+        bias=not old,
+        group_score="max" if old else "top2",
+        num_groups=num_groups if groups else 1,
+        top_groups=top_groups if groups else 1,
         scaling=read.positive(keys, "routed_scaling_factor", 2.5 if model_type == "deepseek_v3" else 1.0, source),
-    )  # fmt: skip
+    )
     width, shared = read.size(keys, "moe_intermediate_size", source), read.count(keys, "n_shared_experts", 1, source)
-    return MoEArgs(routing=routing, expert_size=width, shared_size=width * (shared or 0), shared_gate=False,
-                   router_float=True, layers=_sparse_layers(keys, model_type, num_layers, source))  # fmt: skip
+    return MoEArgs(
+        routing=routing,
+        expert_size=width,
+        shared_size=width * (shared or 0),
+        shared_gate=False,
+        router_float=True,
+        layers=_sparse_layers(keys, model_type, num_layers, source),
+    )
 
 
 def _groups(keys: Mapping[str, Any], key: str, default: int, source: str) -> int:

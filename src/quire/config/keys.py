@@ -31,9 +31,13 @@ def count(keys: Mapping[str, Any], key: str, default: int | None, source: str, *
           most: int | None = None) -> int | None:
     """Return an integer of at least 0 and at most `most`; None for null or false."""
     value: int | None = checked(
-        keys, key, source, lambda value: value is None or value is False or (
-            type(value) is int and 0 <= value <= (most or MAX_SIZE)),
-        f"an integer of at least 0{_bound(' and', most)}, or null", default)  # fmt: skip
+        keys,
+        key,
+        source,
+        lambda value: value is None or value is False or (type(value) is int and 0 <= value <= (most or MAX_SIZE)),
+        f"an integer of at least 0{_bound(' and', most)}, or null",
+        default,
+    )
     return None if value is False else value
 
 

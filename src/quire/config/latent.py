@@ -62,8 +62,11 @@ def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source
         raise UnsupportedModel(f"{source}: rope_interleave=false is not implemented for deepseek_v2.")
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
     return LatentArgs(
-        q_rank=read.count(keys, "q_lora_rank", 1536, source) or 0, kv_rank=read.size(keys, "kv_lora_rank", source, 512),
-        nope_dim=nope, rope_dim=rotated, v_dim=read.size(keys, "v_head_dim", source, 128),
+        q_rank=read.count(keys, "q_lora_rank", 1536, source) or 0,
+        kv_rank=read.size(keys, "kv_lora_rank", source, 512),
+        nope_dim=nope,
+        rope_dim=rotated,
+        v_dim=read.size(keys, "v_head_dim", source, 128),
         scale=(nope + rotated) ** -0.5 * temperature**2,
         interleaved=model_type == "deepseek_v2" or read.flag(keys, "rope_interleave", source, True),
-    )  # fmt: skip
+    )

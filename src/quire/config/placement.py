@@ -117,8 +117,11 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
 def _sizes(args: ModelArgs) -> str:
     """Return the sizes of tensor parallelism that fit the model, in words."""
     heads, kv = args.num_heads, args.num_kv_heads
-    fitting = [str(tp) for tp in range(1, heads + 1)
-               if heads % tp == 0 and (args.latent is not None or kv % tp == 0 or tp % kv == 0)]  # fmt: skip
+    fitting = [
+        str(tp)
+        for tp in range(1, heads + 1)
+        if heads % tp == 0 and (args.latent is not None or kv % tp == 0 or tp % kv == 0)
+    ]
     return f"use -tp {' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
 
 
@@ -148,12 +151,19 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
         stage, place = divmod(rest, parallel.tp)
         among = replica * parallel.tp + place if parallel.experts else 0
         yield Rank(
-            number=number, replica=replica, stage=stage, place=place, layers=held[stage],
+            number=number,
+            replica=replica,
+            stage=stage,
+            place=place,
+            layers=held[stage],
             heads=share(args.num_heads, parallel.tp, place),
             kv_heads=(0, 1) if args.latent else share(args.num_kv_heads, kv, place * kv // parallel.tp),
-            experts=share(num_experts, parallel.expert_ranks, among), first=stage == 0, last=stage == parallel.pp - 1,
-            tp=parallel.tp, whole_experts=parallel.experts,
-        )  # fmt: skip
+            experts=share(num_experts, parallel.expert_ranks, among),
+            first=stage == 0,
+            last=stage == parallel.pp - 1,
+            tp=parallel.tp,
+            whole_experts=parallel.experts,
+        )
 
 
 def collectives(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: str) -> Iterator[Collective]:
@@ -169,8 +179,10 @@ def collectives(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: st
     if moe and parallel.dp > 1 and parallel.experts:
         direct = spread == "all-to-all"
         copies = min(moe.routing.top_k, parallel.expert_ranks)  # of a token, at most one to a rank
-        for kind, where, rows in (("all-gather", "tokens to experts", 1),
-                                  ("reduce-scatter", "experts' outputs back", parallel.dp)):  # fmt: skip
+        for kind, where, rows in (
+            ("all-gather", "tokens to experts", 1),
+            ("reduce-scatter", "experts' outputs back", parallel.dp),
+        ):
             yield Collective(spread if direct else kind, where, "ep" if direct else "dp",
                              row * (copies if direct else rows), len(moe.layers))
     if parallel.pp > 1:

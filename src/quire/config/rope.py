@@ -101,9 +101,13 @@ def _llama3(raw: Mapping[str, Any], theta: float, factor: float, original: int, 
     if high <= low:
         raise ModelError(f"{source}: high_freq_factor={high} must be above low_freq_factor={low}.")
     return RopeArgs(
-        theta=theta, kind="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high,
+        theta=theta,
+        kind="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position=original,
-    )  # fmt: skip
+    )
 
 
 def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, source: str) -> RopeArgs:
@@ -113,9 +117,13 @@ def _yarn(raw: Mapping[str, Any], theta: float, factor: float, original: int, so
         if raw.get(key) is not None and (raw[key] or "mscale" not in key)
     }
     return RopeArgs(
-        theta=theta, kind="yarn", factor=factor, original_max_position=original,
-        truncate=bool(raw.get("truncate", True)), **optional,
-    )  # fmt: skip
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position=original,
+        truncate=bool(raw.get("truncate", True)),
+        **optional,
+    )
 
 
 def _number(values: Mapping[str, Any], key: str, source: str) -> float:

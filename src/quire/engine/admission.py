@@ -49,8 +49,11 @@ class Admitter:
                 self._roster.unblock_children(request)
         if not admitted:
             return slots, num_tokens, admitted
-        return (np.concatenate([slots, np.array([a.slot for a in admitted], np.int32)]),
-                np.concatenate([num_tokens, np.array(new_tokens, np.int32)]), admitted)  # fmt: skip
+        return (
+            np.concatenate([slots, np.array([a.slot for a in admitted], np.int32)]),
+            np.concatenate([num_tokens, np.array(new_tokens, np.int32)]),
+            admitted,
+        )
 
     def offer_chunks(self, slots: I32, num_tokens: I32) -> bool:
         """Publish the blocks that running prompts compute in this step, so that new requests can share them.
@@ -92,15 +95,21 @@ class Admitter:
         if not self._allocator.can_admit(match, len(request.tokens), headroom, upto):
             return None
         if request.num_cached < 0 and new.parent is None:
-            request.prefix = self._history.admit(new.request_id, self._roster.chain(request), match, request.num_prompt,
-                                                 reads=new.read_prefix_cache)  # fmt: skip
+            request.prefix = self._history.admit(
+                new.request_id, self._roster.chain(request), match, request.num_prompt, reads=new.read_prefix_cache
+            )
         slot = self._table.enter(request, match.num_tokens, self._by_priority)
         blocks = self._allocator.admit(slot, match, len(request.tokens), upto)
         self._publish_planned(request, upto)
         admission = Admission(
-            slot=slot, request_id=new.request_id, token_ids=np.array(request.tokens, np.int32), block_ids=blocks,
-            num_computed=match.num_tokens, sampler=new.sampler, pool=new.pool,
-        )  # fmt: skip
+            slot=slot,
+            request_id=new.request_id,
+            token_ids=np.array(request.tokens, np.int32),
+            block_ids=blocks,
+            num_computed=match.num_tokens,
+            sampler=new.sampler,
+            pool=new.pool,
+        )
         if request.num_cached < 0:
             request.num_cached = match.num_tokens
             self.prefix_queries += request.num_prompt

@@ -147,8 +147,7 @@ class EngineCore:
             self._grammars.wait()
         if outputs is None and self._in_flight and (planned is None or len(self._in_flight) >= depth):
             outputs = self._confirm()
-        return outputs or self._report(
-            StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))  # fmt: skip
+        return outputs or self._report(StepOutputs(handles=NO_TOKENS, tokens=NO_TOKENS, stats=self._finisher.state()))
 
     def _submit(self, planned: InFlight) -> StepOutputs | None:
         """Submit a step and let it sample.

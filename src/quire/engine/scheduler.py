@@ -29,8 +29,9 @@ class Scheduler:
         self.allocator = allocator
         self.roster = Roster(self.table, self.queue, allocator, root_key)
         self.growth = Growth(self.roster)
-        self.admitter = Admitter(self.roster, history, by_priority=by_priority,
-                                 headroom=int(config.watermark * facts.num_blocks))  # fmt: skip
+        self.admitter = Admitter(
+            self.roster, history, by_priority=by_priority, headroom=int(config.watermark * facts.num_blocks)
+        )
         self._writer = PlanWriter(self.roster, facts.num_drafts)
         self._budget, self._chunk = config.token_budget(), facts.prompt_chunk
         self._lag, self._num_drafts = facts.decode_lag, facts.num_drafts

@@ -124,6 +124,11 @@ class EngineThread:
             if output.finished:
                 del self.inboxes[handle]
             failed = next((c for c in output.outputs if c.finish_reason == "error"), None)
-            deliver(output if failed is None
-                    else RequestFailed(failed.error or f"request {output.request_id} failed: {failed.stop_reason}.",
-                                       code=str(failed.stop_reason)))  # fmt: skip
+            deliver(
+                output
+                if failed is None
+                else RequestFailed(
+                    failed.error or f"request {output.request_id} failed: {failed.stop_reason}.",
+                    code=str(failed.stop_reason),
+                )
+            )

@@ -64,8 +64,11 @@ class SchemaDocument:
             return self._named.get(f"#{fragment}", [])
         documents = self._named.get(_file(base), []) if base else [self._homes.get(id(part), ("", self.root))]
         path = fragment.replace("/", ".")
-        return [(f"{at}{path}".removeprefix("."), found) for at, document in documents
-                if isinstance(found := _at(document, fragment), dict | bool)]  # fmt: skip
+        return [
+            (f"{at}{path}".removeprefix("."), found)
+            for at, document in documents
+            if isinstance(found := _at(document, fragment), dict | bool)
+        ]
 
 
 def _inner(path: str, node: Any) -> Iterator[Placed]:

@@ -118,8 +118,10 @@ def _one_by_one(fmt: ToolFormat, root: dict[str, Any], shared: dict[str, Any], r
     names = [f"{rule}_{at}" for at in range(len(properties))] if fmt.key else must + may
     join = "" if fmt.key else '", " '
     rest = [f"{rule}_from{at}" for at in range(len(names))] + [""]
-    rules += [f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
-              for at in range(1, len(names))]  # fmt: skip
+    rules += [
+        f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
+        for at in range(1, len(names))
+    ]
     first = next((at for at, name in enumerate(names) if name in must), len(names) - 1)
     items = " | ".join(f"{names[at]} {rest[at + 1]}" for at in range(first + 1))
     return f"({items}){'' if must or least else '?'}" if items else "", rules
@@ -172,8 +174,11 @@ def _listed(part: Mapping[str, Any]) -> list[str]:
     """Return the strings of `enum` and `const` that the schema's other keywords about lengths and values allow."""
     found = part.get("enum", [part.get("const")])
     least, most = part.get("minLength", 0), part.get("maxLength", math.inf)
-    return [word for word in found if isinstance(word, str) and word == part.get("const", word)
-            and least <= len(word) <= most]  # fmt: skip
+    return [
+        word
+        for word in found
+        if isinstance(word, str) and word == part.get("const", word) and least <= len(word) <= most
+    ]
 
 
 def _bare(part: Mapping[str, Any]) -> list[str | None]:

@@ -36,8 +36,11 @@ def choose_parts(
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
     packs, why = step.name == "triton", not_recordable(model.kernels, num_groups)
-    upload = Choice("upload", "packed", "one copy a step; a kernel writes the tables") if packs else Choice(
-        "upload", "in place", "the host writes the tables when it sends a step", (("packed", NOT_PACKED),))  # fmt: skip
+    upload = (
+        Choice("upload", "packed", "one copy a step; a kernel writes the tables")
+        if packs
+        else Choice("upload", "in place", "the host writes the tables when it sends a step", (("packed", NOT_PACKED),))
+    )
     if packs and sampling.name == "triton":
         recorder = Choice("recorder", "graphs", "the launches of a step depend on its sizes alone")
     elif not why:
@@ -48,9 +51,14 @@ def choose_parts(
 
 
 def make_runner(
-    model: Model, kv: list[KVView], limits: Limits, device: torch.device, *, target: str,
+    model: Model,
+    kv: list[KVView],
+    limits: Limits,
+    device: torch.device,
+    *,
+    target: str,
     forced: Mapping[str, str] | None = None,
-) -> StepRunner:  # fmt: skip
+) -> StepRunner:
     """Build the runner of `model` on `device` with the KV cache `kv`; `target` and `forced`: see `choose_parts`."""
     parts = choose_parts(model, target, forced, num_groups=len(limits.windows))
     chosen = {choice.op: choice.name for choice in parts}
@@ -64,8 +72,13 @@ def make_runner(
     if chosen["recorder"] == "graphs":
         recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots)
     buffers = state.buffers
-    sampler = Sampler(sampling.operations(limits.max_rows, model.args.vocab_size, device), state.sampling,
-                      buffers.sample_slots, buffers.sample_positions, state.tables.history)  # fmt: skip
+    sampler = Sampler(
+        sampling.operations(limits.max_rows, model.args.vocab_size, device),
+        state.sampling,
+        buffers.sample_slots,
+        buffers.sample_positions,
+        state.tables.history,
+    )
     programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder)
     features = PromptScorer(lambda rows: model.head(model.norm(rows)), state.tables.history), Pooler(model.norm)
     return StepRunner(programs, state, upload, features, limits=limits, parts=parts)

@@ -62,12 +62,14 @@ class DeviceState:
         self.sampling = SamplingTable(slots, vocab_size, device)
         tokens, rows = limits.max_tokens, limits.max_rows
         self.buffers = StepBuffers(
-            token_ids=zeros(tokens, device=device), positions=zeros(tokens, device=device),
+            token_ids=zeros(tokens, device=device),
+            positions=zeros(tokens, device=device),
             kv_slots=zeros(groups, tokens, device=device),
             seq_lens=zeros(limits.num_slots, dtype=torch.int32, device=device),
-            sample_rows=zeros(rows, device=device), sample_slots=zeros(rows, device=device),
+            sample_rows=zeros(rows, device=device),
+            sample_slots=zeros(rows, device=device),
             sample_positions=zeros(rows, device=device),
-        )  # fmt: skip
+        )
         self.lengths, self._num_blocks = np.zeros(slots, np.int64), np.zeros((groups, slots), np.int64)
 
     def apply(self, plan: StepPlan) -> list[Change]:
@@ -88,8 +90,9 @@ class DeviceState:
                 Change(tables.computed, 2 * a.slot, computed),
                 *self.sampling.admit(a.slot, a.sampler),
             )
-        changes += [self._append(group, slot, np.array([block], np.int32))
-                    for slot, group, block in plan.appended.tolist()]  # fmt: skip
+        changes += [
+            self._append(group, slot, np.array([block], np.int32)) for slot, group, block in plan.appended.tolist()
+        ]
         self.lengths[plan.slots] += plan.num_tokens
         return changes
 

@@ -53,9 +53,15 @@ class PackedUpload:
     timed = False
 
     def __init__(
-        self, max_seqs: int, dummy_slot: int, device: torch.device, depth: int, *, max_rows: int = 0,
+        self,
+        max_seqs: int,
+        dummy_slot: int,
+        device: torch.device,
+        depth: int,
+        *,
+        max_rows: int = 0,
         words: int = WORDS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         gpu, shared_words = device.type == "cuda", SharedBlocks.words(SHARED_GROUPS, max_seqs)
         self.step = StepWords.view(torch.zeros(words, dtype=torch.int32, device=device), max_seqs, shared_words)
         self.shared = False
@@ -93,8 +99,9 @@ class PackedUpload:
         members[plan.slots[: plan.num_decodes]] = True
         if not any(members[group.slots].sum() > 1 for group in plan.shared):
             return None
-        return pack_shared(plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS,
-                           most_seqs=self.step.max_seqs)  # fmt: skip
+        return pack_shared(
+            plan.shared, plan.slots, plan.num_tokens, num_groups=SHARED_GROUPS, most_seqs=self.step.max_seqs
+        )
 
     def _copy(self, plan: StepPlan | None, changes: list[Change], shared: I32 | None = None) -> list[Change]:
         """Send a step with its changes (plan None: changes alone) in one copy; return the changes that did not fit.

@@ -40,9 +40,16 @@ class Programs:
     """
 
     def __init__(
-        self, model: Model, kv: list[KVView], state: DeviceState, *, upload: Upload, operations: ModuleType,
-        sampler: Sampler, recorder: Recorder,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        kv: list[KVView],
+        state: DeviceState,
+        *,
+        upload: Upload,
+        operations: ModuleType,
+        sampler: Sampler,
+        recorder: Recorder,
+    ) -> None:
         self.model, self.sampler, self.recorder = model, sampler, recorder
         self.on_hidden: Tap | None = None
         self.on_logits: LogitsTap | None = None
@@ -113,8 +120,9 @@ class Programs:
         if rows:
             self.sampler.sample(self.logits(rows), mode)
         state = self._state
-        self.operations.finish_step(self._upload.step, state.tables, state.buffers, self.sampler.tokens,
-                                     self.sampler.codes, self.out)  # fmt: skip
+        self.operations.finish_step(
+            self._upload.step, state.tables, state.buffers, self.sampler.tokens, self.sampler.codes, self.out
+        )
 
     def layers(self, shape: StepShape, plan: StepPlan | None) -> Tensor:
         """Launch everything before the head; return hidden [tokens, hidden].
@@ -133,16 +141,18 @@ class Programs:
         groups = []
         for group, kv_slots in enumerate(buffers.kv_slots):
             block_tables, table_rows = self.operations.gather_blocks(step, state.tables, group, shape.seqs, most)
-            groups.append(AttentionMeta(
-                query_start=step.starts[: shape.seqs + 1],
-                seq_lens=buffers.seq_lens,
-                block_tables=block_tables,
-                kv_slots=kv_slots,
-                table_rows=table_rows,
-                max_query_len=1 if shape.decode else longest,
-                shared=shared if self._windows[group] is None else None,
-                prompts=prompts,
-            ))  # fmt: skip
+            groups.append(
+                AttentionMeta(
+                    query_start=step.starts[: shape.seqs + 1],
+                    seq_lens=buffers.seq_lens,
+                    block_tables=block_tables,
+                    kv_slots=kv_slots,
+                    table_rows=table_rows,
+                    max_query_len=1 if shape.decode else longest,
+                    shared=shared if self._windows[group] is None else None,
+                    prompts=prompts,
+                )
+            )
         ctx, hidden = StepContext(buffers.positions, tuple(groups), self.kv), model.embed(buffers.token_ids)
         if self.on_hidden is not None:
             return run_layers(model, hidden, ctx, self.some, self.on_hidden)

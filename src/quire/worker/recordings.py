@@ -54,8 +54,9 @@ class LayerRecordings(Recorder):
         found = self._recordings.get(kind)
         if found is None or found.threads != torch.get_num_threads():
             return self._record(model, kind, hidden, rotation, ctx)
-        for kept, new in zip((found.hidden, *found.rotation, found.kv_slots), (hidden, *rotation, attention.kv_slots),
-                             strict=True):  # fmt: skip
+        for kept, new in zip(
+            (found.hidden, *found.rotation, found.kv_slots), (hidden, *rotation, attention.kv_slots), strict=True
+        ):
             kept.copy_(new)
         kernel.retarget(found.recording.address, attention, block_size, model.args.num_heads, model.args.head_dim)
         found.recording.replay()
@@ -82,8 +83,10 @@ class LayerRecordings(Recorder):
 
     def unrecorded(self) -> dict[str, str]:
         """See `Recorder`."""
-        always = {f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
-                  "long chunks of prompts": "their attention is divided anew in every step"}  # fmt: skip
+        always = {
+            f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
+            "long chunks of prompts": "their attention is divided anew in every step",
+        }
         return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, _), why in sorted(self.obstacles.items())}
 
     def __len__(self) -> int:

@@ -48,9 +48,15 @@ class StepRunner:
     """
 
     def __init__(
-        self, programs: Programs, state: DeviceState, upload: Upload, features: tuple[StepFeature, ...], *,
-        limits: Limits, parts: tuple[Choice, ...],
-    ) -> None:  # fmt: skip
+        self,
+        programs: Programs,
+        state: DeviceState,
+        upload: Upload,
+        features: tuple[StepFeature, ...],
+        *,
+        limits: Limits,
+        parts: tuple[Choice, ...],
+    ) -> None:
         self.programs, self.state, self.limits, self.parts = programs, state, limits, parts
         self.model = programs.model
         self._upload, self._features = upload, features
@@ -126,8 +132,12 @@ class StepRunner:
 
     def describe(self) -> dict[str, object]:
         """Return, for display: the chosen parts, counts of the recorder, and the steps that are not recorded."""
-        return {"parts": [str(choice) for choice in self.parts], "steps": dict(self.recorder.counts),
-                "recordings": len(self.recorder), "not recorded": self.recorder.unrecorded()}  # fmt: skip
+        return {
+            "parts": [str(choice) for choice in self.parts],
+            "steps": dict(self.recorder.counts),
+            "recordings": len(self.recorder),
+            "not recorded": self.recorder.unrecorded(),
+        }
 
     @torch.inference_mode()
     def rehearse(self, plans: list[StepPlan]) -> None:

@@ -73,8 +73,9 @@ class PromptScorer:
 
     @staticmethod
     def _results(parts: dict[int, list[list[Tensor]]]) -> Found:
-        scored = {slot: joined([RowLogprobs(*(one.numpy() for one in part)) for part in some])
-                  for slot, some in parts.items()}  # fmt: skip
+        scored = {
+            slot: joined([RowLogprobs(*(one.numpy() for one in part)) for part in some]) for slot, some in parts.items()
+        }
         failed = {slot: "nan_logits" for slot, rows in scored.items() if np.isnan(rows.logprobs[:, 0]).any()}
         return {"prompt_logprobs": scored, "failed": failed}
 

@@ -1,4 +1,4 @@
-"""What an engine tells its user at start."""
+"""Notes of an engine at start."""
 
 from pathlib import Path
 

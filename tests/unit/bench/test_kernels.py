@@ -29,6 +29,8 @@ from quire.kernels.norm import triton as norm
 from quire.kernels.select import select_kernels
 from quire.quantization.pack import linear as packed_linear
 
+from ...support.triton_interpreter import allow_scalar_bounds
+
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
@@ -56,21 +58,10 @@ def on_gpu(dtype: str) -> Setup:
 
 @pytest.fixture(autouse=True, scope="module")
 def scalar_bounds() -> Iterator[None]:
-    """Lets the interpreter use a scalar as a loop's bound: its int() of an array of one is an error since NumPy 2.4."""
-    if not triton_runtime.INTERPRETED:
+    with pytest.MonkeyPatch.context() as patch:
+        if triton_runtime.INTERPRETED:
+            allow_scalar_bounds(patch)
         yield
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
-    yield
-    interpreter._patch_lang_tensor = patch
 
 
 def check(chosen: Setup, op: str) -> None:

@@ -49,7 +49,7 @@ def options(args: Sequence[str]) -> dict[str, object]:
 
 
 def test_the_flags_are_these() -> None:
-    flags = {flag for flag in make_parser()._option_string_actions if flag not in ("-h", "--help")}
+    flags = {flag for action in make_parser().actions() for flag in action.option_strings} - {"-h", "--help"}
     assert flags == set(FLAGS)
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds what, and what is sent."""
+"""Parts of the model by rank, and the collectives."""
 
 from dataclasses import replace
 

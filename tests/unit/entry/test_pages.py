@@ -30,3 +30,15 @@ def test_the_files_of_the_way_exist() -> None:
 def test_the_tree_has_every_room() -> None:
     rooms = {path.name for path in (ROOT / "src" / "quire").iterdir() if path.is_dir() and path.name[0] != "_"}
     assert set(re.findall(r"`src/quire/(\w+)/`", (ROOT / "README.md").read_text())) == rooms
+
+
+def test_the_index_of_the_log_names_every_entry() -> None:
+    """An anchor is its heading in lower case, with hyphens for spaces and nothing for other signs."""
+    text = (ROOT / "docs/log.md").read_text()
+    headings = re.findall(r"^## (\d.+)$", text, re.M)
+    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    entries = zip(headings, anchors, strict=True)
+    lines = [f"  - {heading[5:10]} [{heading[13:]}](#{anchor})" for heading, anchor in entries]
+    index = text.split("\n## ")[1].splitlines()
+    assert [line for line in lines if line not in index] == []
+    assert [line for line in index if line.startswith("  - ") and line not in lines] == []

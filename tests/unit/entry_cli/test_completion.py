@@ -19,7 +19,7 @@ ASKING = {  # a line in which everything but the last word is typed -> how a she
 
 
 def complete(shell: str, line: str, folder: Path) -> dict[str, str]:
-    """What a shell offers for the last word of a line, and the help of each."""
+    """Return the words that a shell offers for the last word of a line, with their help."""
     found = shutil.which(shell)
     if found is None:
         pytest.skip(f"there is no {shell}")

@@ -1,4 +1,4 @@
-"""What a server prints: a banner of at most 12 lines with a command that can be typed, progress, statistics."""
+"""Output of a server: a banner of at most 12 lines with a command that can be typed, progress, statistics."""
 
 import io
 import json

@@ -35,7 +35,7 @@ def chat_stream(*words: str) -> str:
 
 @dataclass
 class Served:
-    """What the server answers to a POST (status, body), and what it was asked: (path, headers, body)."""
+    """Answers of the server to a POST (status, body), and the requests that it got: (path, headers, body)."""
 
     url: str = ""
     answers: list[tuple[int, str]] = field(default_factory=list)

@@ -154,7 +154,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> Counte
 
 
 def counting(function: Any, name: str, counts: Counter[str], inside: list[str]) -> Any:
-    """What one kernel calls of another is its own affair."""
+    """Calls from a kernel to another are not counted."""
 
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is printed for real models on described devices. SNAPSHOTS=1 writes the files anew: read what changed."""
+"""Output for real models on described devices. SNAPSHOTS=1 writes the files anew: read what changed."""
 
 import io
 import os

@@ -69,7 +69,7 @@ class Case:
 
     @torch.no_grad()
     def expected(self, hidden: Tensor) -> Tensor:
-        """One sequence [n, hidden], all at once."""
+        """Return the result for a sequence [n, hidden], all at once."""
         given = self.norm(hidden)[None]
         mask = torch.full((1, 1, len(hidden), len(hidden)), float("-inf")).triu(1)
         turn = self.turn(given, torch.arange(len(hidden))[None])

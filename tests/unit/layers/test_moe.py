@@ -17,6 +17,7 @@ from quire.config.placement import Parallel
 from quire.config.resolve_moe import Hardware, resolve_moe
 from quire.contracts.errors import ConfigError
 from quire.kernels.experts import ref
+from quire.kernels.experts.inputs import Case, make, packed_by
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.routing import uniform
 from quire.kernels.select import select_kernels
@@ -28,7 +29,6 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
-from ...expert_inputs import Case, make, packed_by
 from ...fake_streams import fake_streams
 from ...filled_models import experts_plan
 from ...simulated_ranks import SIMULATED, owned
@@ -212,7 +212,7 @@ def test_a_layer_that_fails_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     ("deepseek_v2", "cpu", "cpu", False),
 ])  # fmt: skip
 def test_which_layers_fork(family: str, device: str, kernel: str, forks: bool) -> None:
-    """Those with shared experts, on a GPU, whose kernel can join late."""
+    """Layers with shared experts, on a GPU, whose kernel can join late."""
     args = parse_checkpoint_config(hf_config(Tiny(family=family)).to_dict())
     on = "cpu" if kernel == "cpu" else "cuda"
     plan = experts_plan(args, "bfloat16", on, kernel, lambda need: "")

@@ -48,7 +48,7 @@ def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], sum_tp: Sum | 
 
 
 def answer(args: ModelArgs, made: DecoderBlock, hidden: Tensor) -> Tensor:
-    """One prompt through a block with an empty cache of this rank's heads."""
+    """Run a prompt through a block with an empty cache of this rank's heads."""
     positions, blocks = torch.arange(TOKENS), -(-TOKENS // BLOCK)
     rotary = Rotary(args.rope, args.rotary_dim, CPU, width=args.latent.rope_dim if args.latent else args.head_dim)
     kv: KVView | LatentView

@@ -96,7 +96,7 @@ def test_a_linear_layer_runs_the_kernel_of_its_plan() -> None:
 
 
 def test_scores_that_must_be_exact_are_planned_for_the_reference() -> None:
-    """Where the chosen kernel rounds them; other layers keep it."""
+    """The reference replaces a kernel that rounds the scores; other layers keep the kernel."""
     args = parse_checkpoint_config({
         "model_type": "deepseek_v3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "q_lora_rank": None,
         "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "n_routed_experts": 4,

@@ -253,7 +253,7 @@ def test_the_number_of_experts_costs_no_operation(tmp_path: Path) -> None:
 def test_experts_in_place_are_neither_copied_nor_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str
 ) -> None:
-    """What a layer computes with is the memory that was filled; only other modules are handed to their layers."""
+    """A layer computes with the memory that was filled; only other modules are handed to their layers."""
     tensors, model = write_weights(tmp_path, build_moe()), built(build_moe().args, forced={"experts": "ref"})
     layer: Any = model.layers[1]
     room, take, taken = model.destination("layers.1.mlp.experts"), model.take, list[str]()

@@ -153,8 +153,10 @@ def _profile_table(row: dict[str, Any]) -> str:
     if steps:
         lines.append(f"{steps['count']} steps of {steps['launches']} launches, {steps['us_p50']} us each (median); "
                      f"gap between steps {steps['gap_us_p50']} us (median), {steps['gap_us_p99']} us (p99)")
-    cells = [[k["kernel"][:KERNEL_WIDTH], k["calls"], f"{k['total_ms']:.2f}", f"{k['share']:.1%}", k["us"]]
-             for k in row["kernels"][:KERNELS_SHOWN]]  # fmt: skip
+    cells = [
+        [k["kernel"][:KERNEL_WIDTH], k["calls"], f"{k['total_ms']:.2f}", f"{k['share']:.1%}", k["us"]]
+        for k in row["kernels"][:KERNELS_SHOWN]
+    ]
     return "\n".join(lines) + "\n\n" + format_table(("kernel", "calls", "total ms", "share", "us each"), cells)
 
 

@@ -21,15 +21,22 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON: all names of all layers")
     parser.add_argument("--layer", metavar="N", help="show one layer in full: a number, embed or head")
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", *GPUS),
-                        help="a device of this machine, or a GPU model to plan for")  # fmt: skip
-    for names, what in ((("--tensor-parallel-size", "-tp"), "tensor-parallel ranks"),
-                        (("--pipeline-parallel-size", "-pp"), "pipeline stages"),
-                        (("--data-parallel-size", "-dp"), "data-parallel replicas of attention")):  # fmt: skip
-        parser.add_argument(*names, dest=names[1][1:], metavar="N", type=int, default=1,
-                            help=f"plan for N {what}")  # fmt: skip
-    parser.add_argument("--enable-expert-parallel", "-ep", dest="ep", action="store_true",
-                        help="distribute whole experts over the tp x dp ranks, not slices of each")  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", *GPUS), help="a device of this machine, or a GPU model to plan for"
+    )
+    for names, what in (
+        (("--tensor-parallel-size", "-tp"), "tensor-parallel ranks"),
+        (("--pipeline-parallel-size", "-pp"), "pipeline stages"),
+        (("--data-parallel-size", "-dp"), "data-parallel replicas of attention"),
+    ):
+        parser.add_argument(*names, dest=names[1][1:], metavar="N", type=int, default=1, help=f"plan for N {what}")
+    parser.add_argument(
+        "--enable-expert-parallel",
+        "-ep",
+        dest="ep",
+        action="store_true",
+        help="distribute whole experts over the tp x dp ranks, not slices of each",
+    )
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
     add_peer_flags(parser)
 

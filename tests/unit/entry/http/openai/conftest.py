@@ -150,7 +150,7 @@ class ScriptedEngine:
 
 
 def output(*texts: str, tokens: list[int] | None = None, finish: str | None = None, num_prompt: int = 3) -> Batch:
-    """One output of prompt 0 whose completions hold these texts."""
+    """Return an output of prompt 0 whose completions hold these texts."""
     completions = [
         CompletionOutput(index=i, text=text, token_ids=list(tokens or [7]), finish_reason=finish)
         for i, text in enumerate(texts)
@@ -161,7 +161,7 @@ def output(*texts: str, tokens: list[int] | None = None, finish: str | None = No
 
 @dataclass
 class Reply:
-    """What came back; `parts` are the pieces in which the body was sent."""
+    """Response of the application; `parts` are the pieces in which the body was sent."""
 
     status: int = 0
     headers: list[tuple[str, str]] = field(default_factory=list)

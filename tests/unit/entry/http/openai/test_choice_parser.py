@@ -92,7 +92,7 @@ def play(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callable
 
 
 def folded(events: list[Any], index: int = 0) -> dict[str, Any]:
-    """What the chunks of a choice come to, read as strictly as any client does."""
+    """Return the message that the chunks of a choice make, read as strictly as any client does."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}

@@ -483,7 +483,7 @@ def test_what_a_retrieval_may_ask(client: Client, ask: Callable[..., Any], query
 
 def test_oldest_turns_are_left_out_however_much_too_long_they_are(
         mock_engine: Any, text_side: TextSide, make_client: Callable[..., Client]) -> None:
-    """Where rendering gives up, and where the answer has a grammar, before which reasoning is begun."""
+    """Also if rendering gives up, and if the answer has a grammar, before which reasoning is begun."""
     source = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if not enable_thinking | default(true) %}<think>" \
              "{{ ' word' * 40 }}</think>{% endif %}"
     text = replace(text_side, chat_template=ChatTemplate({"default": source}), parsers=(None, "deepseek_r1"))

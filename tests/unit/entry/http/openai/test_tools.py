@@ -1,4 +1,4 @@
-"""What a request asks of its tools and of structured output, and what is refused of that, by name."""
+"""Tools and structured output of a request, and their refusals by name."""
 
 import asyncio
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def roomy(scripted: Any) -> None:
 
 @pytest.fixture
 def sent(begin: Any, scripted: Any, make_client: Callable[..., Any], output: Any) -> Callable[..., Any]:
-    """What reaches the engine of a request: (the prompt's text, parameters)."""
+    """Send a request and return (the prompt's text, parameters) as the engine gets them."""
 
     def call(serve: Any = None, path: str = PATH, **fields: Any) -> Any:
         async def main() -> Any:
