@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from quire.bench.kernel_cases_quantized import quantized_cases
 from quire.bench.kernel_setup import FEW_ROWS, LOGIT_ROWS, KernelCase, Pair, Result, Setup
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
@@ -126,6 +127,11 @@ def linear_cases(setup: Setup) -> Iterator[KernelCase]:
             yield KernelCase(shape=f"{name} {rows} x {k} -> {n}",
                              num_bytes=(n * k + rows * k) * setup.item + rows * n * out,
                              flops=2 * rows * n * k, baseline="F.linear", make=_made(pair, name, rows))
+
+
+def quantized_linear_cases(setup: Setup) -> Iterator[KernelCase]:
+    """Yield cases of all projections of a layer with quantized weights."""
+    return quantized_cases(setup, {name: shape for name, shape in _weights(setup.args).items() if name != "head"})
 
 
 def layer_cases(setup: Setup) -> Iterator[KernelCase]:
@@ -335,5 +341,6 @@ def _made(pair: Callable[..., Pair], *given: Any) -> Callable[[int], list[Pair]]
 
 OPERATIONS: dict[str, Callable[[Setup], Iterator[KernelCase]]] = {
     "norm": norm_cases, "heads": heads_cases, "activation": activation_cases, "linear": linear_cases,
+    "quantized": quantized_linear_cases,
     "layer": layer_cases, "embedding": embedding_cases, "attention": attention_cases, "shared": shared_cases,
     "sampler": sampler_cases, "step": step_cases}
