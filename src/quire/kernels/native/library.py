@@ -88,6 +88,7 @@ def _load(folder: Path) -> ctypes.CDLL:
             function = getattr(found, name)
             function.argtypes, function.restype = [_LETTERS[letter] for letter in letters], None
     try:
+        found.quire_keep_memory()
         found.quire_recording_bytes.argtypes, found.quire_recording_bytes.restype = [_LONG], _LONG
     except AttributeError:
         raise CannotBuild("the compiled kernels lack a function: the compiler left it out") from None
