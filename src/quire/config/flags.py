@@ -19,7 +19,7 @@ from quire.config.engine import EngineConfig
 from quire.config.env import environment_warnings
 from quire.config.option_parsers import COUNTS, LIST, METAVARS, option_parser, parse_counts, parse_item
 from quire.config.peer_flags import abbreviated
-from quire.config.serve import HttpConfig, ServeConfig, ServerConfig, server_names
+from quire.config.serve import ServerConfig, server_names, server_parts
 from quire.config.sources import FLAG, ORIGIN, Settings, from_keywords, gather, nearest
 from quire.contracts.errors import ConfigError
 from quire.contracts.text_table import read_rows
@@ -161,7 +161,7 @@ def engine_options() -> Options:
 def server_options() -> Options:
     """Yield (title of the component, field) for every option of a server, the engine's first."""
     yield from engine_options()
-    yield from options_of(HttpConfig, ServeConfig)
+    yield from options_of(*server_parts().values())
 
 
 def flag_names(option: Field[Any]) -> tuple[str, ...]:
@@ -290,7 +290,7 @@ def engine_config(namespace: argparse.Namespace) -> EngineConfig:
 def keyword_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration that the arguments of `LLM` and `AsyncLLM` give. Raises `ConfigError`."""
     settings = from_keywords(given, [option for _, option in engine_options()])
-    for option in [option for _, option in options_of(HttpConfig, ServeConfig) if option.name in settings.values]:
+    for option in [option for _, option in options_of(*server_parts().values()) if option.name in settings.values]:
         value = settings.values.pop(option.name)
         if value in (None, option.default):
             continue

@@ -88,15 +88,20 @@ class ServerConfig:
     def from_flat(cls, **values: Any) -> "ServerConfig":
         """Build a configuration from flat option names, the engine's included. Raises `ConfigError`."""
         parts = by_part(values, server_names())
-        config = cls(engine=EngineConfig.from_flat(**parts.get("engine", {})),
-                     http=HttpConfig(**parts.get("http", {})), serve=ServeConfig(**parts.get("serve", {})))
+        own = {name: kind(**parts.get(name, {})) for name, kind in server_parts().items()}
+        config = cls(engine=EngineConfig.from_flat(**parts.get("engine", {})), **own)
         check_server(config)
         return config
 
 
+def server_parts() -> dict[str, type[Any]]:
+    """Return the classes of the parts of `ServerConfig`, by name, without the engine's."""
+    return {part.name: type(part.default) for part in fields(ServerConfig) if part.name != "engine"}
+
+
 def server_names() -> dict[str, str]:
     """Return option name -> the part of `ServerConfig` that holds the option."""
-    own = {f.name: part for part, kind in (("http", HttpConfig), ("serve", ServeConfig)) for f in fields(kind)}
+    own = {option.name: part for part, kind in server_parts().items() for option in fields(kind)}
     return dict.fromkeys(flat_names(), "engine") | own
 
 
@@ -115,8 +120,8 @@ def is_loopback(host: str) -> bool:
 def check_server(config: ServerConfig) -> None:
     """Raise `ConfigError` for values that can never work, and for options that contradict each other."""
     http, serve = config.http, config.serve
-    check_types(http)
-    check_types(serve)
+    for part in server_parts():
+        check_types(getattr(config, part))
     if not 0 <= http.port <= 65535:
         raise ConfigError(f"port={http.port}: must be in 0..65535.")
     if not http.host and http.uds is None:
