@@ -39,7 +39,7 @@ def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, 
 
 
 def extras_digest(tags: Tags) -> bytes:
-    """Return 32 bytes for tags in any order; b"" when there are none."""
+    """Return a 32-byte hash of the tags, whatever their order; b"" when there are none."""
     if not tags:
         return b""
     return sha256(b"quire.kv.extras.v1" + _pack(sorted(tags))).digest()

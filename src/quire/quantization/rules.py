@@ -18,7 +18,7 @@ PLAIN = "use the unquantized checkpoint of this model, or one in FP8, INT8, AWQ,
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A format, a name of `quire.quantization.formats.FORMATS`, and the scheme in which it stores a matrix."""
+    """Storage of a matrix: `format`, a key of `quire.quantization.formats.FORMATS`, with the scheme of its numbers."""
 
     format: str
     scheme: Scheme

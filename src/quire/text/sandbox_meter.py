@@ -74,8 +74,8 @@ class Bill(Context):
 
     @pass_context
     def json(self, value: Any, *more: Any, **options: Any) -> str:
-        """Pay for and return JSON: the filter `tojson`.
-        A list that a template has built may contain the same object many times: such a list is refused."""
+        """Return JSON: the filter `tojson`, charged to the budget.
+        Raises TooCostly for a list with the same object twice, whose JSON could be far larger than the list."""
         parts = value if isinstance(value, list) else ()
         self.pay(sum(len(part) for part in parts if isinstance(part, str)))
         nested = [id(part) for part in parts if isinstance(part, (list, dict))]

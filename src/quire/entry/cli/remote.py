@@ -59,11 +59,11 @@ class RemoteModel:
         self.name = name or self._first_model()
 
     def stream(self, prompt: str, fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """Continue a text. Yield its new pieces."""
+        """Send a prompt to the server and yield the new pieces of the text that continues it."""
         return self._stream(COMPLETIONS, {"prompt": prompt, **fields})
 
     def stream_chat(self, messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """Answer a conversation. Yield the new pieces of the answer."""
+        """Send a conversation to the server and yield the new pieces of its answer."""
         return self._stream(CHAT, {"messages": messages, **fields})
 
     def _first_model(self) -> str:

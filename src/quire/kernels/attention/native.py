@@ -57,11 +57,12 @@ class ChunkPass:
 
 @dataclass
 class NativePlan:
-    """The plan of a step.
+    """Calls of the native attention kernels in a step.
 
-    rows       calls for rows that are computed one by one; each has at most MOST_PARTS parts
-    chunks     longer chunks;  num_rows  rows of the step
-    passes     (KV heads, head size) -> passes over the chunks;  scratch  memory of the largest pass
+    rows       calls for rows that are computed one by one; a row's context is read in at most MOST_PARTS parts
+    chunks     requests with more rows, which are computed together
+    num_rows   rows of the step
+    passes     (KV heads, head size) -> calls that cover the chunks;  scratch  memory of the largest of them
     partial    [floats] results of the parts of rows, if some context has several. A NumPy array, since it belongs to
                this step: tensors that PyTorch allocates while kernels are recorded belong to the recording
     """
@@ -88,7 +89,7 @@ def paged_attention(
     assert all(one is None for one in undeclared), "selected for features it does not declare"
     plan = _plan(meta, kv.block_size)
     if plan.num_rows > len(q):
-        raise ValueError(f"native attention: {len(q)} rows of q for {plan.num_rows} of the step")
+        raise ValueError(f"native attention: q must have a row for each of the step's {plan.num_rows}; it has {len(q)}")
     out = q.new_empty(q.shape)
     for rows in plan.rows:
         _attend_rows(q, kv, meta.block_tables, plan, rows, scale, out)
@@ -131,7 +132,8 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     tables = meta.block_tables.shape
     if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
-        raise ValueError(f"native attention: contexts {lengths}, block tables {tuple(tables)} of {block_size} tokens")
+        raise ValueError(f"native attention: block tables {tuple(tables)} of {block_size} tokens are too small for the "
+                         f"contexts {lengths}")
     rows: list[tuple[int, int, int]] = []  # row, tokens it sees, sequence
     chunks = []
     for s, length in enumerate(lengths):
@@ -234,13 +236,17 @@ def _check(q: Tensor, kv: KVView, tables: Tensor) -> None:
     k, v = kv.k, kv.v
     (_, heads, dim), shape, stride = q.shape, k.shape, k.stride()
     if not (q.is_cpu and k.is_cpu and v.is_cpu and tables.is_cpu):
-        raise ValueError(f"native attention: q on {q.device}, the cache on {k.device}, block tables on {tables.device}")
+        raise ValueError(f"native attention: all tensors must be on the CPU; q is on {q.device}, the cache on "
+                         f"{k.device}, block tables on {tables.device}")
     if q.dtype not in (torch.float32, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"native attention: q is {q.dtype}, the cache {k.dtype}")
+        raise ValueError(f"native attention: q and the cache must all be float32 or all bfloat16; they are "
+                         f"{q.dtype} and {k.dtype}")
     if dim > MAX_DIM or shape[3] != dim or v.shape != shape or heads % shape[1]:
-        raise ValueError(f"native attention: q {tuple(q.shape)}, the cache {tuple(shape)}, {tuple(v.shape)}")
+        raise ValueError(f"native attention: q, K and V must have one head size of at most {MAX_DIM}, and q a "
+                         f"multiple of the KV heads; the shapes are {tuple(q.shape)}, {tuple(shape)}, {tuple(v.shape)}")
     if q.stride()[1:] != (dim, 1) or v.stride() != stride or stride[2:] != (dim, 1):
-        raise ValueError(f"native attention: strides of q {q.stride()}, of the cache {stride}, {v.stride()}")
+        raise ValueError(f"native attention: heads must be contiguous in q and in the cache, and K and V alike; the "
+                         f"strides are {q.stride()}, {stride}, {v.stride()}")
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise ValueError(f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
                          "be int32 with stride 1 inside a row")

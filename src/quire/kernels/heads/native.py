@@ -29,18 +29,24 @@ def _check(qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv: KVVie
     """Check types, devices, shapes and strides, which the C code does not check; raise ValueError."""
     (rows, heads, dim), dtype, k, v = qkv.shape, qkv.dtype, kv.k, kv.v
     if dtype not in (torch.float32, torch.bfloat16) or not cos.dtype == sin.dtype == k.dtype == v.dtype == dtype:
-        raise ValueError(f"native heads: qkv is {dtype}, the rotation {cos.dtype}, {sin.dtype}, the cache {k.dtype}")
+        raise ValueError(f"native heads: qkv, rotation and cache must all be float32 or all bfloat16; they are "
+                         f"{dtype}, {cos.dtype}, {sin.dtype}, {k.dtype}")
     if not (qkv.is_cpu and cos.is_cpu and sin.is_cpu and k.is_cpu and v.is_cpu and kv_slots.is_cpu):
-        raise ValueError(f"native heads: qkv on {qkv.device}, the rotation on {cos.device}, the cache on {k.device}")
+        raise ValueError(f"native heads: all tensors must be on the CPU; qkv is on {qkv.device}, the rotation on "
+                         f"{cos.device}, the cache on {k.device}")
     stride = k.stride()
     if qkv.stride()[1:] != (dim, 1) or stride[2:] != (dim, 1) or v.stride() != stride or dim % 2:
-        raise ValueError(f"native heads: strides of qkv {qkv.stride()}, of the cache {stride}, {v.stride()}")
+        raise ValueError(f"native heads: heads of an even size must be contiguous in qkv and cache, and K and V alike; "
+                         f"the strides are {qkv.stride()}, {stride}, {v.stride()}")
     shape = k.shape
     if v.shape != shape or shape[3] != dim or cos.shape != (rows, dim) or sin.shape != (rows, dim):
-        raise ValueError(f"native heads: qkv {tuple(qkv.shape)}, cache {tuple(shape)}, rotation {tuple(cos.shape)}")
+        raise ValueError(f"native heads: the head sizes of qkv, cache and rotation must be equal; the shapes are "
+                         f"{tuple(qkv.shape)}, {tuple(shape)}, {tuple(cos.shape)}")
     if norm is not None and (norm.shape != (heads - shape[1], dim) or norm.dtype != dtype or not norm.is_contiguous()):
-        raise ValueError(f"native heads: norm {norm.dtype} {tuple(norm.shape)} for qkv {tuple(qkv.shape)}")
+        raise ValueError(f"native heads: the norm must have a row for each head of q and k, in qkv's dtype; it is "
+                         f"{norm.dtype} {tuple(norm.shape)} for qkv {tuple(qkv.shape)}")
     if kv_slots.dtype != torch.int64 or kv_slots.shape != (rows,):
-        raise ValueError(f"native heads: slots {kv_slots.dtype} {tuple(kv_slots.shape)} for {rows} rows")
+        raise ValueError(f"native heads: slots must be int64, one for each of {rows} rows; they are {kv_slots.dtype} "
+                         f"{tuple(kv_slots.shape)}")
     if not (cos.is_contiguous() and sin.is_contiguous() and kv_slots.is_contiguous()):
         raise ValueError("native heads: the rotation and the slots must be contiguous")

@@ -17,7 +17,9 @@ HEAD = 65536  # from so many outputs on gemv.py multiplies up to MOST_ROWS rows
 
 
 def few(rows: int, weight: Tensor) -> bool:
-    """Return True if gemv.py multiplies `rows` rows with the weight. It needs a 2-byte dtype, rows aligned to 16 bytes.
+    """Return True if gemv.py multiplies so few rows of x with the weight.
+
+    The weight needs a 2-byte dtype and rows aligned to 16 bytes.
     """
     if weight.dtype == torch.float32 or weight.shape[1] % 8 or not rows or weight.is_cuda and missing():
         return False

@@ -63,7 +63,8 @@ def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 def rows(packed: Packed, ids: Tensor) -> Tensor:
     """See `quire.kernels.linear`."""
     if packed.gated or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"native linear: rows {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
+        raise ValueError(f"native linear: rows need ids [n] int64 on the CPU and a weight not packed for run_gated; "
+                         f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
     ids = ids.contiguous()
     y = packed.data.new_empty(ids.shape[0], packed.inner)
     loaded().quire_rows_bf16(
@@ -84,7 +85,8 @@ def pack_into(packed: Packed, weight: Tensor) -> None:
     """Pack `weight` into the memory of `packed`."""
     cols, inner = weight.shape
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or packed.gated and cols % 2:
-        raise ValueError(f"native linear: weight {weight.dtype} {tuple(weight.shape)} on {weight.device}")
+        raise ValueError(f"native linear: the weight must be bfloat16 on the CPU, with an even number of rows if "
+                         f"gated; it is {weight.dtype} {tuple(weight.shape)} on {weight.device}")
     weight = weight.detach().contiguous()
     loaded().quire_pack_bf16(
         weight.data_ptr(), packed.data.data_ptr(), cols, inner, int(packed.gated), torch.get_num_threads()
@@ -107,13 +109,16 @@ def _run(
 ) -> Tensor:
     num_rows, inner = x.shape
     if x.dtype != torch.bfloat16 or inner != packed.inner or not x.is_cpu:
-        raise ValueError(f"native linear: x {x.dtype} {tuple(x.shape)} on {x.device} for {packed.inner} inputs")
+        raise ValueError(f"native linear: x must be bfloat16 [rows, {packed.inner}] on the CPU; it is {x.dtype} "
+                         f"{tuple(x.shape)} on {x.device}")
     if packed.gated != (out == OUT_GATED):
         raise ValueError("native linear: packed for run_gated, not for run")
     if bias is not None and not _fits(bias, (packed.cols,)):
-        raise ValueError(f"native linear: bias {bias.dtype} {tuple(bias.shape)} for {packed.cols} outputs")
+        raise ValueError(f"native linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
+                         f"{bias.dtype} {tuple(bias.shape)}")
     if residual is not None and not _fits(residual, (num_rows, packed.cols)):
-        raise ValueError(f"native linear: residual {residual.dtype} {tuple(residual.shape)} for {tuple(y.shape)}")
+        raise ValueError(f"native linear: the residual must be bfloat16 {tuple(y.shape)} on the CPU; it is "
+                         f"{residual.dtype} {tuple(residual.shape)}")
     if inner % STEP:  # a tile reads whole steps, and memory past the end may hold NaN
         x = F.pad(x, (0, -inner % STEP))
     elif x.stride(1) != 1:

@@ -112,7 +112,8 @@ def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 def rows(packed: Packed, ids: Tensor) -> Tensor:
     """See `quire.kernels.linear`. Rows are float32, the type of the arithmetic."""
     if packed.gated or packed.quantized or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"panels linear: rows {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
+        raise ValueError(f"panels linear: rows need ids [n] int64 on the CPU and a weight not packed for run_gated; "
+                         f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
     ids = ids.contiguous()
     y = torch.empty((ids.shape[0], packed.inner), dtype=torch.float32)
     loaded().quire_linear_unpack_rows(
@@ -131,7 +132,7 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
     unit = max(STEP, quantized.block[1]) if quantized else STEP
     padded = -(-inner // unit) * unit
     if unit % STEP:
-        raise ValueError(f"panels linear: groups of {unit} inputs are no multiple of {STEP}")
+        raise ValueError(f"panels linear: groups must be a multiple of {STEP} inputs; they are of {unit}")
     size = panels * width * padded
     if isinstance(weight, Tensor):
         data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
@@ -146,7 +147,8 @@ def pack_into(packed: Packed, weight: Weight) -> Packed:
     quantized = None if isinstance(weight, Tensor) else _numbers(packed, weight)
     values = weight if isinstance(weight, Tensor) else weight.values.view(torch.uint8)
     if isinstance(weight, Tensor) and weight.dtype not in KINDS or not values.is_cpu or packed.gated and cols % 2:
-        raise ValueError(f"panels linear: weight {values.dtype} {tuple(weight.shape)} on {values.device}")
+        raise ValueError(f"panels linear: the weight must be float32, bfloat16 or quantized, on the CPU, with an "
+                         f"even number of rows if gated; it is {values.dtype} {tuple(weight.shape)} on {values.device}")
     if quantized and quantized.scheme.values == "w8":
         values = values ^ 128  # signed
     packed, values = replace(packed, quantized=quantized), values.detach().contiguous()
@@ -193,13 +195,16 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
     num_rows, inner = x.shape
     cols = packed.cols // 2 if packed.gated else packed.cols
     if x.dtype not in TYPES or inner != packed.inner or not x.is_cpu:
-        raise ValueError(f"panels linear: x {x.dtype} {tuple(x.shape)} on {x.device} for {packed.inner} inputs")
+        raise ValueError(f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
+                         f"{x.dtype} {tuple(x.shape)} on {x.device}")
     if packed.gated != (out == GATED):
         raise ValueError(f"panels linear: packed for {'run_gated, not for run' if packed.gated else 'run'}")
     if bias is not None and not _fits(bias, x.dtype, (packed.cols,)):
-        raise ValueError(f"panels linear: bias {bias.dtype} {tuple(bias.shape)} for {packed.cols} outputs")
+        raise ValueError(f"panels linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
+                         f"{bias.dtype} {tuple(bias.shape)}")
     if residual is not None and not _fits(residual, x.dtype, (num_rows, cols)):
-        raise ValueError(f"panels linear: residual {residual.dtype} {tuple(residual.shape)} for {(num_rows, cols)}")
+        raise ValueError(f"panels linear: the residual must be {x.dtype} {(num_rows, cols)} on the CPU; it is "
+                         f"{residual.dtype} {tuple(residual.shape)}")
     y = x.new_empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
     rows, sums = _rows(x, packed)
     own = packed.quantized

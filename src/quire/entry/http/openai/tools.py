@@ -54,7 +54,8 @@ def tool_use(request: ChatRequest, *, hide_idle: bool) -> ToolUse:
         elif not named and allowed is not None:
             must, picked = allowed.mode == "required", [tool.function.name for tool in allowed.tools]
         else:
-            raise InvalidParameter(f"tool_choice of type {choice.type} needs {choice.type}.", param="tool_choice")
+            raise InvalidParameter(f"tool_choice of type {choice.type!r} needs the field {choice.type!r}.",
+                                   param="tool_choice")
     for name in picked:
         if name not in by_name:
             raise InvalidParameter(f"tool_choice names {shown(name)}, which is not among tools: add it there, or name "
