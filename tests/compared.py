@@ -68,16 +68,16 @@ def kv_geometry(args: ModelArgs, dtype: str, block_size: int, window: int | None
     return replace(geometry, groups=groups)
 
 
-def make_model(args: ModelArgs, target: str = "cpu", *, plain: bool = False, dtype: str = "float32",
+def make_model(args: ModelArgs, target: str = "cpu", *, reference: bool = False, dtype: str = "float32",
                window: int | None = None) -> Model:
-    """The same random weights with the kernels of `target`, or with the references (`plain`)."""
+    """The same random weights with the kernels of `target`, or with the references (`reference`)."""
     ops = operations(args)
-    forced = dict.fromkeys(ops, "ref") if plain else {"attention": "ref"} if window and target == "cpu" else None
+    forced = dict.fromkeys(ops, "ref") if reference else {"attention": "ref"} if window and target == "cpu" else None
     kernels = select_kernels(target, dtype, ops=ops, head_dim=args.head_dim, forced=forced)
     params = layout(args)
     build = Build(getattr(torch, dtype), CPU, kernels, {param.name: param for param in params},
                   linear_plans(args, params, kernels.choices),
-                  moe=experts_plan(args, dtype, target, "ref" if plain else ""),
+                  moe=experts_plan(args, dtype, target, "ref" if reference else ""),
                   kv_groups=kv_geometry(args, dtype, BLOCK, window).groups)  # fmt: skip
     model = Decoder(args, params, build)
     fill(model, normal(0.3))

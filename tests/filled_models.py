@@ -23,12 +23,14 @@ from quire.weights.units import load_units
 
 
 def planned(args: ModelArgs, dtype: str = "float32", *, forced: dict[str, str] | None = None,
-            parallel: Parallel = ALONE, number: int = 0, **options: object) -> EnginePlan:
-    """The plan of a rank of an engine on this CPU, of a model that lies nowhere."""
+            parallel: Parallel = ALONE, number: int = 0, quantization: dict[str, Any] | None = None, weights: str = "",
+            probe: Probe = here, **options: object) -> EnginePlan:  # fmt: skip
+    """The plan of a rank of an engine on this CPU, of a model that lies nowhere. weights: type of the matrices."""
     config = EngineConfig.from_flat(**options)
     machine = Machine(device="cpu", words="a CPU", total_memory=1 << 34)
-    return resolve_engine(config, Path("nowhere"), args, machine, DTypePlan(dtype=dtype, reason="as asked"), here,
-                          parallel=parallel, number=number, forced=forced)  # fmt: skip
+    types = DTypePlan(dtype=dtype, reason="as asked", weights=weights)
+    return resolve_engine(config, Path("nowhere"), args, machine, types, probe,
+                          parallel=parallel, number=number, forced=forced, quantization=quantization)  # fmt: skip
 
 
 def built(args: ModelArgs, dtype: str = "float32", **asked: Any) -> Decoder:

@@ -175,7 +175,7 @@ def main() -> None:
           f"{args.steps} steps; {os.cpu_count()} cores; milliseconds\n")  # fmt: skip
     lines = [[name, *measure([name], compiler, tokenizer, args)] for name in CASES]
     lines.append(["all mixed", *measure([*CASES], compiler, tokenizer, args)])
-    header = ["form", "compile", "masks p50", "p99", "with tokens p50", "p99", "max"]
+    header = ["grammar", "compile", "masks p50", "p99", "with tokens p50", "p99", "max"]
     print(format_table(header, lines))
 
 

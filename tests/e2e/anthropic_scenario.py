@@ -121,7 +121,7 @@ def calls(facts: Facts) -> None:
         assert then.usage.output_tokens > 0
 
 
-def forms(facts: Facts) -> None:
+def structured_outputs(facts: Facts) -> None:
     schema = TOOL["input_schema"]
     message = facts.client().messages.create(
         messages=asked("Faro?"), output_config={"format": {"type": "json_schema", "schema": schema}}, **GREEDY)
@@ -173,7 +173,7 @@ def many_at_once(facts: Facts) -> None:
     asyncio.run(run())
 
 
-SCENARIOS = (whole_answers, streams, how_it_ends, continues, calls, forms, thinks, errors, many_at_once)
+SCENARIOS = (whole_answers, streams, how_it_ends, continues, calls, structured_outputs, thinks, errors, many_at_once)
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ SCHEMAS: tuple[Any, ...] = (
     {}, False, {"const": 1}, {"enum": []}, {"type": "string", "minLength": 5, "maxLength": 2},
     {"type": "array", "minItems": 3, "maxItems": 1}, {"type": "integer", "minimum": 5, "maximum": 2}, {"$ref": "#"},
     {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]})
-FORMS = (*({"grammar": one} for one in GRAMMARS), *({"json": one} for one in SCHEMAS), {"choice": ["a"]},
-         {"choice": [""]}, {"choice": ["<|im_end|>"]}, {"regex": ""}, {"regex": "a{3}"}, {"regex": "(ab)*"},
-         {"regex": "[^\\x00-\\x{10ffff}]"}, {"json_object": True})
+STRUCTURED = (*({"grammar": one} for one in GRAMMARS), *({"json": one} for one in SCHEMAS), {"choice": ["a"]},
+              {"choice": [""]}, {"choice": ["<|im_end|>"]}, {"regex": ""}, {"regex": "a{3}"}, {"regex": "(ab)*"},
+              {"regex": "[^\\x00-\\x{10ffff}]"}, {"json_object": True})
 TEXTS = ("a", " ", "\x00", "<|im_end|>", "</think>", "{{ 7 }}", "\ufffd", "\u202e\u0301", "ab" * 60)
 
 
@@ -42,7 +42,7 @@ def request(seed: int, index: int, words: dict[str, int]) -> tuple[str, dict[str
         "truncate_prompt_tokens": rng.choice((-1, 1, 2**40)), "prompt_logprobs": 1, "priority": 0,
         "logprob_token_ids": some(ids), "skip_special_tokens": False, "return_token_ids": True,
     }
-    form = {"structured_outputs": rng.choice(FORMS)}
+    structured = {"structured_outputs": rng.choice(STRUCTURED)}
     tool = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": rng.choice(("required", "auto"))}
     path = rng.choice(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"))
     if path == "/v1/embeddings":
@@ -55,7 +55,7 @@ def request(seed: int, index: int, words: dict[str, int]) -> tuple[str, dict[str
     body = {name: fields[name] for name in rng.sample(sorted(fields), rng.randint(1, 4))}
     for name in rng.sample(("min_tokens", "allowed_token_ids", "bad_words", "stop_token_ids"), rng.randint(1, 3)):
         body[name] = fields[name]
-    body |= {"max_tokens": 5} | body | (form if rng.random() < 0.6 else {})
+    body |= {"max_tokens": 5} | body | (structured if rng.random() < 0.6 else {})
     if path == "/v1/completions":
         prompt = rng.choice((rng.choice(TEXTS), some(TEXTS), ids, [ids, [5]]))
         return path, body | {"prompt": prompt} | ({"echo": True, "logprobs": 1} if rng.random() < 0.2 else {})

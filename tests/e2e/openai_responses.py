@@ -32,7 +32,7 @@ ORDER = ["response.created", "response.in_progress", "response.output_item.added
 
 
 class Step(BaseModel):
-    """The form of an answer."""
+    """Structured output."""
 
     kind: Literal["yes", "no"]
     count: Literal[1, 2, 3]
@@ -94,7 +94,7 @@ def streams(facts: Facts) -> None:
     assert [event.type for event in cut][-1] == "response.incomplete"
 
 
-def forms(facts: Facts) -> None:
+def structured_outputs(facts: Facts) -> None:
     answer = facts.client.responses.parse(input="Is it so?", text_format=Step, max_output_tokens=60, **GREEDY)
     assert isinstance(answer.output_parsed, Step) and Step.model_validate_json(answer.output_text)
     with facts.client.responses.stream(input="Is it so?", text_format=Step, max_output_tokens=60, **GREEDY) as stream:
@@ -180,7 +180,7 @@ def keys(facts: Facts) -> None:
     refusal(openai.AuthenticationError, lambda: facts.client_of("none").responses.retrieve(made.id))
 
 
-SCENARIOS = (whole_answers, streams, forms, tools, chains, background, errors, keys)
+SCENARIOS = (whole_answers, streams, structured_outputs, tools, chains, background, errors, keys)
 
 
 def main(path: str) -> None:

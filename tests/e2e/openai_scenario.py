@@ -219,7 +219,7 @@ def errors(facts: Facts) -> None:
 
 
 class Ball(pydantic.BaseModel):
-    """A form that every text of has an end: a model that was not trained for it would write numbers without one."""
+    """A schema whose texts all end: a model that was not trained for it would write numbers without an end."""
 
     colour: Literal["red", "green", "blue"]
     round: bool
@@ -233,7 +233,7 @@ class Forecast(pydantic.BaseModel):
     days: Annotated[int, pydantic.Field(ge=1, le=9)]
 
 
-def forms(facts: Facts) -> None:
+def structured_outputs(facts: Facts) -> None:
     """The client turns classes into schemas, and answers into their objects."""
     client = facts.client()
     for question in facts.chats:
@@ -345,8 +345,8 @@ def leaving_early(facts: Facts) -> None:
     assert metric(facts, "request_aborts_total") == aborted + 1
 
 
-SCENARIOS = (models, vectors, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors, forms, tools,
-             ids_and_raw_answers, extensions, many_at_once, leaving_early)
+SCENARIOS = (models, vectors, whole_answers, streams, several_choices, logprobs, stops_and_echo, errors,
+             structured_outputs, tools, ids_and_raw_answers, extensions, many_at_once, leaving_early)
 
 
 def main(path: str) -> None:

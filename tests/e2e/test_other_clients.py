@@ -67,7 +67,7 @@ def score(llm: LLM, context: str, continuation: str) -> tuple[str, str, float, b
 def right_answers(llm: LLM) -> dict[str, Any]:
     """What the programs compare with."""
     texts = llm.generate(list(PROMPTS), GREEDY.clone(max_tokens=24), use_tqdm=False)
-    forms = GREEDY.clone(structured_outputs=StructuredOutputsParams(json=TRIP))
+    greedy_trip = GREEDY.clone(structured_outputs=StructuredOutputsParams(json=TRIP))
     thinks = said(llm, asked("Think about Faro."), params=GREEDY.clone(skip_special_tokens=False),
                   chat_template_kwargs={"enable_thinking": True})
     reasoning, _, answer = thinks.removesuffix("<|im_end|>").partition("</think>")
@@ -76,7 +76,8 @@ def right_answers(llm: LLM) -> dict[str, Any]:
         "texts": {prompt: output.outputs[0].text for prompt, output in zip(PROMPTS, texts, strict=True)},
         "embeddings": {one.prompt: one.outputs.embedding for one in llm.embed(list(PROMPTS), use_tqdm=False)},
         "call": call(llm),
-        "form": {"question": "Faro?", "schema": TRIP, "value": json.loads(said(llm, asked("Faro?"), params=forms))},
+        "structured": {"question": "Faro?", "schema": TRIP,
+                       "value": json.loads(said(llm, asked("Faro?"), params=greedy_trip))},
         "thought": {"question": "Think about Faro.", "reasoning": reasoning.strip(), "answer": answer.strip()},
         "scores": [score(llm, *pair) for pair in SCORED],
     }

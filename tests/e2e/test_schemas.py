@@ -1,5 +1,5 @@
 """Hundreds of schemas that nobody wrote, on the bundled model: every output is one of its schema, whatever else is
-asked and whoever is beside, and without the form hardly any is. 2,000 of them with QUIRE_FULL=1.
+asked and whoever is beside, and without the schema hardly any is. 2,000 of them with QUIRE_FULL=1.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def enders(llm: LLM) -> dict[int, float]:
             **{i: -6.0 for i, text in texts.items() if text.isdigit()}}  # fmt: skip
 
 
-def forms(llm: LLM, schemas: list[Schema]) -> list[SamplingParams]:
+def constrained(llm: LLM, schemas: list[Schema]) -> list[SamplingParams]:
     bias = enders(llm)
     return [SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": MOST, "logit_bias": bias}
                            | {k: v for k, v in SETTINGS[i % len(SETTINGS)].items() if k != "priority"},
@@ -50,13 +50,13 @@ def ask(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[Requ
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
     """In one batch with requests that are free, which get the tokens that they get without the others; with so few
-    blocks that some are preempted; and then all without a form."""
+    blocks that some are preempted; and then all without a schema."""
     count = 1000 if full else 320 if depth == 2 else 40
     tricky = list(TRICKY.values()) if depth == 2 or full else []
     schemas = tricky + [Maker(1000 * depth + i).schema() for i in range(count - len(tricky))]
     prompts = [f"Write JSON number {i}: " for i in range(count)]
     with LLM(async_depth=depth, max_num_seqs=64, max_model_len=448, block_size=16, num_gpu_blocks_override=36) as llm:
-        formed = forms(llm, schemas)
+        formed = constrained(llm, schemas)
         free = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12) for i in range(6)]
         alone = ask(llm, prompts[:6], free)
         outputs = ask(llm, prompts[:6] + prompts, free + formed)
@@ -74,7 +74,7 @@ def test_every_output_is_one_of_its_schema(depth: int, full: bool) -> None:
         without = ask(llm, prompts, [p.clone(structured_outputs=None, max_tokens=40) for p in formed])
         lucky = [a.text for o, schema in zip(without, schemas, strict=True) for a in o.outputs
                  if not fault(a.text, schema)]  # fmt: skip
-        print(f"without the form {len(lucky)} of {len(answers)} are valid: {lucky[:5]}")
+        print(f"without the schema {len(lucky)} of {len(answers)} are valid: {lucky[:5]}")
         assert len(lucky) <= len(answers) // 50
 
 
@@ -84,7 +84,7 @@ def test_every_output_is_one_of_its_pydantic_model() -> None:
     schemas = {name: model.model_json_schema() for name, model in shapes.items()}
     names = [name for name in shapes for _ in range(2)]
     with LLM(max_num_seqs=32, max_model_len=256, num_gpu_blocks_override=600) as llm:
-        params = [each.clone(max_tokens=100) for each in forms(llm, [schemas[name] for name in names])]
+        params = [each.clone(max_tokens=100) for each in constrained(llm, [schemas[name] for name in names])]
         outputs = ask(llm, [f"An object with a field ({name}): " for name in names], params)
     answers = [(name, answer) for name, output in zip(names, outputs, strict=True) for answer in output.outputs]
     assert {answer.finish_reason for _, answer in answers} <= {"stop", "length"}
@@ -142,7 +142,7 @@ HOSTILE: dict[str, dict[str, Any]] = {  # the last two take minutes or gigabytes
 
 
 def test_hostile_grammars_fail_alone_while_a_neighbour_goes_on() -> None:
-    """The neighbours, one of them with a form of its own, are done before the slow ones are given up."""
+    """The neighbours, one of them with a schema of its own, are done before the slow ones are given up."""
     params = [SamplingParams(temperature=0.0, max_tokens=60),
               SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(choice=["fine"]))]  # fmt: skip
     ended: list[str] = []
@@ -160,9 +160,9 @@ def test_hostile_grammars_fail_alone_while_a_neighbour_goes_on() -> None:
                 return text
 
             alone = [await one("alone", each) for each in params]
-            forms = {name: SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(**form))
-                     for name, form in HOSTILE.items()}  # fmt: skip
-            tasks = {name: asyncio.create_task(one(name, each)) for name, each in forms.items()}
+            hostile = {name: SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(**structured))
+                       for name, structured in HOSTILE.items()}  # fmt: skip
+            tasks = {name: asyncio.create_task(one(name, each)) for name, each in hostile.items()}
             beside = await asyncio.gather(*(one("beside", each) for each in params))
             found = {name: await task for name, task in tasks.items()}
             assert beside == alone == [await one("after", each) for each in params]

@@ -1,4 +1,4 @@
-"""Output with a form on the bundled model, at both depths: it obeys, whatever else is asked, and fails alone."""
+"""Structured output of the bundled model, at both depths: it obeys, whatever else is asked, and fails alone."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         made.engine.core.check()
 
 
-def form(**fields: Any) -> StructuredOutputsParams:
+def structured(**fields: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**fields)
 
 
@@ -94,7 +94,7 @@ def valid(text: str, schema: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_output_is_valid_and_without_the_form_none_is(llm: LLM, temperature: float) -> None:
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=350,
-                             structured_outputs=form(json=schema, disable_any_whitespace=True))
+                             structured_outputs=structured(json=schema, disable_any_whitespace=True))
               for i, schema in enumerate(SCHEMAS)]  # fmt: skip
     outputs = ask(llm, params)
     wrong = [(said(o), o.outputs[0].finish_reason, schema) for o, schema in zip(outputs, SCHEMAS, strict=True)
@@ -106,7 +106,7 @@ def test_every_output_is_valid_and_without_the_form_none_is(llm: LLM, temperatur
 
 def test_the_same_at_both_depths_alone_and_in_a_batch(llm: LLM) -> None:
     """One answer of each, known from any run: noise and masks depend on nothing else."""
-    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=120, structured_outputs=form(json=schema))
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=120, structured_outputs=structured(json=schema))
               for i, schema in enumerate(SCHEMAS[:6])]  # fmt: skip
     together = [said(o) for o in ask(llm, params)]
     alone = [said(ask(llm, p, [f"Example {i}: "])[0]) for i, p in enumerate(params)]
@@ -125,15 +125,15 @@ KNOWN: dict[str, list[str]] = {}
     ({"grammar": 'root ::= "<" [a-z]+ ">" [0-9] [0-9]'}, r"<[a-z]+>\d\d"),
     ({"json_object": True, "disable_any_whitespace": True}, r"\{.*"),
 ])  # fmt: skip
-def test_every_kind_of_form(llm: LLM, fields: dict[str, Any], pattern: str) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=60, structured_outputs=form(**fields))
+def test_every_kind_of_grammar(llm: LLM, fields: dict[str, Any], pattern: str) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=60, structured_outputs=structured(**fields))
     for output in ask(llm, [params.clone(seed=i) for i in range(4)]):
         assert re.fullmatch(pattern, said(output), re.DOTALL) or output.outputs[0].finish_reason == "length"
 
 
 def test_with_everything_else_that_sampling_can_do(llm: LLM) -> None:
     """Penalties, filters, bias, bad words, logprobs of the raw logits, stop strings, n > 1, and a row that is free."""
-    tokenizer, digits = llm.get_tokenizer(), form(regex="[0-9]{12}")
+    tokenizer, digits = llm.get_tokenizer(), structured(regex="[0-9]{12}")
     nine = tokenizer.token_id("9")
     settings: list[dict[str, Any]] = [
         {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0}, {"top_k": 5, "top_p": 0.5},
@@ -174,7 +174,8 @@ def test_what_is_asked_of_the_text_after_the_reasoning(llm: LLM) -> None:
     """The mask is off until the model closes its thoughts, which a bias makes it do soon."""
     closing = llm.get_tokenizer().token_id("</think>")
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=80, skip_special_tokens=False,
-                             logit_bias={closing: 18.0}, structured_outputs=form(json=thing(a=N), after="</think>"))
+                             logit_bias={closing: 18.0},
+                             structured_outputs=structured(json=thing(a=N), after="</think>"))
               for i in range(6)]  # fmt: skip
     answers = [said(o).partition("</think>") for o in ask(llm, params)]
     assert sum(bool(mark) for _, mark, _ in answers) >= 3 and any(thought for thought, _, _ in answers)
@@ -182,8 +183,8 @@ def test_what_is_asked_of_the_text_after_the_reasoning(llm: LLM) -> None:
 
 
 def test_what_is_wrong_with_a_grammar_is_said_to_its_caller_alone(llm: LLM) -> None:
-    good = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=form(choice=["fine"]))
-    bad = SamplingParams(max_tokens=20, structured_outputs=form(json={"type": "strin"}))
+    good = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=structured(choice=["fine"]))
+    bad = SamplingParams(max_tokens=20, structured_outputs=structured(json={"type": "strin"}))
     first, second = ask(llm, [bad, good])
     assert (first.outputs[0].finish_reason, first.outputs[0].stop_reason) == ("error", "invalid_grammar")
     assert "Invalid type: strin" in (first.outputs[0].error or "") and said(second) == "fine"
@@ -191,15 +192,15 @@ def test_what_is_wrong_with_a_grammar_is_said_to_its_caller_alone(llm: LLM) -> N
 
 def test_nothing_left_to_sample_fails_alone(llm: LLM) -> None:
     letter = llm.get_tokenizer().token_id("x")
-    none = SamplingParams(allowed_token_ids=[letter], max_tokens=9, structured_outputs=form(regex="[0-9]+"))
+    none = SamplingParams(allowed_token_ids=[letter], max_tokens=9, structured_outputs=structured(regex="[0-9]+"))
     first, second = ask(llm, [none, SamplingParams(temperature=0.0, max_tokens=3)])
     assert first.outputs[0].stop_reason == "no_token" and second.outputs[0].finish_reason == "length"
 
 
-def test_preempted_requests_go_on_in_their_form() -> None:
+def test_preempted_requests_go_on_in_their_grammar() -> None:
     schema = thing(**{f"p{i}": {"enum": [i * 11, "text"]} for i in range(12)})
     with LLM(async_depth=2, max_num_seqs=8, max_model_len=224, num_gpu_blocks_override=14, block_size=16) as small:
-        params = SamplingParams(temperature=1.0, max_tokens=200, structured_outputs=form(json=schema))
+        params = SamplingParams(temperature=1.0, max_tokens=200, structured_outputs=structured(json=schema))
         outputs = ask(small, [params.clone(seed=i) for i in range(8)])
         assert small.engine.core.scheduler.num_preempted > 0
     ended = [o for o in outputs if o.outputs[0].finish_reason == "stop"]
@@ -209,16 +210,17 @@ def test_preempted_requests_go_on_in_their_form() -> None:
 def test_an_engine_without_a_tokenizer_refuses() -> None:
     with LLM(skip_tokenizer_init=True, max_model_len=64) as bare:
         with pytest.raises(InvalidParameter, match="structured_outputs needs a tokenizer"):
-            bare.generate([[5, 6]], SamplingParams(structured_outputs=form(regex="a"), detokenize=False))
+            bare.generate([[5, 6]], SamplingParams(structured_outputs=structured(regex="a"), detokenize=False))
 
 
 def test_streams_and_their_errors() -> None:
     async def run() -> tuple[str, str]:
         async with AsyncLLM(max_model_len=128) as served:
-            async for output in served.generate("x", SamplingParams(structured_outputs=form(choice=["only this"]))):
+            params = SamplingParams(structured_outputs=structured(choice=["only this"]))
+            async for output in served.generate("x", params):
                 whole = said(output)
             try:
-                async for output in served.generate("x", SamplingParams(structured_outputs=form(regex="(a"))):
+                async for output in served.generate("x", SamplingParams(structured_outputs=structured(regex="(a"))):
                     return whole, said(output)
             except RequestFailed as failure:
                 return whole, f"{failure.code}: {failure}"

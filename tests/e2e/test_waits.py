@@ -56,10 +56,10 @@ HOT_READS = (
     ("_num_sound", "item", 1, "chunk", "a chunk with values that are not finite is done again without them"),
     ("_Batch.__init__", "tolist", 1, "mixed", SORTS),  # needs
     ("_Batch.settle", "tolist", 1, "settling", "the filtered path must not see broken rows"),
-    ("PlainSampling._rewrite", "tolist", 3, "rewriting", "edits are applied row by row: slot, position, least length"),
+    ("TorchSampling._rewrite", "tolist", 3, "rewriting", "edits are applied row by row: slot, position, least length"),
     ("RowEdits.decode", "tolist", 3, "decoding", "words of a request's edits are read at its first row"),
     ("completed_words", "tolist", 1, "bad words", "the last tokens are compared with the words on the host"),
-    ("PlainSampling._rewrite", "item", 1, "penalizing", "only the known part of the history is gathered"),
+    ("TorchSampling._rewrite", "item", 1, "penalizing", "only the known part of the history is gathered"),
     ("penalize", "item", 1, "penalizing", "only the known part of the history is gathered"),
     ("draw_greedy", "numpy", 1, "pass", "numpy finds the largest without leaving OpenMP threads spinning"),
     ("log_in_place", "numpy", 2, "drawing", NO_THREADS),

@@ -314,13 +314,13 @@ def test_seeded_tokens_are_the_cpu_s(bundled: LLM) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"async_depth": 1}, {"num_gpu_blocks_override": 24, "block_size": 16}],
                          ids=["graphs", "one at a time", "preempted"])  # fmt: skip
-def test_forms_are_the_cpu_s_and_change_nobody_else(options: dict[str, Any], bundled: LLM) -> None:
+def test_structured_outputs_are_the_cpu_s_and_change_nobody_else(options: dict[str, Any], bundled: LLM) -> None:
     """Of every sampler, beside requests without one; a budget of reasoning forces its end."""
-    forms = [{"regex": "[a-c]{3}( [0-9]{2}){4}"}, {"choice": ["red", "green", "a long blue thing"]},
-             {"json": {"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 6, "maxItems": 6}},
-             {"regex": "(yes|no)!", "after": "</think>", "budget": 9}]  # fmt: skip
+    constrained = [{"regex": "[a-c]{3}( [0-9]{2}){4}"}, {"choice": ["red", "green", "a long blue thing"]},
+                   {"json": {"type": "array", "items": {"enum": [1, 22, "x"]}, "minItems": 6, "maxItems": 6}},
+                   {"regex": "(yes|no)!", "after": "</think>", "budget": 9}]  # fmt: skip
     params = [SamplingParams(seed=i, max_tokens=60, skip_special_tokens=False,
-                             structured_outputs=StructuredOutputsParams(**forms[i % 4])
+                             structured_outputs=StructuredOutputsParams(**constrained[i % 4])
                              if i % 3 else None, **SAMPLED[i % 5]) for i in range(24)]  # fmt: skip
     prompts = [TEXTS[i % len(TEXTS)] for i in range(len(params))]
     with LLM(device="cpu", dtype="float32", use_tqdm_on_load=False, max_num_seqs=16, max_model_len=512,
@@ -424,8 +424,9 @@ def test_no_step_waits_for_the_device(mixed: bool, bundled: LLM, monkeypatch: py
     prompts = [TEXTS[i % len(TEXTS)] for i in range(30 if mixed else 16)]
     params: Any = greedy(100)
     if mixed:
-        form = StructuredOutputsParams(regex="([a-z]+ )*")
-        fields = (*SAMPLED, {"temperature": 0.0}, {"temperature": 1.0, "logprobs": 5}, {"structured_outputs": form})
+        structured = StructuredOutputsParams(regex="([a-z]+ )*")
+        fields = (*SAMPLED, {"temperature": 0.0}, {"temperature": 1.0, "logprobs": 5},
+                  {"structured_outputs": structured})
         params = [SamplingParams(seed=i, max_tokens=20 + 7 * i % 50, ignore_eos=True, **fields[i % len(fields)])
                   for i in range(len(prompts))]  # fmt: skip
     expected = tokens(run(bundled, prompts, params))  # warms up

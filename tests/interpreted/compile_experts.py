@@ -7,9 +7,11 @@ from compiling import AbsentGpu, Made
 from torch import Tensor
 
 from quire.config.experts import Routing
-from quire.kernels import pdl
-from quire.kernels.experts import hopper, triton
+from quire.contracts.scheme import Scheme
+from quire.kernels import pdl, triton_runtime
+from quire.kernels.experts import hopper, scaled, scaled_hopper, triton
 from quire.kernels.routing import triton as routing
+from quire.quantization.pack.matrix import empty as empty_matrix
 
 DEEPSEEK = Routing(num_experts=256, top_k=8, scoring="sigmoid", bias=True, num_groups=8, top_groups=4,
                    group_score="top2", normalize=True, normalize_eps=1e-20, scaling=2.5)  # fmt: skip
@@ -17,20 +19,25 @@ QWEN = Routing(num_experts=128, top_k=8, scoring="softmax", normalize=True)
 
 
 def check(made: Made) -> None:
-    """Products run on tensor cores; Hopper's gather 16 bytes at a time."""
+    """Products run on tensor cores; Hopper's gather 16 bytes at a time, and scales one by one."""
     given = made.constants
     if made.name == "_product_kernel" and made.options["num_stages"] > 1:
-        assert ("wgmma" if given["TALL"] or given["ROWS"] >= 64 else "mma.sync") in made.ptx, made
+        assert ("wgmma" if given.get("TALL", True) or given["ROWS"] >= 64 else "mma.sync") in made.ptx, made
     if made.name == "hopper._grouped_kernel":
         ptx = made.ptx
         copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
         assert "wgmma" in ptx and copies == ({"0x10"} if given["GATED"] else set()), (copies, made)
+    if made.name == "hopper._scaled_kernel":
+        ptx = made.ptx
+        copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (\S+), \S+;", ptx))
+        assert "wgmma" in ptx and "e4m3.e4m3" in ptx, made
+        assert copies == ({"0x10", "0x4"} if given["GATED"] else {"0x4"}), (copies, made)
 
 
 def compile_production() -> None:
     """Decodes and prompts: Qwen3-30B-A3B with and without dependent launches, DeepSeek-V2-Lite, Mixtral 8x7B, and
     a rank of eight of DeepSeek-V3."""
-    AbsentGpu(check).describe_to(triton, hopper)
+    AbsentGpu(check).describe_to(triton, hopper, scaled_hopper)
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -41,6 +48,13 @@ def compile_production() -> None:
         places = empty(2 * experts, dtype=torch.int32) if mapped else None
         for module in (triton, hopper):
             module.run(x, empty(tokens, k, dtype=torch.float32), ids, packed, places, x)
+
+    def launch_scaled(tokens: int, experts: int, k: int, hidden: int, inner: int, powers: bool = False) -> None:
+        scheme = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=powers)
+        shapes = (empty_matrix(scheme, shape, "meta") for shape in ((2 * inner, hidden), (hidden, inner)))
+        packed = scaled.empty(experts, *shapes, torch.device("meta"))
+        x = empty(tokens, hidden)
+        scaled.run(x, empty(tokens, k, dtype=torch.float32), empty(tokens, k, dtype=torch.int32), packed, None, x)
 
     for plan in (QWEN, DEEPSEEK):
         routing.route(empty(4, plan.num_experts, dtype=torch.float32),
@@ -53,6 +67,10 @@ def compile_production() -> None:
         launch(tokens, 64, 6, 2048, 1408)
         launch(tokens, 8, 2, 4096, 14336)
         launch(tokens, 32, 8, 7168, 2048, mapped=True)
+    setattr(triton_runtime, "missing_hopper", lambda: "")  # noqa: B010
+    for tokens in (1, 64, 8192):
+        launch_scaled(tokens, 128, 8, 2048, 768)
+        launch_scaled(tokens, 32, 8, 7168, 2048, powers=True)
 
 
 if __name__ == "__main__":

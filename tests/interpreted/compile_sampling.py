@@ -20,7 +20,7 @@ def main() -> None:
         table, history = (torch.zeros(3, words, dtype=torch.int32) for words in (ROW_WORDS, 64))
         of = Rows(slots, slots, table, history, {})
         logits = torch.zeros(2, vocab, dtype=dtype)
-        for mode in Mode if gpu.capability == 90 else (Mode.PLAIN, Mode.FULL):
+        for mode in Mode if gpu.capability == 90 else (Mode.UNFILTERED, Mode.FULL):
             for rows in (1, 2):
                 sampler.sample(logits[:rows], of, mode)
 

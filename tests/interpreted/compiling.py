@@ -4,6 +4,7 @@ Triton gets a driver that stands for the GPU's: it specializes and compiles what
 specialization once, and the launch itself does nothing. Tensors need no storage (device "meta").
 """
 
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Made:
     def waits(self) -> float:
         """Waits for Hopper's products, of each: 1 where ptxas does not see that they may run beside other work."""
         sass = self._dump("-sass")
-        return sass.count("WARPGROUP.DEPBAR") / max(1, sass.count("HGMMA."))
+        return sass.count("WARPGROUP.DEPBAR") / max(1, len(re.findall("[HIQ]GMMA\\.", sass)))
 
     def _dump(self, what: str) -> str:
         command = [triton.knobs.nvidia.cuobjdump.path, what, self.file("cubin")]

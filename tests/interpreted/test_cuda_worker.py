@@ -87,7 +87,7 @@ def cuda_runner(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepRunner]:
 
 
 def naive(kind: str = "dense") -> NaiveRunner:
-    return NaiveRunner(make_model(model_args(kind), plain=True))
+    return NaiveRunner(make_model(model_args(kind), reference=True))
 
 
 def i32(*values: int) -> I32:
@@ -319,7 +319,7 @@ def test_a_batch_goes_through_what_its_rows_need(cuda_runner: Callable[..., Step
     table.admit(0, SamplerSpec(seed=0, num_prompt=1, temperature=0.0, presence_penalty=0.5))
     assert table.mode(i32(0, 2)) == Mode.FULL
     table.release(0)
-    assert table.mode(i32(0, 1)) == Mode.PLAIN and table.mode(i32()) == Mode.GREEDY
+    assert table.mode(i32(0, 1)) == Mode.UNFILTERED and table.mode(i32()) == Mode.GREEDY
 
 
 @pytest.mark.parametrize("sizes", [(), (2, 4)])

@@ -259,4 +259,5 @@ def test_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(done.stdout.split()) == {"_route_kernel", "_few_up_kernel", "_few_down_kernel", "_sort_kernel",
                                         "_count_kernel", "_order_kernel", "_product_kernel", "_sum_kernel",
-                                        "_tiles_kernel", "hopper._grouped_kernel"}  # fmt: skip
+                                        "_tiles_kernel", "hopper._grouped_kernel", "_quantize_kernel",
+                                        "hopper._scaled_kernel"}  # fmt: skip

@@ -354,7 +354,7 @@ def test_a_runner_of_a_gpu_gives_the_naive_one_s_tokens(
     """Steps of every kind, launched ahead; everything is expanded, prompts of more than 4 rows, or nothing."""
     torch.use_deterministic_algorithms(False)
     args = parse_checkpoint_config(CONFIG)
-    models = make_model(args, "cuda"), make_model(args, plain=True)
+    models = make_model(args, "cuda"), make_model(args, reference=True)
     for block in [block for model in models for block in model.layers]:
         block.attention.most_absorbed = most  # type: ignore[attr-defined]
     ran, expanded = [], triton.expanded

@@ -227,10 +227,10 @@ def test_the_mode_is_the_least_that_serves_all_rows():
     both = Both(specs, [PROMPT] * 5, vocab)
     slots = np.arange(6, dtype=np.int32)
     assert [both.table.mode(slots[: i + 1]) for i in range(6)] == [
-        Mode.GREEDY, Mode.GREEDY, Mode.PLAIN, Mode.FILTERED, Mode.FULL, Mode.FULL
+        Mode.GREEDY, Mode.GREEDY, Mode.UNFILTERED, Mode.FILTERED, Mode.FULL, Mode.FULL
     ]  # fmt: skip
     logits = model_like(5, vocab)
-    for count, least in ((1, Mode.GREEDY), (2, Mode.PLAIN), (3, Mode.FILTERED), (4, Mode.FULL)):
+    for count, least in ((1, Mode.GREEDY), (2, Mode.UNFILTERED), (3, Mode.FILTERED), (4, Mode.FULL)):
         for mode in Mode:
             if mode >= least:
                 device, cpu = both.run(logits[:count], mode)
@@ -269,7 +269,7 @@ def test_how_rows_are_cut_changes_nothing(setting, monkeypatch):
 @pytest.mark.parametrize("mode", list(Mode))
 def test_half_precision_and_rows_with_gaps(mode):
     logits = model_like(4, 600).to(torch.bfloat16)[:, :500]
-    agree(logits, [SamplerSpec(seed=seed, num_prompt=1) for seed in range(4)], mode=max(mode, Mode.PLAIN))
+    agree(logits, [SamplerSpec(seed=seed, num_prompt=1) for seed in range(4)], mode=max(mode, Mode.UNFILTERED))
 
 
 def test_a_reused_slot_keeps_nothing():
@@ -286,7 +286,7 @@ def test_rows_of_the_padding_slot_are_greedy():
     both = Both([SamplerSpec(seed=1, num_prompt=1, top_k=3, min_p=0.1)] * 2, [PROMPT] * 2, 300)
     both.slots[1] = 0
     logits = model_like(2, 300)
-    for mode in (Mode.PLAIN, Mode.FILTERED, Mode.FULL):
+    for mode in (Mode.UNFILTERED, Mode.FILTERED, Mode.FULL):
         both.gpu.sample(logits, mode)
         assert int(both.gpu.tokens[1]) == int(logits[1].argmax())
 

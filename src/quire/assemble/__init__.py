@@ -111,10 +111,11 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     text = load_text(config, folder, tokenizer_folder=tokenizer_folder)
     phases.end("tokenizer")
     gpu = read_cuda_facts() if device.device == "cuda" else None
-    plan = resolve_engine(config, folder, args, _machine(device, gpu), dtype, here, quantization=quantization,
-                          served=served)  # fmt: skip
+    plan = resolve_engine(config, folder, args, _machine(device, gpu), dtype, here,
+                          quantization=quantization.config, served=served)  # fmt: skip
     plan.check_runnable()
-    obtain_weights(config, folder, args, dtype.dtype, None if gpu else cpu.free_memory)
+    dtype = plan.dtype
+    obtain_weights(config, folder, args, dtype, None if gpu else cpu.free_memory, quantization=plan.quantization)
     unread = () if config.load.load_format == "dummy" else unread_head(folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
@@ -125,7 +126,7 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     core = _build_core(parts, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()
-    notes = (*_notes(args, dtype, parts.memory, config), *unread, *parts.notes, *unused)
+    notes = (*quantization.notes, *_notes(args, dtype, parts.memory, config), *unread, *parts.notes, *unused)
     for note in notes:
         LOG.warning("%s", note)
     return Engine(

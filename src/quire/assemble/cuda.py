@@ -43,7 +43,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
     """
     plan.check_runnable()
     config, weights = plan.config, plan.weight_bytes
-    check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.dtype.dtype)
+    check_weights(weights, facts.total_memory, facts.free_memory, config, dtype=plan.weight_words)
     end_phase("device")
     if why := missing():
         parts = assemble_without_triton(plan, on_loading=on_loading, end_phase=end_phase,

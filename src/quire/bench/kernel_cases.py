@@ -35,7 +35,7 @@ from quire.worker.upload import Change
 
 # kind -> (sampling parameters, the PyTorch operations of the baseline)
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
-    "greedy": ({"temperature": 0.0}, "argmax"), "plain": ({}, "softmax, noise, argmax"),
+    "greedy": ({"temperature": 0.0}, "argmax"), "unfiltered": ({}, "softmax, noise, argmax"),
     "top-p": ({"top_p": 0.9}, "sort, cumsum, noise"),
     "top-k, top-p": ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, "topk, cumsum, noise")}
 EPS = 1e-6

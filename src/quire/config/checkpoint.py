@@ -14,7 +14,6 @@ from typing import Any
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
 from quire.config.keys import count, flag, names, positive, size
 from quire.config.latent import LATENT_FAMILIES, LATENT_KEYS, LatentArgs, read_latent
-from quire.config.quantized import read_quantization
 from quire.config.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
@@ -70,7 +69,8 @@ KNOWN_KEYS = frozenset(
     "partial_rotary_factor pretraining_tp quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta "
     "sliding_window tie_word_embeddings torch_dtype transformers_version use_cache use_sliding_window vocab_size "
     "_name_or_path _attn_implementation attn_implementation return_dict output_attentions output_hidden_states "
-    "is_decoder is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type num_nextn_predict_layers "
+    "compression_config is_decoder is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type "
+    "num_nextn_predict_layers "
     "num_mtp_layers output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux "
     "ep_size".split()
 )
@@ -79,7 +79,7 @@ KNOWN_KEYS = frozenset(
 MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
     key: neutral for keys, neutral in (
         ("attn_logit_softcapping final_logit_softcapping logit_softcapping query_pre_attn_scalar attention_multiplier "
-         "clip_qkv attention_chunk_size text_config vision_config compression_config", (None,)),
+         "clip_qkv attention_chunk_size text_config vision_config", (None,)),
         ("residual_multiplier embedding_multiplier logits_scaling logit_scale partial_rotary_factor", (None, 1, 1.0)),
         ("alibi use_mrope use_qk_norm qk_layernorm use_parallel_residual", (None, False)),
         ("num_experts num_local_experts n_routed_experts", (None, 0)),
@@ -153,7 +153,6 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
     """Turn the decoded config.json into `ModelArgs`; `source` names the file in errors."""
     keys = {key: value for key, value in raw.items()}
     model_type, family, headless = _find_family(keys, source)
-    read_quantization(keys, source)  # its mistakes; what it asks for is in the plan
     _refuse_math(keys, family, source)
     hidden = size(keys, "hidden_size", source)
     heads = size(keys, "num_attention_heads", source)

@@ -58,6 +58,9 @@ class LoadConfig:
         choices=("auto", "safetensors", "dummy"))
     routing: str = option("model", "choice of experts: model = by the routers; uniform = at random, so that "
                           "timings with dummy weights are like those of trained ones", choices=("model", "uniform"))
+    quantization: str | None = option(
+        None, "format of the weights; fp8 quantizes an unquantized checkpoint while it is loaded (default: as the "
+        "checkpoint says)", flags=("-q",))
     load_device: str = option(
         "auto", "device that loads and packs weights: auto = the engine's device; cpu = the CPU, and packed weights "
         "then move to the engine's device", choices=("auto", "cpu"), flags=("--weights-load-device",))

@@ -2,6 +2,7 @@
 
     QUIRE_<OPTION>    any option, written as in its flag: QUIRE_MAX_MODEL_LEN=32k; commas separate the items of a list
     QUIRE_CACHE_DIR   folder of compiled kernels (default: ~/.cache/quire)
+    QUIRE_CPU_WITHOUT instruction sets that count as absent, by their names in /proc/cpuinfo: avx512f,amx_tile
     CC                the C compiler that Triton uses
     TRITON_CACHE_DIR  folder of compiled Triton kernels (default: triton in QUIRE_CACHE_DIR)
     HF_TOKEN          token for gated repositories on the hub
@@ -19,6 +20,7 @@ from pathlib import Path
 from quire.contracts.text_table import read_rows
 
 CACHE_DIR = "QUIRE_CACHE_DIR"
+CPU_WITHOUT = "QUIRE_CPU_WITHOUT"
 PREFIX, PEER_PREFIX = "QUIRE_", "VLLM_"
 OTHER_NAMES = ("QUIRE_FULL", "QUIRE_PYTHON", "QUIRE_TEST_SHARED", "QUIRE_VENV")  # read by scripts and tests
 PEER_KEY = "VLLM_API_KEY"
@@ -58,7 +60,7 @@ def child_variables() -> dict[str, str]:
 
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:
     """Return unread variables with our prefix -> the variable that was probably meant, or None."""
-    known = [CACHE_DIR, *map(variable, options)]
+    known = [CACHE_DIR, CPU_WITHOUT, *map(variable, options)]
     found: dict[str, str | None] = {}
     for name, text in sorted(os.environ.items()):
         if not name.startswith(PREFIX) or name in OTHER_NAMES:
@@ -76,6 +78,11 @@ def cache_folder() -> Path:
     The folder may not exist yet. Without a home directory the path begins with "~".
     """
     return Path(os.path.expanduser(os.environ.get(CACHE_DIR) or "~/.cache/quire"))
+
+
+def cpu_without() -> frozenset[str]:
+    """Return the instruction sets that count as absent; an example of a lesser CPU can be made so."""
+    return frozenset(os.environ.get(CPU_WITHOUT, "").replace(",", " ").split())
 
 
 def c_compiler() -> str | None:

@@ -176,11 +176,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, only: Collection[str] =
 
 
 def add_flags(parser: argparse.ArgumentParser, options: Options) -> None:
-    """Add a flag per option, grouped by title."""
+    """Add a flag per option, grouped by title. A spelling that the command has for something else stays that."""
     groups: dict[str, Any] = {}
     for title, option in options:
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
-        group.add_argument(*flag_names(option), **flag_settings(option), help=_help(option))
+        names = (name for name in flag_names(option) if name not in parser._option_string_actions)
+        group.add_argument(*names, **flag_settings(option), help=_help(option))
 
 
 def add_flag_table(parser: argparse.ArgumentParser, path: Path, prefix: str = "") -> None:

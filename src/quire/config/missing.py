@@ -1,28 +1,27 @@
 """Features that `quire explain` can plan and the engine cannot run yet, with the error messages of `quire serve`.
 
-The table of flags and `missing_format` decide; a feature leaves this list when they accept it.
+The table of flags decides; a feature leaves this list when the table accepts it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from quire.config.peer_flags import ON, refusal
 from quire.config.placement import Parallel
-from quire.config.quantized import missing_format
 from quire.contracts.errors import UnsupportedModel
 
 EXPERTS = "--enable-expert-parallel"
 
 
 class Missing(NamedTuple):
-    """A missing feature, with the flag or format that asks for it, and the error message of `quire serve`."""
+    """A missing feature, with the flag that asks for it, and the error message of `quire serve`."""
 
     feature: str
     reason: str
 
 
-def missing_features(parallel: Parallel, quantization: Mapping[str, Any]) -> tuple[Missing, ...]:
-    """Return everything that an engine of these sizes and this quantization_config needs and does not have."""
+def missing_features(parallel: Parallel) -> tuple[Missing, ...]:
+    """Return everything that an engine of these sizes needs and does not have."""
     asked = (
         ("tensor parallelism", "-tp", str(parallel.tp)),
         ("pipeline parallelism", "-pp", str(parallel.pp)),
@@ -31,7 +30,6 @@ def missing_features(parallel: Parallel, quantization: Mapping[str, Any]) -> tup
     found = [(f"{feature} ({flag} {text})", refusal(flag, text)) for feature, flag, text in asked]
     if parallel.expert_ranks > 1:
         found.append((f"expert parallelism ({EXPERTS})", refusal(EXPERTS, ON)))
-    found.append((f"{quantization.get('quant_method')} weights", missing_format(quantization)))
     return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
 
 
@@ -44,5 +42,5 @@ def check_missing(missing: Sequence[Missing]) -> None:
 def not_runnable(missing: Iterable[str]) -> str:
     """Return the sentence about a plan that needs these features; "" where nothing is missing."""
     *most, last = missing or [""]
-    words = f"{', '.join(most)} and {last} are" if most else f"{last} {'are' if last.endswith('weights') else 'is'}"
+    words = f"{', '.join(most)} and {last} are" if most else f"{last} is"
     return last and f"Not runnable yet: {words} not implemented; the plan below is what it would be."

@@ -117,7 +117,7 @@ def parse_load_format(text: str) -> str:
     Raises ValueError for quantized formats.
     """
     if text in QUANTIZED_FORMATS:
-        raise ValueError(f"{text!r}: quantized weights are not implemented yet: use the unquantized checkpoint")
+        raise ValueError(f"{text!r} is not implemented: use safetensors, unquantized or in FP8, INT8, AWQ or GPTQ")
     return "safetensors" if text in READERS else text
 
 

@@ -15,10 +15,14 @@ ALIASES = {"half": "float16", "float": "float32"}
 
 @dataclass(frozen=True, kw_only=True)
 class DTypePlan:
-    """The dtype of weights, activations and KV cache, and the reason for it."""
+    """The dtype of activations and KV cache, and the reason for it.
+
+    weights   dtype of the matrices, where kernels can read them in another one; "": the same
+    """
 
     dtype: str
     reason: str
+    weights: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,8 @@ def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device:
     if requested != "auto":
         return DTypePlan(dtype=requested, reason="as asked")
     if checkpoint == "bfloat16" and not has_bf16_units:
-        return DTypePlan(dtype="float32", reason="the checkpoint is bfloat16, but this CPU has no bf16 units")
+        return DTypePlan(dtype="float32", weights="bfloat16",
+                         reason="float32 arithmetic, weights stay bfloat16: this CPU has no fast bf16 units")
     return DTypePlan(dtype=checkpoint, reason="as in the checkpoint")
 
 

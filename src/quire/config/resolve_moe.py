@@ -54,9 +54,11 @@ DISPATCHERS: Mapping[str, Dispatcher] = {
 KERNELS: Mapping[str, ExpertsKernel] = {
     "hopper": ExpertsKernel(),
     "triton": ExpertsKernel(),
+    "scaled": ExpertsKernel(),
     "grouped": ExpertsKernel(layouts=("flat", "grouped"), numberings=("global", "local", "none"),
                              weighs=("experts", "combine")),
     "native": ExpertsKernel(capturable=False),
+    "panels": ExpertsKernel(capturable=False),
     "cpu": ExpertsKernel(capturable=False),
     "ref": ExpertsKernel(),
 }

@@ -49,8 +49,9 @@ class Param(msgspec.Struct, frozen=True):
 
     dtype   "float32" when the parameter stays float32 for every dtype of the model, else ""
     format  of the stored weights, a name of `quire.quantization.formats.FORMATS`
-    scheme  of the matrix that kernels pack; None: they pack numbers of the model's dtype, to which a quantized format
-            is dequantized
+    stored  scheme in which the checkpoint stores the matrix; None: unquantized
+    scheme  scheme of the matrix that kernels pack; None: numbers of the model's dtype, to which a quantized matrix is
+            dequantized when it is loaded
     shard   how tensor parallelism cuts the parameter: "rows" or "columns" of the matrix; "experts" (whole experts per
             rank, or a slice of each); "" (every rank has the whole parameter)
     """
@@ -61,6 +62,7 @@ class Param(msgspec.Struct, frozen=True):
     dtype: str = ""
     shard: str = ""
     format: str = "unquantized"
+    stored: Scheme | None = None
     scheme: Scheme | None = None
 
     @property
@@ -69,13 +71,29 @@ class Param(msgspec.Struct, frozen=True):
         return self.name.rpartition(".")[0]
 
 
+FLOATS = ("F32", "BF16", "F16", "F64")  # types of stored numbers, in safetensors' spelling
+
+
 class RawTensor(NamedTuple):
-    """A tensor that a layer packs: name within the layer, local shape, parts, and dtype ("": the model's)."""
+    """A tensor that is loaded for a layer: name within the layer, local shape, parts, dtype ("": the model's).
+
+    readable   types of stored tensors that can be read
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     dtype: str
+    readable: tuple[str, ...] = FLOATS
+
+
+def of_expert(param: Param, place: int, count: int) -> Param:
+    """Return the parameter of the expert at `place` among the `count` that a parameter stacks."""
+    if count == 1:
+        return param
+    each = len(param.parts) // count
+    shape, parts = (param.shape[0] // count, *param.shape[1:]), param.parts[place * each : (place + 1) * each]
+    return msgspec.structs.replace(param, shape=shape, parts=parts)
 
 
 def fused(param: Param) -> tuple[int, tuple[tuple[str, int], ...]]:

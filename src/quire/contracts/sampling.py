@@ -186,9 +186,9 @@ def _check_text(p: SamplingParams) -> None:
     for name, kind in type(p).__annotations__.items():
         if kind is bool and not isinstance(getattr(p, name), bool):
             _refuse(name, getattr(p, name), "True or False")
-    form: Any = p.structured_outputs  # the caller may have given any type
-    if not isinstance(form, StructuredOutputsParams | None):
-        _refuse("structured_outputs", form, "a StructuredOutputsParams, or None")
+    structured: Any = p.structured_outputs  # the caller may have given any type
+    if not isinstance(structured, StructuredOutputsParams | None):
+        _refuse("structured_outputs", structured, "a StructuredOutputsParams, or None")
     if p.output_kind not in tuple(OutputKind):
         _refuse("output_kind", p.output_kind, "one of OutputKind.CUMULATIVE, DELTA and FINAL_ONLY")
 

@@ -1,7 +1,9 @@
 """Application of a step's result: confirms tokens, ends requests, indexes blocks and writes outputs."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +21,27 @@ from quire.engine.scheduler import Scheduler
 FINISHED = RequestState.FINISHED
 Ending = tuple[Request, Callable[[], Finish]]  # the function ends the request
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(kw_only=True, slots=True)
+class ResultRows:
+    """Columns of a step's valid rows: rows of requests that have neither ended nor failed.
+
+    planned  [L] slots when the step was planned
+    slots    [L] slots now; -1: the request was preempted
+    tokens   [L, 1+k]
+    counts   [L] valid tokens of each row;  most  [L] the most that were planned. None: one each
+    held     [L] False: the request was preempted. None: none was
+    """
+
+    requests: list[Request]
+    handles: I32
+    planned: I32
+    slots: I32
+    tokens: I32
+    counts: I32 | None
+    most: I32 | None
+    held: Bools | None = None
 
 
 class Finisher:
@@ -59,13 +82,8 @@ class Finisher:
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         failed = self._failures(step, result)
         scored, (cached, prefixes) = self._score_prompts(step, result), self._reused(step)
-        live, slots = self._arrive(step, failed)
-        all_live = len(live) == len(step.requests)
-        handles, tokens = step.handles, result.tokens
-        if not all_live:
-            handles, tokens = handles[live], tokens[live]
-        counts = None if step.most is None else result.num_accepted[live]
-        endings = self._confirm(step, live, slots, tokens, counts)
+        rows = self._arrive(step, result, failed)
+        endings = self._confirm(step, rows)
         going = [(request, end) for request, end in endings if request.state is not FINISHED]
         ended, finished = [request for request, _ in going], [end() for _, end in going]
         for request, code in failed.items():
@@ -79,13 +97,13 @@ class Finisher:
                 ended.append(request)
         preempted, self._scheduler.roster.preempted = tuple(self._scheduler.roster.preempted), []
         outputs = StepOutputs(
-            handles=handles if counts is None else np.repeat(handles, counts),
-            tokens=tokens[:, 0] if counts is None else tokens[_counting(tokens, counts)],
+            handles=rows.handles if rows.counts is None else np.repeat(rows.handles, rows.counts),
+            tokens=rows.tokens[:, 0] if rows.counts is None else rows.tokens[_counting(rows.tokens, rows.counts)],
             finished=tuple(finished),
             preempted=preempted,
             cached=cached,
             prefixes=prefixes,
-            logprobs=self._logprobs(step, live, counts, result) if result.logprobs else {},
+            logprobs=self._logprobs(rows, result) if result.logprobs else {},
             prompt_logprobs=scored,
             stats=self.state(step, perf_counter() - started),
         )
@@ -110,58 +128,68 @@ class Finisher:
             failed.setdefault(step.requests[i], "bad_token")
         return failed
 
-    def _arrive(self, step: InFlight, failed: dict[Request, str]) -> tuple[list[int], I32]:
-        """Count the step as no longer in flight. Returns the valid rows and their slots (-1: preempted request)."""
-        table = self._roster.table
+    def _arrive(self, step: InFlight, result: StepResult, failed: dict[Request, str]) -> ResultRows:
+        """Count the step as no longer in flight. Returns its valid rows."""
+        table, requests, handles, planned = self._roster.table, step.requests, step.handles, step.sampling
+        tokens, most = result.tokens, step.most
+        counts = None if most is None else result.num_accepted.copy()
         if step.version == table.version and not failed:
-            table.in_flight[step.sampling] -= 1
-            return list(range(len(step.requests))), step.sampling
-        slots = np.array([r.slot for r in step.requests], np.int32)
+            table.in_flight[planned] -= 1
+            return ResultRows(requests=requests, handles=handles, planned=planned, slots=planned, tokens=tokens,
+                        counts=counts, most=most)  # fmt: skip
+        slots = np.array([request.slot for request in requests], np.int32)
         running = slots >= 0
         table.in_flight[slots[running]] -= 1
+        live = running.copy()
         for i in np.flatnonzero(~running).tolist():
-            step.requests[i].in_flight -= 1
-        live = [i for i, r in enumerate(step.requests) if r.state is not FINISHED and r not in failed]
-        return live, slots[live]
+            requests[i].in_flight -= 1
+            live[i] = requests[i].state is not FINISHED
+        if failed:
+            live &= np.array([request not in failed for request in requests], bool)
+        return ResultRows(
+            requests=list(compress(requests, live.tolist())), handles=handles[live], planned=planned[live],
+            slots=slots[live], tokens=tokens[live], counts=None if counts is None else counts[live],
+            most=None if most is None else most[live], held=None if running[live].all() else running[live],
+        )  # fmt: skip
 
-    def _confirm(self, step: InFlight, live: list[int], slots: I32, tokens: I32, counts: I32 | None) -> list[Ending]:
+    def _confirm(self, step: InFlight, rows: ResultRows) -> list[Ending]:
         """Append the tokens to their requests and index completed blocks. Returns the requests that must be ended.
 
-        tokens   [L, 1+k] of the rows `live`
-        counts   [L] valid tokens of each row (None: one each); reduced in place when a request ends earlier
+        `rows.counts` is reduced in place when a request ends earlier.
         """
-        table, requests, endings = self._roster.table, step.requests, list[Ending]()
+        table, endings = self._roster.table, list[Ending]()
+        requests, slots, tokens, counts = rows.requests, rows.slots, rows.tokens, rows.counts
         now = table.confirmed[slots] + (1 if counts is None else counts)
         suspects = self._may_stop(tokens, counts) | (now >= table.end[slots])
-        held = None if step.version == table.version else slots >= 0
-        if held is not None:
-            suspects |= ~held
+        if rows.held is not None:
+            suspects |= ~rows.held
         if len(step.plan.grammar):
             suspects |= np.isin(slots, step.plan.grammar)
         for j in np.flatnonzero(suspects).tolist():
-            request, run = requests[live[j]], tokens[j, : 1 if counts is None else counts[j]].tolist()
-            count, end = self._ending(request, run)
+            run = tokens[j, : 1 if counts is None else counts[j]].tolist()
+            count, end = self._ending(requests[j], run)
             if end is not None:
-                endings.append((request, end))
+                endings.append((requests[j], end))
             if counts is not None and count < len(run):
                 now[j] -= len(run) - count
                 counts[j] = count
         if counts is None:
-            for i, token in zip(live, tokens[:, 0].tolist(), strict=True):
-                requests[i].tokens.append(token)
+            for request, token in zip(requests, tokens[:, 0].tolist(), strict=True):
+                request.tokens.append(token)
         else:
-            for i, run, count in zip(live, tokens.tolist(), counts.tolist(), strict=True):
-                requests[i].tokens.extend(run[:count])
-        self._advance(step, live, slots, now, counts)
+            for request, run, count in zip(requests, tokens.tolist(), counts.tolist(), strict=True):
+                request.tokens.extend(run[:count])
+        self._advance(rows, now)
         return endings
 
-    def _advance(self, step: InFlight, live: list[int], slots: I32, now: I32, counts: I32 | None) -> None:
-        """Set the table to `now` [L] confirmed tokens for the rows `live`, and index the blocks that are full."""
-        table, allocator, rows = self._roster.table, self._roster.allocator, live
-        unused = None if counts is None or step.most is None else step.most[live] - counts
-        if step.version != table.version and not (held := slots >= 0).all():
-            slots, now, unused = slots[held], now[held], None if unused is None else unused[held]
-            rows = [i for i, running in zip(live, held.tolist(), strict=True) if running]
+    def _advance(self, rows: ResultRows, now: I32) -> None:
+        """Set the table to `now` [L] confirmed tokens, and index the blocks that are full."""
+        table, allocator, requests, slots = self._roster.table, self._roster.allocator, rows.requests, rows.slots
+        unused = None if rows.counts is None or rows.most is None else rows.most - rows.counts
+        if rows.held is not None:
+            requests = list(compress(requests, rows.held.tolist()))
+            slots, now = slots[rows.held], now[rows.held]
+            unused = None if unused is None else unused[rows.held]
         table.confirmed[slots] = now
         if unused is not None:
             table.upper_bound[slots] -= unused
@@ -170,9 +198,9 @@ class Finisher:
         full = computed // allocator.block_size > allocator.published[slots]
         for j in np.flatnonzero(full).tolist():
             try:
-                self._roster.publish(step.requests[rows[j]], int(computed[j]))
+                self._roster.publish(requests[j], int(computed[j]))
             except Exception:
-                self._roster.fail(step.requests[rows[j]])
+                self._roster.fail(requests[j])
 
     def _may_stop(self, tokens: I32, counts: I32 | None) -> Bools:
         """Return True for each row with a token that stops any request."""
@@ -220,15 +248,15 @@ class Finisher:
         return RowLogprobs(rows.ids[new], rows.logprobs[new], rows.ranks[new])
 
     @staticmethod
-    def _logprobs(step: InFlight, live: list[int], counts: I32 | None, result: StepResult) -> dict[int, RowLogprobs]:
-        """Return the rows of the valid tokens, by handle."""
-        named, slots = {}, step.sampling.tolist()
-        for j, i in enumerate(live):
-            if (rows := result.logprobs.get(slots[i])) is None:
+    def _logprobs(rows: ResultRows, result: StepResult) -> dict[int, RowLogprobs]:
+        """Return the log-probabilities of the valid tokens, by handle."""
+        named, counts = {}, rows.counts
+        for j, (slot, request) in enumerate(zip(rows.planned.tolist(), rows.requests, strict=True)):
+            if (found := result.logprobs.get(slot)) is None:
                 continue
-            if counts is not None and counts[j] < len(rows.ranks):
-                rows = RowLogprobs(rows.ids[: counts[j]], rows.logprobs[: counts[j]], rows.ranks[: counts[j]])
-            named[step.requests[i].new.handle] = rows
+            if counts is not None and counts[j] < len(found.ranks):
+                found = RowLogprobs(found.ids[: counts[j]], found.logprobs[: counts[j]], found.ranks[: counts[j]])
+            named[request.new.handle] = found
         return named
 
     @staticmethod

@@ -83,8 +83,8 @@ class Grammars:
         self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="quire-grammar")
         future = self._cache.get(new.grammar)
         if future is None:
-            forms = {held.spec for held in self._held.values()} | {new.grammar}
-            most = min(MOST_COPIES, max(1, KEPT // (2 * len(forms))))  # many grammars in use: each has few outputs
+            specs = {held.spec for held in self._held.values()} | {new.grammar}
+            most = min(MOST_COPIES, max(1, KEPT // (2 * len(specs))))  # many grammars in use: each has few outputs
             future = self._cache[new.grammar] = self._pool.submit(self._compiler.compile, new.grammar, most)
             self._trim()
         self._cache.move_to_end(new.grammar)

@@ -106,7 +106,8 @@ class PlanWriter:
         last = self._sampling
         if last is not None and last[0] == self._table.version and np.array_equal(last[1], sampling):
             return last[2], last[3]
-        requests = [r for r in (self._table.requests[s] for s in sampling.tolist()) if r is not None]
+        running = self._table.requests
+        requests = [request for slot in sampling.tolist() if (request := running[slot]) is not None]
         handles = self._table.handle[sampling]
         self._sampling = (self._table.version, sampling, requests, handles)
         return requests, handles

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 from quire.config.engine import EngineConfig
-from quire.config.missing import check_missing, missing_features
-from quire.config.placement import ALONE
 from quire.entry.installed import check_torch
 from quire.models.obtain import obtain_weights, read_model
 from quire.platforms.cpu import read_cpu_facts
@@ -23,7 +21,7 @@ def obtain_model(config: EngineConfig) -> tuple[Path, Path]:
     if absent_weights(config, folder) is not None:
         device, cpu = resolve_device(config.device.device).device, read_cpu_facts()
         args, dtype, quantization = read_model(config, folder, device, cpu)
-        check_missing(missing_features(ALONE, quantization))
         load_text(config, folder, tokenizer_folder=tokenizer_folder)
-        obtain_weights(config, folder, args, dtype.dtype, cpu.free_memory if device == "cpu" else None)
+        obtain_weights(config, folder, args, dtype, cpu.free_memory if device == "cpu" else None,
+                       quantization=quantization.config)  # fmt: skip
     return folder, tokenizer_folder

@@ -13,18 +13,19 @@ import msgspec
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel, Rank, check_parallel
-from quire.config.quantized import read_quantization
 from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
 from quire.kernels.linear.units import missing_bf16
 from quire.kernels.native import library
 from quire.kernels.select import Probe
+from quire.models.obtain import settled_quantization
 from quire.models.plan import Machine, resolve_engine, resolve_sizing
 from quire.models.registry import check_routing
 from quire.models.report import PlanReport
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.detect import probe_driver, resolve_device
+from quire.quantization.read import find_quantization
 from quire.weights.folder import HEADERS, absent_weights, resolve_folders
 from quire.weights.match import load_error, match_tensors
 
@@ -65,10 +66,10 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
     check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(facts.bf16_units), device)
     plan = resolve_engine(config, folder, args, machine, dtype, _probe(gpu), parallel=parallel,
-                          quantization=read_quantization(raw, str(folder / "config.json")))  # fmt: skip
+                          quantization=_quantization(config, folder, args))  # fmt: skip
     report = _with_headers(PlanReport(plan=plan, memory=""), folder)
     memory, fullest = _tightest(report, gpu, facts.free_memory)
-    if isinstance(memory, str) and gpu is not None and None not in (held for _, held in report.held):
+    if isinstance(memory, str) and gpu is not None:
         memory += _larger(report, gpu)
     return replace(report, memory=memory, fullest=fullest)
 
@@ -80,23 +81,30 @@ def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
     raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
 
 
+def _quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> dict[str, Any]:
+    """Return the quantization of the model; by its config alone where its weights cannot be read (`load_error`)."""
+    try:
+        return settled_quantization(config, folder, args).config
+    except (ModelNotFound, WeightsError):
+        return find_quantization(folder, read_raw_config(folder), config.load.quantization).config
+
+
 def _with_headers(report: PlanReport, folder: Path) -> PlanReport:
     """Add to a report the error that the loader would raise for the weights, in `folder` or on the hub.
 
     Weights on the hub add their headers, too.
     """
-    config, args, quantized = report.plan.config, report.plan.args, bool(report.plan.quantization)
+    config, args = report.plan.config, report.plan.args
     if config.load.load_format == "dummy":
         return report
     repository = absent_weights(config, folder)
     if repository is None:
-        return replace(report, load_error=load_error(folder, report.layout, args, quantized=quantized))
+        return replace(report, load_error=load_error(folder, report.layout, args))
     headers, refused = None, ""
     try:
         headers = repository.read_headers(folder)
         with repository.named(folder):
-            if not quantized:
-                match_tensors(headers, report.layout, args)
+            match_tensors(headers, report.layout, args)
     except (ModelNotFound, WeightsError) as error:
         refused = str(error)
     return replace(report, headers=headers, load_error=refused)
@@ -125,8 +133,8 @@ def _probe(gpu: Gpu | None) -> Probe:
         if need == "packed bfloat16":
             return missing_bf16()
         if need == "native":
-            return library.missing(library.compiled)
-        return library.missing_amx(library.compiled) if need == "native AMX" else ""
+            return library.missing()
+        return library.missing_amx() if need == "native AMX" else ""
 
     return probe
 
@@ -134,7 +142,7 @@ def _probe(gpu: Gpu | None) -> Probe:
 def _tightest(report: PlanReport, gpu: Gpu | None, free: int) -> tuple[MemoryPlan | str, int]:
     """Return the memory of the rank with the least room, or the reason why nothing fits there, and its number."""
     kinds, memory = {rank.kind: rank for rank, _ in reversed(report.held)}, list[tuple[MemoryPlan, int]]()
-    for rank in sorted(kinds.values(), key=lambda rank: (-(report.held[rank.number][1] or 0), rank.number)):
+    for rank in sorted(kinds.values(), key=lambda rank: (-report.held[rank.number][1], rank.number)):
         try:
             memory.append((_memory(report, gpu, free, rank), rank.number))
         except ConfigError as error:
@@ -152,21 +160,20 @@ def _larger(report: PlanReport, gpu: Gpu) -> str:
     doubled = [replace(asked, tp=asked.tp << i, pp=asked.pp << j) for j in range(layers.bit_length())
                for i in range(4) if i == 0 or asked.tp << i <= HOST_GPUS]  # fmt: skip
     for sizes in sorted(doubled, key=lambda sizes: sizes.size):
+        other = msgspec.structs.replace(plan, mesh=msgspec.structs.replace(plan.mesh, parallel=sizes))
         try:
             check_parallel(plan.args, sizes)
-        except ConfigError:
+            memory, _ = _tightest(PlanReport(plan=other, memory=""), gpu, 0)
+        except ConfigError:  # a size does not divide the model, or a slice would cut a group of a quantized matrix
             continue
-        other = msgspec.structs.replace(plan, mesh=msgspec.structs.replace(plan.mesh, parallel=sizes))
-        if not isinstance(_tightest(PlanReport(plan=other, memory=""), gpu, 0)[0], str):
+        if not isinstance(memory, str):
             return f" It fits with {sizes} ({sizes.size} GPUs like this one)."
     return ""
 
 
 def _memory(report: PlanReport, gpu: Gpu | None, free: int, rank: Rank) -> MemoryPlan:
     """Size the memory of a rank; `free`: bytes of a CPU's memory before weights are loaded."""
-    if (weights := report.held[rank.number][1]) is None:
-        raise ConfigError("the number of pages is not planned: the sizes of weights in this format are known from the "
-                          "headers of their files alone, and there are none in this folder.")
+    weights = report.held[rank.number][1]
     plan = msgspec.structs.replace(report.plan, geometry=report.page(rank))
     if gpu is None:
         check_cpu_weights(weights, free, "" if plan.quantization else plan.dtype.dtype)

@@ -89,7 +89,7 @@ def _packed(owner: Any, name: str) -> Tensor:
         if (found := owner.destination()) is not None:
             return found[name]
         packed: Any = owner.packed
-        return torch.cat([one[name == "down"] for one in packed])
+        return torch.cat([_dense(one[name == "down"]) for one in packed])
     if isinstance(owner, HeadNorm):
         return owner.rows(name)
     if isinstance(owner, Expansion):
@@ -97,4 +97,12 @@ def _packed(owner: Any, name: str) -> Tensor:
     packed = getattr(owner, "packed", None)
     value = getattr(owner, name, None)
     value = getattr(packed, name) if value is None else value
-    return value.to_dense() if value.is_mkldnn else value.detach()
+    return _dense(value)
+
+
+def _dense(packed: Any) -> Tensor:
+    """Return a packed matrix as it was before packing."""
+    if isinstance(packed, Tensor) and not packed.is_mkldnn:
+        return packed.detach()
+    dense: Tensor = packed.to_dense()
+    return dense

@@ -56,6 +56,9 @@ def verify(
                      device=replace(config.device, device="cpu"))  # fmt: skip
     engine = assemble(_without_missing_tokenizer(config, model))
     try:
+        if any(param.stored or param.scheme for param in engine.worker.model.layout):
+            raise ConfigError("verify compares unquantized weights: give the unquantized checkpoint of this model, and "
+                              "leave out --quantization.")
         folder = reference or engine.folder
         changed = changed_parameters(engine.worker.model, folder)
         prompt_ids = _prompt_ids(engine, prompt)

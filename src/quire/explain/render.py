@@ -85,15 +85,19 @@ def _layer(tree: Tree, alike: Sequence[Plan], full: bool = False) -> None:
         name = one["name"].split(".", 2)[-1] if one["name"].startswith("layers.") else one["name"]
         cut = f", cut by {one['shard']}" if one["shard"] else ""
         node = _add(branch, f"{name}  {_shape(one)}{_parts(one)} {one['dtype']}, {size(one['bytes'])}{cut}")
+        if one["stored_as"] or one["decided_by"]:
+            stored = f", stored as {one['stored_as']}" if one["stored_as"] not in ("", one["dtype"]) else ""
+            _add(node, f"format {one['format']}{stored}; decided by {one['decided_by']}; {size(one['raw_bytes'])} are "
+                       f"loaded on {one['load_device']}, {size(one['bytes'])} kept on {one['device']}")  # fmt: skip
         for line in _origin(one, layer["layer"] if more else "", full):
             _add(node, f"<- {line}")
-        _add(node, " -> ".join(dict.fromkeys(_short(one[step]) for step in ("load", "pack", "run") if one[step])))
+        steps = (_short(one[step]) for step in ("load", "convert", "pack", "run") if one[step])
+        _add(node, " -> ".join(dict.fromkeys(steps)))
     _add(branch, f"calls {', '.join(map(_call, layer['calls']))}")
 
 
 def _call(call: Plan) -> str:
-    remarks = "; ".join(filter(None, (call["when"], call["missing"])))
-    return _short(call["function"]) + (f" ({remarks})" if remarks else "")
+    return _short(call["function"]) + (f" ({call['when']})" if call["when"] else "")
 
 
 def _shape(one: Plan) -> str:
@@ -123,17 +127,16 @@ def _short(function: str) -> str:
 
 
 def _kernels(branch: Tree, plan: Plan) -> None:
-    if any(call["missing"] for layer in plan["layers"] for call in layer["calls"]):
-        _add(branch, f"weights {plan['model']['format']}; the kernels below run the layers that are not quantized")
     for choice in plan["kernels"]:
         features = f"; features: {', '.join(choice['features'])}" if choice["features"] else ""
-        node = _add(branch, f"{choice['op']}: {choice['name']} ({choice['reason']}{features})")
+        weights = f" of {' '.join(choice['weights'])} weights" if choice["weights"] else ""
+        node = _add(branch, f"{choice['op']}{weights}: {choice['name']} ({choice['reason']}{features})")
         for name, why in choice["rejected"]:
             _add(node, f"not {name}: {why}")
     if plan["latent"]:
         latent, most = plan["latent"], plan["latent"]["break_even"]
-        forms = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
-        _add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {forms}")
+        when = f"for up to {most:.0f} query tokens per sequence, expanded K/V above" if most < NEVER else "always"
+        _add(branch, f"MLA cache: {latent['kv_rank']} + {latent['rope_dim']} values per token; absorbed {when}")
     for phases, one in _phases(plan["moe"]):
         if isinstance(one, str):
             _add(branch, one)

@@ -106,7 +106,7 @@ def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
     root.begin, root.end = root.inside[0].begin, root.inside[0].end
     root.name = f"{engine.folder.name}, {engine.dtype.dtype} on {engine.device.device}; the host's time, " + (
         "which waits for the device after every stop; no graphs" if cuda else
-        "without replay of recorded CPU steps (tapes)")  # fmt: skip
+        "without replay of recorded CPU steps")  # fmt: skip
     return root
 
 

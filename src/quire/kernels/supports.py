@@ -9,6 +9,7 @@ from quire.contracts.scheme import KINDS, UNQUANTIZED
 NEEDS: Mapping[str, str] = {
     "triton": "quire.kernels.triton_runtime:missing",
     "hopper": "quire.kernels.triton_runtime:missing_hopper",
+    "scaled products": "quire.kernels.linear.scaled:unsupported",
     "native": "quire.kernels.native.library:missing",
     "native AMX": "quire.kernels.native.library:missing_amx",
     "packed linears": "quire.kernels.linear.cpu:missing",
@@ -48,6 +49,7 @@ HOPPER = replace(TRITON, dtypes=_ALL - {"float32"}, needs=("hopper",))
 NATIVE = replace(PLAIN, needs=("native",))
 _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
+_EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
@@ -59,8 +61,13 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "linear": {
         "cuda": Support(devices=frozenset({"cuda"}), dtypes=_ALL, features=_PLAIN | {"add", "exact", "out"},
                         extra={"triton": frozenset({"gated", "norm", "plain", "rows"})}),
+        "scaled": replace(TRITON, dtypes=_ALL - {"float32"}, needs=("scaled products",),
+                          features=_EIGHT_BITS | {"add", "exact", "gated", "norm", "out"}),
+        "weight_only": replace(TRITON, dtypes=_ALL - {"float32"},
+                               features=frozenset({"w4", "w8", "add", "exact", "gated", "out"})),
         "native": Support(devices=frozenset({"cpu"}), dtypes=frozenset({"bfloat16"}),
                           features=_PLAIN | {"add", "exact", "gated", "rows"}, needs=("native AMX",)),
+        "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"add", "exact", "gated", "rows", "stored"}),
         "cpu": replace(PLAIN, features=_PLAIN, needs=("packed linears",), typed={"bfloat16": ("packed bfloat16",)}),
         "quantized_ref": replace(REFERENCE, features=_QUANTIZED | {"exact"}),
         "ref": replace(REFERENCE, features=_PLAIN | {"exact"}),
@@ -68,7 +75,8 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "attention": {
         "hopper": replace(HOPPER, features=_SCORES | {"rows"}, max_head_dim=128),
         "triton": replace(TRITON, features=_SCORES | {"rows"}, max_head_dim=256),
-        "native": replace(NATIVE, features=frozenset({"tape"}), max_head_dim=512, needs=("flash attention", "native")),
+        "native": replace(NATIVE, features=frozenset({"recording"}), max_head_dim=512,
+                          needs=("flash attention", "native")),
         "cpu": replace(PLAIN, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_SCORES | {"rows"}),
     },
@@ -85,8 +93,11 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     "experts": {
         "hopper": replace(HOPPER, features=_STACKED | {"join"}),
         "triton": replace(TRITON, features=_STACKED | {"join"}),
+        "scaled": replace(TRITON, dtypes=frozenset({"bfloat16"}), features=_EIGHT_BITS | {"join"},
+                          needs=("scaled products",)),
         "grouped": Support(devices=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), features=_STACKED),
         "native": replace(PLAIN, dtypes=frozenset({"bfloat16"}), features=_PLAIN, needs=("native AMX",)),
+        "panels": replace(NATIVE, features=_PLAIN | _QUANTIZED | {"stored"}),
         "cpu": replace(PLAIN, features=_STACKED | _QUANTIZED),
         "ref": replace(REFERENCE, features=_STACKED | _QUANTIZED),
     },

@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.contracts.blocks import NULL_BLOCK, KVGeometry
 from quire.contracts.step import I32
-from quire.kv.hashing import KeyChain, group_key
+from quire.kv.hashing import KeyChain, group_keys
 from quire.kv.pool import BlockPool
 from quire.kv.prefix import PrefixIndex, PrefixMatch
 
@@ -69,6 +69,10 @@ class KVAllocator:
             held = [block for blocks in match.blocks for block in blocks if block]
         return self.pool.num_free - missing - headroom >= self.pool.num_free_among(held)
 
+    def _present(self, blocks: list[int]) -> list[int]:
+        """Return the blocks of a table or a match without the entries that a window has passed."""
+        return [block for block in blocks if block != NULL_BLOCK] if self.has_windows else blocks
+
     def _peak(self, group: int, chunk: int) -> int:
         """Return the most blocks that a group with a window holds for a chunk and the window of its first row."""
         window = self._groups[group].window
@@ -86,10 +90,10 @@ class KVAllocator:
         assert num_tokens > 0 and num_tokens >= match.num_tokens, "a slot holds at least what was matched"
         assert not count or match.generation == pool.generation, "a key was dropped since the match"
         for group, (tables, blocks) in enumerate(zip(self._tables, match.blocks, strict=True)):
-            pool.share([block for block in blocks if block] if self.has_windows else blocks)  # else they may be evicted
+            pool.share(self._present(blocks))  # before `take`, which may evict them
             tables[slot] += blocks
             self._num_shared[slot] = count
-            if group in self._windows:
+            if self.has_windows:
                 self._behind[group, slot] = blocks.count(NULL_BLOCK)
         whole = chunk = -(-num_tokens // self.block_size)
         if self.has_windows:
@@ -172,22 +176,23 @@ class KVAllocator:
         for group, tables in enumerate(self._tables):
             table = tables[slot]
             assert num_full_blocks <= len(table), f"slot {slot} has {len(table)} blocks, not {num_full_blocks}"
-            for block, key in zip(table[start:num_full_blocks], keys, strict=True):
-                publish(block, group_key(key, group) if group else key)
+            for block, key in zip(table[start:num_full_blocks], group_keys(keys, group), strict=True):
+                publish(block, key)
         self.published[slot] = num_full_blocks
 
     def withdraw(self, chain: KeyChain) -> None:
         """Remove the blocks of `chain` from the index, so that no request finds them. Holders keep them."""
         keys = chain.keys(chain.num_hashed)
-        found = [self.pool.lookup(group_key(key, group)) for group in range(len(self._groups)) for key in keys]
+        found = [self.pool.lookup(key) for group in range(len(self._groups)) for key in group_keys(keys, group)]
         self.pool.forget([block for block in found if block is not None])
 
     def free(self, slot: int) -> None:
         """Give the slot's blocks back. Published blocks can be hit until they are taken again."""
         assert self._tables[0][slot], f"slot {slot} is empty"
-        for tables, behind in zip(self._tables, self._behind, strict=True):
-            self.pool.release(tables[slot][behind[slot] :] if behind[slot] else tables[slot])
-            tables[slot], behind[slot] = [], 0
+        for tables in self._tables:
+            self.pool.release(self._present(tables[slot]))
+            tables[slot] = []
+        self._behind[:, slot] = 0
         self.capacity[slot] = self.published[slot] = self._num_shared[slot] = 0
 
     def forget(self, slot: int) -> None:
@@ -209,10 +214,13 @@ class KVAllocator:
         if len(self._windows) == len(self._groups):
             return []
         full = [self._tables[g] for g, group in enumerate(self._groups) if group.window is None]
+        begun = [slot for slot in slots if full[0][slot]]
+        firsts = [full[0][slot][0] for slot in begun]
+        if len(set(firsts)) == len(firsts):
+            return []
         groups: dict[int, list[int]] = {}
-        for slot in slots:
-            if full[0][slot] and self.pool.refs(full[0][slot][0]) > 1:
-                groups.setdefault(full[0][slot][0], []).append(slot)
+        for slot, first in zip(begun, firsts, strict=True):
+            groups.setdefault(first, []).append(slot)
         found = []
         for members in groups.values():
             same = min(_num_alike([tables[slot] for slot in members]) for tables in full)

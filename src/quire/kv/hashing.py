@@ -54,9 +54,9 @@ def block_key(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"
     return sha256(b"".join((parent, token_bytes, extras))).digest()
 
 
-def group_key(key: bytes, group: int) -> bytes:
-    """Return the key of a block that holds the KV of `group`: the block's key, extended by the group's number."""
-    return key + bytes((group,)) if group else key
+def group_keys(keys: list[bytes], group: int) -> list[bytes]:
+    """Return the keys of the blocks that hold the KV of `group`: the blocks' keys, extended by the group's number."""
+    return [key + bytes((group,)) for key in keys] if group else keys
 
 
 def _pack(fields: Iterable[tuple[str, str]]) -> bytes:

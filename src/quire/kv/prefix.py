@@ -6,7 +6,7 @@ Walks a request's key chain through a pool's index. Changes nothing: `KVAllocato
 import msgspec
 
 from quire.contracts.blocks import NULL_BLOCK, KVGroup
-from quire.kv.hashing import KeyChain, group_key
+from quire.kv.hashing import KeyChain, group_keys
 from quire.kv.pool import BlockPool
 
 _STRIDE = 64  # keys hashed at a time, so that a cold prompt of 128k tokens is not hashed to its end only to miss
@@ -60,7 +60,7 @@ class PrefixIndex:
             keys = chain.keys(num)
             for index, group in self._windows:
                 first = group.num_behind(num * self._block_size, self._block_size)
-                seen = [self._pool.lookup(group_key(key, index)) or NULL_BLOCK for key in keys[first:]]
+                seen = [self._pool.lookup(key) or NULL_BLOCK for key in group_keys(keys[first:], index)]
                 found[index] = [NULL_BLOCK] * first + seen
         if len(found) > 1:
             found = [blocks[:num] for blocks in found]
@@ -71,8 +71,7 @@ class PrefixIndex:
         lookup = self._pool.lookup
         blocks: list[int] = []
         while (start := len(blocks)) < limit:
-            keys = chain.keys(min(start + _STRIDE, limit), start)
-            for key in [group_key(key, group) for key in keys] if group else keys:
+            for key in group_keys(chain.keys(min(start + _STRIDE, limit), start), group):
                 block = lookup(key)
                 if block is None:
                     return blocks
@@ -87,7 +86,7 @@ class PrefixIndex:
             for index, group in self._windows:
                 at = num - 1
                 while at >= group.num_behind(num * self._block_size, self._block_size):
-                    if self._pool.lookup(group_key(chain.keys(at + 1, at)[0], index)) is None:
+                    if self._pool.lookup(group_keys(chain.keys(at + 1, at), index)[0]) is None:
                         num = at
                     at -= 1
         return num

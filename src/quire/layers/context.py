@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -65,10 +65,11 @@ class Loads(Protocol):
 
     at: str
 
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Pack the loaded tensors of a `LoadUnit`, by their names below the layer; the layer owns them from now on.
+    def take(self, tensors: dict[str, Any], place: int) -> None:
+        """Pack the parameters of a `LoadUnit`, by their names below the layer; the layer owns them from now on.
 
-        Called once for each unit, with all its tensors. `place`: of the expert on this rank; 0 for other layers.
+        Called once for each unit, with all its parameters: tensors, or the `QuantizedMatrix` of one with a scheme.
+        `place`: of the expert on this rank; 0 for other layers.
         """
 
 

@@ -1,6 +1,7 @@
 """A pre-norm decoder: embedding, blocks of attention and feed-forward layers, norm, head."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +64,8 @@ class Decoder(nn.Module):
         lost = self._owners.keys() ^ {param.module for param in layout}
         assert not lost, f"layers and parameters differ: {sorted(lost)}"
 
-    def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
-        """Give a layer the loaded tensors of a `LoadUnit`; the layer packs them."""
+    def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
+        """Give a layer the parameters of a `LoadUnit`; the layer packs them."""
         with torch.no_grad():
             self._owners[module].take(tensors, place)
 

@@ -1,10 +1,12 @@
 """Token ids to hidden states, and hidden states to logits."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.layers.context import Build
-from quire.quantization.pack import unquantized
+from quire.quantization.pack import linear as packed_linear
 
 
 class VocabEmbedding(nn.Module):
@@ -16,12 +18,12 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, at: str, tied: "LMHead | None", build: Build) -> None:
         super().__init__()
-        self.at, self.device = at, build.device
+        self.at, self.device, self.dtype = at, build.device, build.dtype
         plan = build.linears[at]
         self.kernel, self.features = plan.load(), plan.features
         self.tied = (tied,)  # in a tuple, so that the head stays a child of the model alone
         self.weight: Tensor | None = None
-        self.packed: unquantized.PackedLinear | None = None
+        self.packed: packed_linear.PackedLinear | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
         """See `Loads`."""
@@ -33,31 +35,31 @@ class VocabEmbedding(nn.Module):
             assert head is not None
             self.packed = head.packed
         elif "plain" in self.features:
-            self.packed = unquantized.PackedLinear(weight, None)
+            self.packed = packed_linear.PackedLinear(weight, None)
         else:
             self.weight = weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 ids in [0, V) -> [T, hidden]; kernels give rows of NaN for other ids."""
+        """[T] int64 ids in [0, V) -> [T, hidden] in the type of activations; kernels give rows of NaN for other ids."""
         if self.packed is not None:
-            return unquantized.rows(self.kernel, self.packed, token_ids)
+            return packed_linear.rows(self.kernel, self.packed, token_ids).to(self.dtype)
         assert self.weight is not None, "run before its weights were taken"
-        return F.embedding(token_ids, self.weight)
+        return F.embedding(token_ids, self.weight).to(self.dtype)
 
 
 class LMHead(nn.Module):
     """The projection from hidden states to logits. A tied head has no name: the embedding gives it the weight."""
 
-    packed: unquantized.PackedLinear
+    packed: packed_linear.PackedLinear
 
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
         self.at, self.kernel, self.device = at, build.linears[at or "embed"].load(), build.device
 
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+    def take(self, tensors: dict[str, Any], place: int) -> None:
         """See `Loads`."""
-        self.packed = unquantized.pack(self.kernel, tensors, self.device)
+        self.packed = packed_linear.pack(self.kernel, tensors, self.device)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, hidden] -> [R, V] float32 logits, written to `out` if it is given."""
-        return unquantized.run_float(self.kernel, hidden, self.packed, out)
+        return packed_linear.run_float(self.kernel, hidden, self.packed, out)

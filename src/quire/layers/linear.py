@@ -1,10 +1,12 @@
 """Projections, fused over their checkpoint parts."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from quire.layers.context import Build, Sum
 from quire.layers.norm import RMSNorm
-from quire.quantization.pack import unquantized
+from quire.quantization.pack import linear as packed_linear
 
 
 def add_sum(partial: Tensor, residual: Tensor, sum_tp: Sum) -> Tensor:
@@ -22,7 +24,7 @@ class Linear(nn.Module):
     inputs and its results are partial: `add` sums them over the ranks.
     """
 
-    packed: unquantized.PackedLinear
+    packed: packed_linear.PackedLinear
 
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
@@ -32,26 +34,26 @@ class Linear(nn.Module):
         self.out_features, self.in_features = build.shape(f"{at}.weight")
         self.sum_tp = build.sum_tp if build.params[f"{at}.weight"].shard == "columns" else None
 
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+    def take(self, tensors: dict[str, Any], place: int) -> None:
         """See `Loads`."""
-        self.packed = unquantized.pack(self.kernel, tensors, self.device)
+        self.packed = packed_linear.pack(self.kernel, tensors, self.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features]."""
-        return unquantized.run(self.kernel, x, self.packed)
+        return packed_linear.run(self.kernel, x, self.packed)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Return the projection of norm(x), [T, out_features]; one call of a kernel with the feature "norm"."""
         if "norm" not in self.features:
             return self(norm(x))
-        return unquantized.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)
+        return packed_linear.run_norm(self.kernel, x, norm.weight, norm.eps, self.packed)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual [T, out_features] + the projection of x; it may reuse the memory of `residual`."""
         if self.sum_tp is not None:
             return add_sum(self(x), residual, self.sum_tp)
         if "add" in self.features:
-            return unquantized.run_add(self.kernel, x, self.packed, residual)
+            return packed_linear.run_add(self.kernel, x, self.packed, residual)
         return residual + self(x)
 
 
@@ -66,9 +68,9 @@ class GatedLinear(Linear):
         self.activation = build.kernels.activation
         self.fused = "gated" in self.features
 
-    def take(self, tensors: dict[str, Tensor], place: int) -> None:
+    def take(self, tensors: dict[str, Any], place: int) -> None:
         """See `Loads`."""
-        pack = unquantized.pack_gated if self.fused else unquantized.pack
+        pack = packed_linear.pack_gated if self.fused else packed_linear.pack
         self.packed = pack(self.kernel, tensors, self.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,10 +78,10 @@ class GatedLinear(Linear):
         if not self.fused:
             gated: Tensor = self.activation.silu_mul(super().forward(x))
             return gated
-        return unquantized.run_gated(self.kernel, x, self.packed)
+        return packed_linear.run_gated(self.kernel, x, self.packed)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """See `Linear`."""
         if not self.fused or "norm" not in self.features:
             return self(norm(x))
-        return unquantized.run_norm_gated(self.kernel, x, norm.weight, norm.eps, self.packed)
+        return packed_linear.run_norm_gated(self.kernel, x, norm.weight, norm.eps, self.packed)

@@ -5,6 +5,7 @@ out the experts of other ranks and is then partial.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from quire.layers.context import Build, StepContext
 from quire.layers.linear import Linear, add_sum
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.quantization.pack import unquantized
+from quire.quantization.pack import linear as packed_linear
 from quire.quantization.pack.matrix import Weight, empty_weight
 
 # Numbers of tokens with which the shared experts run on a side stream of a GPU, beside the routed experts. With fewer,
@@ -29,7 +30,7 @@ Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 class Router(nn.Module):
     """The router: scores all experts for each token; `kernels/routing` chooses by the scores."""
 
-    packed: unquantized.PackedLinear
+    packed: packed_linear.PackedLinear
 
     def __init__(self, at: str, routing: Routing, exact: bool, build: Build) -> None:
         super().__init__()
@@ -41,11 +42,11 @@ class Router(nn.Module):
         """See `Loads`. The bias goes to the routing kernel, not into the product."""
         bias = tensors.pop("bias", None)
         self.bias = None if bias is None else bias.to(self.device)
-        self.packed = unquantized.pack(self.linear, tensors, self.device)
+        self.packed = packed_linear.pack(self.linear, tensors, self.device)
 
     def forward(self, x: Tensor) -> Routed:
         """x [T, hidden] -> weights and ids of the chosen experts. With `router_float` the scores stay float32."""
-        logits = (unquantized.run_float if self.exact else unquantized.run)(self.linear, x, self.packed)
+        logits = (packed_linear.run_float if self.exact else packed_linear.run)(self.linear, x, self.packed)
         weights, ids = self.kernel.route(logits, self.bias, self.routing)
         return weights, ids
 
@@ -62,16 +63,18 @@ class Experts(nn.Module):
         self.at, self.device = at, build.device
         self.kernel, self.expert_map = load_kernel("experts", build.moe.experts), None
         self.num_experts = num_experts if build.experts is None else len(build.experts)
-        self.schemes = {name: build.params[f"{at}.{name}"].scheme for name in ("gate_up", "down")}
+        own = {name: build.params[f"{at}.{name}"] for name in ("gate_up", "down")}
+        self.schemes = {name: param.scheme for name, param in own.items()}
         self.in_place = "in place" in build.moe.features and not any(self.schemes.values())
-        self.shapes, self.dtype = {name: build.shape(f"{at}.{name}") for name in ("gate_up", "down")}, build.dtype
+        self.shapes = {name: param.shape for name, param in own.items()}
+        self.dtype = getattr(torch, own["down"].dtype) if own["down"].dtype else build.dtype  # of both
         if build.experts is not None:
-            own = {expert: place for place, expert in enumerate(build.experts)}
-            places = [own.get(expert, -1) for expert in range(num_experts)]
+            place_of = {expert: place for place, expert in enumerate(build.experts)}
+            places = [place_of.get(expert, -1) for expert in range(num_experts)]
             self.expert_map = torch.tensor(places, dtype=torch.int32, device=build.device)
         self.packed: object = None
 
-    def take(self, tensors: dict[str, Weight], place: int) -> None:
+    def take(self, tensors: dict[str, Any], place: int) -> None:
         """See `Loads`."""
         if self.packed is None:
             self.packed = self._empty()

@@ -34,24 +34,24 @@ class Rotary:
 def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
     """Return the radians per position of each pair, [head_dim / 2] float32, and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / (args.theta**exponents)
+    unscaled = 1.0 / (args.theta**exponents)
     if args.kind == "linear":
-        return plain / args.factor, 1.0
+        return unscaled / args.factor, 1.0
     if args.kind == "llama3":
-        return _llama3(plain, args), 1.0
+        return _llama3(unscaled, args), 1.0
     if args.kind == "yarn":
-        return _yarn(plain, args, head_dim), _yarn_scale(args)
-    return plain, 1.0  # default, and dynamic up to the trained length
+        return _yarn(unscaled, args, head_dim), _yarn_scale(args)
+    return unscaled, 1.0  # default, and dynamic up to the trained length
 
 
-def _llama3(plain: Tensor, args: RopeArgs) -> Tensor:
+def _llama3(unscaled: Tensor, args: RopeArgs) -> Tensor:
     """Llama 3.1: wavelengths above original / low are stretched by factor, below original / high kept, else blended."""
-    turns = args.original_max_position * plain / (2 * math.pi)  # rotations over the trained length
+    turns = args.original_max_position * unscaled / (2 * math.pi)  # rotations over the trained length
     kept = ((turns - args.low_freq_factor) / (args.high_freq_factor - args.low_freq_factor)).clamp(0, 1)
-    return plain * kept + plain / args.factor * (1 - kept)
+    return unscaled * kept + unscaled / args.factor * (1 - kept)
 
 
-def _yarn(plain: Tensor, args: RopeArgs, head_dim: int) -> Tensor:
+def _yarn(unscaled: Tensor, args: RopeArgs, head_dim: int) -> Tensor:
     """YaRN (Peng et al., 2023, section 3.2): pairs that turn often are kept, slow ones stretched, a ramp between."""
 
     def pair_with(turns: float) -> float:
@@ -63,7 +63,7 @@ def _yarn(plain: Tensor, args: RopeArgs, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low or 0.001
     kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return plain * kept + plain / args.factor * (1 - kept)
+    return unscaled * kept + unscaled / args.factor * (1 - kept)
 
 
 def _yarn_scale(args: RopeArgs) -> float:

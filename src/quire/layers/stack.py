@@ -3,20 +3,21 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
+from quire.contracts.scheme import Scheme
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
 from quire.layers.rope import Rotary, Rotation
 
 Tap = Callable[[int | str, Tensor], None]
 # Types whose equal values print alike. A module has a set of the names of some buffers.
-PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None))
+PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None), Scheme)
 
 
 class Model(Protocol):
@@ -34,8 +35,8 @@ class Model(Protocol):
     head: Callable[..., Tensor]  # ([R, hidden], out=None) -> [R, V] float32, in `out` where that is given
     rotary: Rotary
 
-    def take(self, module: str, place: int, tensors: dict[str, Tensor]) -> None:
-        """Give a layer the loaded tensors of a `LoadUnit` to pack. Called once for each, before the first step."""
+    def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
+        """Give a layer the parameters of a `LoadUnit` to pack. Called once for each, before the first step."""
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
         """Return the memory of a layer's parameters, for a loader to write to; None: the loader calls `take`."""

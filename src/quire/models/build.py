@@ -12,6 +12,7 @@ from quire.layers.context import Build
 from quire.layers.decoder import Decoder
 from quire.models.layout import layout, stored_names
 from quire.models.plan import EnginePlan
+from quire.quantization.assign import with_formats
 
 
 def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = None) -> Decoder:
@@ -28,7 +29,8 @@ def build_model(plan: EnginePlan, sum_tp: Callable[[Tensor], Tensor] | None = No
         experts=None if whole else tuple(range(*rank.experts)), sum_tp=sum_tp, kv_groups=plan.geometry.groups,
         moe=plan.experts,
     )  # fmt: skip
-    everything = frozenset(stored_names(layout(args))) if plan.mesh.parallel.size > 1 else frozenset()
+    whole_model = with_formats(layout(args), plan.quantization) if plan.mesh.parallel.size > 1 else ()
+    everything = frozenset(stored_names(whole_model))
     model = Decoder(args, plan.params, build, elsewhere=everything)
     if plan.config.load.routing == "uniform" and args.moe is not None:
         for layer in args.moe.layers:

@@ -1,16 +1,16 @@
 """The kernel functions that a model calls, in order. No torch.
 
-Mirrors the branches of `layers/`, which depend on the features of the chosen linear kernel (`linear`). A test compares
-the list with the calls of a real step.
+Mirrors the branches of `layers/`, which depend on the features of each linear layer's kernel (`linear`). A test
+compares the list with the calls of a real step.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from math import isfinite
 from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
 
-FUSED = frozenset({"norm", "gated", "add"})  # features of a linear kernel that join other operations to a product
+Features = Callable[[str], Collection[str]]  # a linear layer, below the layer ("mlp.down") -> features of its kernel
 
 
 class Call(NamedTuple):
@@ -26,10 +26,9 @@ class Call(NamedTuple):
     when: str = ""
 
 
-def pack_function(args: ModelArgs, name: str, linear: Collection[str], in_place: bool) -> str:
+def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) -> str:
     """Return the name of the function that packs parameter `name`, such as "linear.pack"; "" if it is not packed.
 
-    linear     features of the linear kernel
     in_place   experts are loaded into the kernel's memory without packing
     """
     if name.endswith((".experts.gate_up", ".experts.down")):
@@ -40,12 +39,13 @@ def pack_function(args: ModelArgs, name: str, linear: Collection[str], in_place:
         return ""
     if name == "embed.weight" and not args.tie_word_embeddings:
         return ""
-    return "linear.pack_gated" if name.endswith("gate_up.weight") and "gated" in linear else "linear.pack"
+    gated = name.endswith("gate_up.weight") and "gated" in linear(name.rpartition(".")[0])
+    return "linear.pack_gated" if gated else "linear.pack"
 
 
-def embedding_calls(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
+def embedding_calls(args: ModelArgs, linear: Features) -> Iterator[Call]:
     """Token ids -> hidden states."""
-    rows = "plain" in linear or args.tie_word_embeddings and "rows" in linear
+    rows = "plain" in linear("embed") or args.tie_word_embeddings and "rows" in linear("embed")
     yield Call("linear.rows" if rows else "torch.nn.functional.embedding", ("embed.weight",))
 
 
@@ -55,7 +55,7 @@ def head_calls(args: ModelArgs) -> Iterator[Call]:
     yield Call("linear.run_float", ("embed.weight" if args.tie_word_embeddings else "head.weight",))
 
 
-def layer_calls(args: ModelArgs, layer: int, linear: Collection[str], routing: str = "model") -> Iterator[Call]:
+def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model") -> Iterator[Call]:
     """Hidden states -> hidden states, through attention and a feed-forward layer; `routing` as of `build_model`."""
     if args.latent:
         yield from _latent(args, linear)
@@ -71,7 +71,7 @@ def layer_calls(args: ModelArgs, layer: int, linear: Collection[str], routing: s
         yield _add("mlp.down", args.mlp_bias, linear)
 
 
-def _latent(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
+def _latent(args: ModelArgs, linear: Features) -> Iterator[Call]:
     sizes = args.latent
     assert sizes is not None
     yield from _normed("attention_norm.weight", ("attention.down.weight",), linear)
@@ -87,7 +87,7 @@ def _latent(args: ModelArgs, linear: Collection[str]) -> Iterator[Call]:
         yield Call("latent.expanded", up.parameters, many)
 
 
-def _experts(args: ModelArgs, linear: Collection[str], routing: str) -> Iterator[Call]:
+def _experts(args: ModelArgs, linear: Features, routing: str) -> Iterator[Call]:
     moe = args.moe
     assert moe is not None
     yield Call("norm.rms_norm", ("mlp_norm.weight",))
@@ -108,22 +108,26 @@ def _weights(name: str, bias: bool) -> tuple[str, ...]:
     return (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
 
 
-def _normed(norm: str, weights: tuple[str, ...], linear: Collection[str], run: str = "") -> Iterator[Call]:
+def _normed(norm: str, weights: tuple[str, ...], linear: Features, run: str = "") -> Iterator[Call]:
     """A norm and the projection of its result; `run`: "", or "_gated"."""
-    if "norm" in linear:
+    if "norm" in linear(weights[0].rpartition(".")[0]):
         yield Call(f"linear.run_norm{run}", (norm, *weights))
     else:
         yield from (Call("norm.rms_norm", (norm,)), Call(f"linear.run{run}", weights))
 
 
-def _gated(at: str, bias: bool, linear: Collection[str], norm: str = "") -> Iterator[Call]:
+def _gated(at: str, bias: bool, linear: Features, norm: str = "") -> Iterator[Call]:
     """The projection to gate and up with its activation, after a norm if there is one."""
-    weights, run = _weights(f"{at}gate_up", bias), "_gated" if "gated" in linear else ""
-    yield from _normed(norm, weights, linear if run else (), run) if norm else (Call(f"linear.run{run}", weights),)
+    weights, run = _weights(f"{at}gate_up", bias), "_gated" if "gated" in linear(f"{at}gate_up") else ""
+    product = Call(f"linear.run{run}", weights)
+    if norm and run:
+        yield from _normed(norm, weights, linear, run)
+    else:
+        yield from (Call("norm.rms_norm", (norm,)), product) if norm else (product,)
     if not run:
         yield Call("activation.silu_mul")
 
 
-def _add(name: str, bias: bool, linear: Collection[str]) -> Call:
+def _add(name: str, bias: bool, linear: Features) -> Call:
     """A projection whose result is added to the residual stream."""
-    return Call("linear.run_add" if "add" in linear else "linear.run", _weights(name, bias))
+    return Call("linear.run_add" if "add" in linear(name) else "linear.run", _weights(name, bias))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from quire.config.checkpoint import ModelArgs
 from quire.config.placement import ALONE, Rank, ranks, share
 from quire.contracts.params import Param, Part
+from quire.quantization.formats import raw_tensors, spare_names
 
 
 class _Rows(NamedTuple):
@@ -38,8 +39,11 @@ def alone(args: ModelArgs) -> Rank:
 
 
 def stored_names(params: Iterable[Param]) -> Iterator[str]:
-    """Yield the names of the checkpoint tensors from which these parameters are read."""
-    return (part.stored for param in params for part in param.parts)
+    """Yield the names of the checkpoint tensors of these parameters; with quantized ones, those that are not read, too.
+    """
+    for param in params:
+        yield from (part.stored for raw in raw_tensors(param) for part in raw.parts)
+        yield from spare_names(param)
 
 
 def parameters_per_token(args: ModelArgs) -> float:

@@ -3,12 +3,12 @@
 No torch.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
-from quire.config.quantized import read_quantization
 from quire.config.resolve import (
     DTypePlan,
     check_context,
@@ -20,16 +20,18 @@ from quire.config.resolve import (
 from quire.models.layout import layout
 from quire.models.registry import check_routing, kv_components, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
-from quire.weights.files import Checkpoint
-from quire.weights.folder import fetch_weights
+from quire.quantization.assign import settled, with_formats
+from quire.quantization.read import Quantization, find_quantization
+from quire.weights.files import Checkpoint, read_checkpoint, stored_in
+from quire.weights.folder import absent_weights, fetch_weights
 from quire.weights.match import match_tensors
-
-Quantization = dict[str, Any]  # quantization_config, {} without one
 
 
 def read_model(config: EngineConfig, folder: Path, device: str,
                cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan, Quantization]:
-    """Read the arguments, the compute type and the quantization of the model in `folder`; weights need not be there.
+    """Read the arguments, the compute type and the quantization of the model in `folder`.
+
+    Weights need not be there: the headers of quantized ones are read on the hub.
 
     Raises a `UserError` for a model that is not implemented, and for options that it cannot meet.
     """
@@ -37,23 +39,44 @@ def read_model(config: EngineConfig, folder: Path, device: str,
     check_context(config.model, args.max_position_embeddings)
     check_routing(args, config.load.routing)
     dtype = resolve_dtype(config.model.dtype, args.dtype, bool(cpu.bf16_units), device)
-    return args, dtype, read_quantization(read_raw_config(folder), str(folder / "config.json"))
+    return args, dtype, settled_quantization(config, folder, args)
 
 
-def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: str, free_bytes: int | None) -> None:
+def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> Quantization:
+    """Return the quantization of a model by its files, the option `quantization` and the names of its weights."""
+    found = find_quantization(folder, read_raw_config(folder), config.load.quantization)
+    if not found.config:
+        return found
+    return found._replace(config=settled(found.config, layout(args), _stored_types(config, folder)))
+
+
+def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:
+    """Return the names of the stored tensors and their types, "" where only an index names them; {} without weights."""
+    repository = absent_weights(config, folder)
+    if config.load.load_format == "dummy":
+        return {}
+    if repository is None and not any(folder.glob("*.safetensors")):
+        return dict.fromkeys(stored_in(folder), "")
+    checkpoint = read_checkpoint(folder) if repository is None else repository.read_headers(folder)
+    return {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+
+
+def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, free_bytes: int | None,
+                   *, quantization: Mapping[str, Any]) -> None:
     """Download the weights that `folder` lacks, unless their headers show that the model could not be loaded.
 
-    dtype        of the parameters;  free_bytes  memory that must hold them, where it is known
+    free_bytes   memory that must hold the parameters, where it is known
     Raises a `UserError` that names the fix.
     """
 
     def check(checkpoint: Checkpoint) -> None:
-        params = layout(args)
+        params = with_formats(layout(args), quantization)
         match_tensors(checkpoint, params, args)
         if free_bytes is not None:
-            weights = unpacked_bytes(params, dtype)
-            check_cpu_weights(weights, free_bytes, dtype)
-            geometry = resolve_geometry(kv_components(args, dtype), args.num_layers, config.cache.block_size)
+            stored = dtype.weights or dtype.dtype
+            weights = unpacked_bytes(params, stored)
+            check_cpu_weights(weights, free_bytes, "" if quantization else stored)
+            geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)
             resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
                            max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip
 

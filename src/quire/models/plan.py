@@ -4,7 +4,7 @@
 and read back: no value in it belongs to a process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from quire.kernels.supports import SUPPORTS
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
 from quire.models.registry import check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
+from quire.quantization.assign import with_formats
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     moe           kernel and dispatcher of experts by phase, or the reason why there is none
     geometry      of a page of this rank's KV cache;  graphs  sizes of captured steps
     missing       features that are not implemented: an engine that needs them can be planned, not built
-    quantization  of config.json
+    quantization  of the checkpoint, as `quire.quantization.read` returns it; {}: unquantized
     """
 
     config: EngineConfig
@@ -99,6 +100,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of the parameters as they are loaded, before they are packed."""
         return unpacked_bytes(self.params, self.dtype.dtype)
 
+    @property
+    def weight_words(self) -> str:
+        """Type of the weights in messages about memory."""
+        return str(self.quantization["quant_method"]) if self.quantization else self.dtype.dtype
+
     def check_runnable(self) -> None:
         """Refuse a plan with missing features, in the words of the first. Raises UnsupportedModel."""
         check_missing(self.missing)
@@ -111,7 +117,7 @@ def resolve_engine(
 ) -> EnginePlan:  # fmt: skip
     """Plan the engine of rank `number`.
 
-    args, quantization   as read from config.json in `folder`;  dtype  as resolved for this machine
+    args, quantization   as read from the files in `folder`;  dtype  as resolved for this machine
     probe    tells the reason why the machine lacks something;  forced  operation -> implementation to take
     served   clients read answers token by token
     Raises ConfigError for options that contradict the model or the device.
@@ -121,7 +127,7 @@ def resolve_engine(
     check_routing(args, config.load.routing)
     quantization, device = dict(quantization or {}), machine.device
     rank = list(ranks(args, parallel))[number]
-    params = layout(args, rank)
+    params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
     geometry = rank_geometry(args, rank, dtype=dtype.dtype, device="cuda" if by_triton else "cpu",
                              block_size=config.cache.block_size)
@@ -140,14 +146,37 @@ def resolve_engine(
         wide = args.moe is not None and not served and roomy
         config = replace(config, scheduler=resolve_batch(config.scheduler, machine.total_memory, wide))
         check_sequences(config)
+    dtype = _typed(dtype, kernels)
     return EnginePlan(
         config=config, folder=str(folder), args=args, machine=machine, dtype=dtype,
-        mesh=Mesh(parallel=parallel, rank=rank), params=params, kernels=kernels,
+        mesh=Mesh(parallel=parallel, rank=rank), params=keep_stored(params, dtype, kernels, moe), kernels=kernels,
         linears=linear_plans(args, params, kernels), moe=moe,
         geometry=geometry,
         graphs=resolve_graphs(config, args) if by_triton else GraphPlan(),
-        missing=missing_features(parallel, quantization), quantization=quantization,
+        missing=missing_features(parallel), quantization=quantization,
     )  # fmt: skip
+
+
+def keep_stored(params: Iterable[Param], dtype: DTypePlan, kernels: Iterable[Choice],
+                moe: Mapping[str, MoEPlan | str]) -> tuple[Param, ...]:  # fmt: skip
+    """Return the parameters with the dtype of `dtype.weights` for each matrix whose kernel has the feature "stored"."""
+    linear = {choice.weights: choice.features for choice in kernels if choice.op == "linear"}.get((), ())
+    experts = {name for plan in moe.values() if isinstance(plan, MoEPlan) for name in plan.features}
+
+    def kept(param: Param) -> bool:
+        features = linear if is_linear(param) else experts if param.shard == "experts" else ()
+        return bool(dtype.weights) and "stored" in features and param.scheme is None and not param.dtype
+
+    return tuple(msgspec.structs.replace(one, dtype=dtype.weights) if kept(one) else one for one in params)
+
+
+def _typed(dtype: DTypePlan, kernels: Iterable[Choice]) -> DTypePlan:
+    """Return the types of a model whose linear layers are planned."""
+    choice = next(choice for choice in kernels if choice.op == "linear" and not choice.weights)
+    if not dtype.weights or "stored" in choice.features:
+        return dtype
+    why = dict(choice.rejected).get("panels", f"linear layers run {choice.name}")
+    return replace(dtype, weights="", reason=f"weights are converted, because {why}")
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
@@ -158,7 +187,7 @@ def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan
     """
     config, context = plan.config, plan.args.max_position_embeddings
     if isinstance(measured, DeviceMemory):
-        return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.dtype.dtype)
+        return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
     return resolve_memory(plan.geometry, config.model, config.cache, context=context,
                           max_num_seqs=config.scheduler.sequences(), free_bytes=measured)  # fmt: skip
 

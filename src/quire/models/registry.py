@@ -13,7 +13,7 @@ from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
 from quire.kernels.linear.plan import LinearPlan, plan_linears
 from quire.kernels.select import Choice
-from quire.quantization.formats import FORMATS
+from quire.quantization.formats import num_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Cho
 
 def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:
     """Return the size of the parameters in bytes before packing; `dtype` is that of parameters without one."""
-    return sum(FORMATS[one.format].num_bytes(one.shape, ITEM_BYTES[one.dtype or dtype]) for one in params)
+    return sum(num_bytes(one, ITEM_BYTES[one.dtype or dtype]) for one in params)
 
 
 def check_routing(args: ModelArgs, routing: str) -> None:

@@ -1,8 +1,8 @@
 """An engine's plan as plain values: layers, bytes, kernel calls in order, and reasons. No torch."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -11,19 +11,23 @@ from typing import Any
 from quire.config.bundled import NAME
 from quire.config.placement import Rank, collectives, ranks
 from quire.config.pooling import read_pooling
-from quire.config.quantized import format_words, is_kept, missing_format
 from quire.config.resolve import MemoryPlan
 from quire.contracts.blocks import KVGeometry
 from quire.contracts.errors import WeightsError
 from quire.contracts.params import Param, fused
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Choice
-from quire.models.calls import FUSED, Call, embedding_calls, head_calls, layer_calls, pack_function
+from quire.models.calls import Call, embedding_calls, head_calls, layer_calls, pack_function
 from quire.models.facts import model_facts
 from quire.models.layout import layout
-from quire.models.plan import EnginePlan
+from quire.models.plan import EnginePlan, keep_stored
 from quire.models.registry import ITEM_BYTES, linear_plans, rank_geometry
-from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
+from quire.quantization.assign import decided_by, with_formats
+from quire.quantization.formats import num_bytes, raw_tensors, spare_names
+from quire.quantization.read import format_words, quantization_notes
+from quire.quantization.scheme import scheme_words
+from quire.weights.files import Checkpoint, stored_in
+from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
 _READ = {"config": "config.json, device, number type", "tokenizer": "tokenizer and chat template"}
 PHASES = {
@@ -35,10 +39,7 @@ PHASES = {
                      "graphs": "KV cache in what is left, CUDA graphs of steps", "engine": "scheduler"},
 }  # fmt: skip
 DUMMY, EAGER = {"weights": "random numbers, packed for the kernels"}, {"graphs": "KV cache in what is left"}
-WHOLE = ("embed.weight", "head.weight", "norm.weight", ".router.weight", ".shared_gate.weight")  # never quantized
-SCALE_BYTES = 4  # of a block of FP8
 NEVER = 1 << 30  # query rows: a number for JSON
-MISSING = "not implemented yet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +65,16 @@ class PlanReport:
                            plan.dispatcher if plan else "")  # fmt: skip
         phases = PHASES[self.plan.machine.device] | (DUMMY if config.load.load_format == "dummy" else {})
         phases |= EAGER if self.plan.machine.device == "cuda" and config.device.enforce_eager else {}
-        words, lacking = format_words(self.plan.quantization), self._lacking and f": {MISSING}"
+        notes = (note.removesuffix(".") for note in quantization_notes(self.plan.quantization))
         return {
             "missing": [one._asdict() for one in self.plan.missing],
             "load_error": self.load_error,
             "model": {
                 "name": config.model.model or NAME, "type": args.model_type, "architecture": args.architecture,
                 "parameters": sum(prod(param.shape) for param in self.layout),
-                "bytes": _total(map(self.num_bytes, self.layout)), "dtype": self.plan.dtype.dtype,
-                "dtype_reason": self.plan.dtype.reason, "notes": args.notes,
-                "format": f"{words}{lacking}" or "unquantized", **model_facts(args),
+                "bytes": sum(map(self.num_bytes, self.layout)), "dtype": self.plan.dtype.dtype,
+                "dtype_reason": self.plan.dtype.reason, "notes": (*args.notes, *notes),
+                "format": format_words(self.plan.quantization) or "unquantized", **model_facts(args),
                 "embedding": str(read_pooling(self._folder, config.model.pooler_config)),
             },
             "machine": self.plan.machine.words,
@@ -91,13 +92,17 @@ class PlanReport:
     @cached_property
     def layout(self) -> tuple[Param, ...]:
         """The parameters of the whole model, not of a rank."""
-        return layout(self.plan.args)
+        return self._layout()
+
+    def _layout(self, rank: Rank | None = None) -> tuple[Param, ...]:
+        plan = self.plan
+        return keep_stored(with_formats(layout(plan.args, rank), plan.quantization), plan.dtype, plan.kernels, plan.moe)
 
     @cached_property
-    def held(self) -> list[tuple[Rank, int | None]]:
-        """Every rank and the bytes of its parameters; None: not known."""
+    def held(self) -> list[tuple[Rank, int]]:
+        """Every rank and the bytes of its parameters. Raises ConfigError where a slice would cut a group."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
-        held = {kind: _total(map(self.num_bytes, layout(self.plan.args, rank)))
+        held = {kind: sum(map(self.num_bytes, self._layout(rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip
         return [(rank, held[rank.kind]) for rank in every]
 
@@ -106,49 +111,15 @@ class PlanReport:
         return rank_geometry(self.plan.args, rank, dtype=self.plan.dtype.dtype, device=self.plan.machine.device,
                              block_size=self.plan.geometry.block_size)  # fmt: skip
 
-    def num_bytes(self, param: Param) -> int | None:
-        """Return the bytes of a parameter of the model or of a rank, with scales; None where they are not known.
-
-        For a quantization other than blocks of FP8, the headers tell the bytes, and a rank has its share of them.
-        """
-        item, width = ITEM_BYTES[param.dtype or self.plan.dtype.dtype], prod(param.shape[1:])
-        if not self._is_quantized(param):
-            return prod(param.shape) * item
-        if self._block:
-            return sum(part.rows * width * item if part.stored in self._plain else self._fp8_bytes(part.rows, width)
-                       for part in param.parts)  # fmt: skip
-        whole = sum(prod(part.shape) for part in param.parts)
-        stored = _total(self._tensors(param).values())
-        return stored and -(-stored * prod(param.shape) // whole)
-
-    def _fp8_bytes(self, rows: int, width: int) -> int:
-        high, wide = self._block
-        return rows * width + SCALE_BYTES * -(-rows // high) * -(-width // wide)
+    def num_bytes(self, param: Param) -> int:
+        """Return the bytes of a parameter of the model or of a rank, with scales, before it is packed."""
+        return num_bytes(param, ITEM_BYTES[param.dtype or self.plan.dtype.dtype])
 
     @property
     def _folder(self) -> Path:
         return Path(self.plan.folder)
 
     # --- layers and their weights ---------------------------------------------------------------------------------
-
-    @cached_property
-    def _block(self) -> tuple[int, ...]:
-        """Rows and columns that share a scale; () where weights are not stored in blocks of FP8."""
-        blocks = self.plan.quantization.get("quant_method") == "fp8"
-        return tuple(blocks and self.plan.quantization.get("weight_block_size") or ())
-
-    @cached_property
-    def _plain(self) -> frozenset[str]:
-        """Tensors that a checkpoint in blocks of FP8 stores without scales, by its files or else by its config."""
-        kept = frozenset(self.plan.quantization.get("modules_to_not_convert") or ()) if self._block else frozenset()
-        names = (part.stored for param in self.layout if self._block for part in param.parts)
-        return frozenset(name for name in names if (
-            f"{name}_scale_inv" not in self._stored if name in self._stored else is_kept(name, kept)))
-
-    @cached_property
-    def _lacking(self) -> str:
-        """The missing kernel in words, where the weights have a format that cannot be run yet; else ""."""
-        return missing_format(self.plan.quantization) and f"no {self.plan.quantization['quant_method']} kernel yet"
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:
@@ -161,43 +132,8 @@ class PlanReport:
             return {}
 
     @cached_property
-    def _known(self) -> Mapping[str, StoredTensor]:
-        """Stored tensor -> its header; {} without files, or where they cannot be read."""
-        if self.headers is not None:
-            return self.headers.tensors
-        try:
-            return read_checkpoint(self._folder).tensors if any(self._folder.glob("*.safetensors")) else {}
-        except WeightsError:
-            return {}
-
-    @cached_property
-    def _beside(self) -> Mapping[str, Mapping[str, int | None]]:
-        """Quantized tensors by their names up to the last dot -> name -> bytes; None without headers."""
-        known = self._known
-        whole = {part.stored for param in self.layout if not self._is_quantized(param) for part in param.parts}
-        names = sorted(self._stored.keys() - whole, key=lambda name: name.rpartition("."))
-        stems = groupby(names, key=lambda name: name.rpartition(".")[0])
-        return {stem: {name: known[name].num_bytes if known else None for name in some} for stem, some in stems}
-
-    def _is_quantized(self, param: Param) -> bool:
-        if not self.plan.quantization or len(param.shape) < 2 or param.name.endswith(WHOLE):
-            return False
-        return not self._plain or any(part.stored not in self._plain for part in param.parts)
-
-    def _tensors(self, param: Param) -> Mapping[str, int | None]:
-        """Return checkpoint tensors of a parameter ("....*" for unknown names) -> bytes, where headers tell them."""
-        names = [part.stored for part in param.parts]
-        if not self._is_quantized(param):
-            return dict.fromkeys(names)
-        if self._block:
-            return dict.fromkeys(name + end for name in names for end in ("", "_scale_inv")
-                                 if not end or name not in self._plain)
-        stems = [name.rpartition(".")[0] for name in names]
-        return {name: size for stem in stems for name, size in self._beside.get(stem, {f"{stem}.*": None}).items()}
-
-    @cached_property
     def _chosen(self) -> dict[str, Choice]:
-        return {choice.op: choice for choice in self.plan.kernels}
+        return {choice.op: choice for choice in self.plan.kernels if not choice.weights}
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -211,6 +147,10 @@ class PlanReport:
         if self.plan.mesh.parallel.pp == 1:
             return self.plan.linears
         return linear_plans(self.plan.args, self.layout, self.plan.kernels)
+
+    def _features(self, module: str) -> tuple[str, ...]:
+        """Features of the kernel of a linear layer."""
+        return self._linears[module].features
 
     @cached_property
     def _in_place(self) -> bool:
@@ -230,47 +170,52 @@ class PlanReport:
     def _layers(self) -> Iterator[dict[str, Any]]:
         args = self.plan.args
         for layer, group in groupby(self.layout, key=lambda param: _layer(param.name)):
-            params = {param.name.removeprefix(f"layers.{layer}."): param for param in group}
-            first, quantized = "embed.weight" in params, frozenset(filter(lambda n: self._lacks(params[n]), params))
-            linear = frozenset(self._chosen["linear"].features) - (FUSED if quantized else frozenset())
+            at = f"layers.{layer}." if layer >= 0 else ""
+            params = {param.name.removeprefix(at): param for param in group}
+            first, linear = "embed.weight" in params, partial(_below, self._features, at)
             calls = list(layer_calls(args, layer, linear, self.plan.config.load.routing) if layer >= 0 else
                          embedding_calls(args, linear) if first else head_calls(args))  # fmt: skip
-            at = f"layers.{layer}." if layer >= 0 else ""
-            named = [self._call(call, quantized, at) for call in calls]
+            named = [call._asdict() | {"function": self._qualified(call.function, (at + p for p in call.parameters))}
+                     for call in calls]  # fmt: skip
             run = {parameter: call["function"] for call in reversed(named) for parameter in call["parameters"]}
-            weights = [self._weight(param, run.get(name, ""), linear) for name, param in params.items()]
+            packs = {name: pack_function(args, name, linear, self._is_in_place(param))
+                     for name, param in params.items()}  # fmt: skip
+            weights = [self._weight(param, run.get(name, ""), packs[name]) for name, param in params.items()]
             yield {
                 "layer": str(layer) if layer >= 0 else "embed" if first else "head", "kind": _kind(calls),
-                "parameters": sum(w["parameters"] for w in weights), "bytes": _total(w["bytes"] for w in weights),
+                "parameters": sum(w["parameters"] for w in weights), "bytes": sum(w["bytes"] for w in weights),
                 "calls": named,
                 "weights": weights,
             }  # fmt: skip
 
-    def _call(self, call: Call, quantized: frozenset[str], at: str) -> dict[str, Any]:
-        """Return a call as plain values. A call with a parameter among the `quantized` has no implementation yet."""
-        missing = self._lacking if quantized & set(call.parameters) else ""
-        function = call.function if missing else self._qualified(call.function, (at + p for p in call.parameters))
-        return call._asdict() | {"function": function, "missing": missing}
+    def _is_in_place(self, param: Param) -> bool:
+        """True for experts that are loaded into the kernel's memory without packing."""
+        return self._in_place and param.scheme is None
 
-    def _lacks(self, param: Param) -> bool:
-        """True for a parameter of a format that no kernel runs yet."""
-        return bool(self._lacking) and self._is_quantized(param)
-
-    def _weight(self, param: Param, run: str, linear: Collection[str]) -> dict[str, Any]:
+    def _weight(self, param: Param, run: str, pack: str) -> dict[str, Any]:
         loader = "dummy.load_dummy" if self.plan.config.load.load_format == "dummy" else "load.load_weights"
-        pack = pack_function(self.plan.args, param.name, linear, self._in_place)
-        steps = {"load": f"quire.weights.{loader}", "pack": self._qualified(pack, [param.name]), "run": run}
-        quantized = self._is_quantized(param)
-        method = "float8_e4m3" if self._block else self.plan.quantization.get("quant_method", "")
+        converted = param.stored is not None or param.scheme is not None
+        steps = {"load": f"quire.weights.{loader}", "convert": "quire.quantization.pack.convert.convert" * converted,
+                 "pack": self._qualified(pack, [param.name]), "run": run}  # fmt: skip
         experts, parts = fused(param)
+        rule = scheme_words(param.scheme) if param.scheme else ""
+        load_device = "cpu" if self.plan.config.load.load_device == "cpu" else self.plan.machine.device
+        stored = [part.stored for raw in raw_tensors(param) for part in raw.parts]
         return {
             "name": param.name, "shape": param.shape, "shard": self._cut(param),
             "parameters": prod(param.shape), "experts": experts if param.shard == "experts" else 0,
             "parts": [{"name": name, "shape": (rows, *param.shape[1:])} for name, rows in parts],
-            "dtype": method if quantized else param.dtype or self.plan.dtype.dtype, "bytes": self.num_bytes(param),
-            **(dict.fromkeys(steps, MISSING) if self._lacks(param) else steps),
-            "stored": {name: self._stored.get(name) for name in self._tensors(param)},
+            "dtype": rule or param.dtype or self.plan.dtype.dtype, "bytes": self.num_bytes(param), **steps,
+            "format": param.format, "stored_as": scheme_words(param.stored) if param.stored else "",
+            "decided_by": decided_by(param, self.plan.quantization), "raw_bytes": self._raw_bytes(param),
+            "load_device": load_device, "device": self.plan.machine.device,
+            "stored": {name: self._stored.get(name) for name in stored},
         }  # fmt: skip
+
+    def _raw_bytes(self, param: Param) -> int:
+        """Return the bytes of the tensors that are loaded for a parameter, before they are converted and packed."""
+        item = ITEM_BYTES[param.dtype or self.plan.dtype.dtype]
+        return sum(prod(raw.shape) * RAW_BYTES.get(raw.dtype, item) for raw in raw_tensors(param))
 
     def _cut(self, param: Param) -> str:
         """Return the way in which ranks divide a parameter; "" where every rank has all of it.
@@ -284,7 +229,8 @@ class PlanReport:
 
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
-        read = {name for param in self.layout for name in self._tensors(param)}
+        read = {part.stored for param in self.layout for raw in raw_tensors(param) for part in raw.parts}
+        read |= {name for param in self.layout for name in spare_names(param)}
         layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
         for name in sorted(self._stored.keys() - read):
@@ -309,10 +255,9 @@ class PlanReport:
         })  # fmt: skip
 
 
-def _total(sizes: Iterable[int | None]) -> int | None:
-    """The sum; None where a size is not known."""
-    every = list(sizes)
-    return None if None in every else sum(size or 0 for size in every)
+def _below(features: Callable[[str], tuple[str, ...]], at: str, name: str) -> tuple[str, ...]:
+    """Return the features of a linear layer by its name below a decoder layer."""
+    return features(at + name)
 
 
 def _layer(name: str) -> int:

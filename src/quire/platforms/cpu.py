@@ -7,7 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 flags, and the arm64 `Features` word
+from quire.config.env import cpu_without
+
+# x86 flag, and the arm64 `Features` word. With AVX512-BF16 alone, float32 arithmetic on bfloat16 weights is faster.
+BF16_UNITS = ("amx_bf16", "bf16")
 ASSUMED_MEMORY = 4 << 30  # bytes, if the system does not tell
 
 
@@ -18,7 +21,7 @@ class CpuFacts:
     cores          physical cores that this process may use
     free_memory    bytes that could be allocated without swapping, at the time of the call
     total_memory   bytes
-    bf16_units     instruction sets that multiply bfloat16 natively, best first; empty: bfloat16 would be emulated
+    bf16_units     instruction sets that make bfloat16 arithmetic the fastest, best first; empty: float32 is faster
     """
 
     cores: int
@@ -57,7 +60,7 @@ def _cpu_flags(cpuinfo: str) -> frozenset[str]:
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip().lower() in ("flags", "features"):
-            return frozenset(value.split())
+            return frozenset(value.split()) - cpu_without()
     return frozenset()
 
 

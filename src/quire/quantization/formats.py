@@ -1,28 +1,57 @@
 """The torch-free halves of the formats in which checkpoints store weights, by name."""
 
+from collections.abc import Iterator
+from math import prod
 from typing import Protocol
 
-from quire.contracts.params import Part, RawTensor
-from quire.quantization.unquantized import Unquantized
+from quire.contracts.params import Param, RawTensor, fused, of_expert
+from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
+from quire.quantization.rows import FBGEMM, FLOAT, FP8, INT, MODELOPT, PACKED
+from quire.quantization.unquantized import ONLINE, UNQUANTIZED
 
 
 class WeightFormat(Protocol):
-    """The torch-free half of a weight format: stored tensors, their bytes, and slices that cannot be read.
-
-    readable   types of stored tensors that can be read, in safetensors' spelling
-    """
+    """The torch-free half of a weight format: stored tensors, and slices that cannot be read."""
 
     name: str
-    readable: frozenset[str]
 
-    def tensors(self, whole: RawTensor) -> tuple[RawTensor, ...]:
-        """Return the tensors that a checkpoint stores for a parameter, each with its own parts and slices."""
+    def tensors(self, param: Param) -> tuple[RawTensor, ...]:
+        """Return the tensors that a checkpoint stores for a parameter, each with its own parts and slices.
 
-    def num_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:
-        """Return the bytes of a parameter of a local shape. item_bytes: of a number in the type it is loaded in."""
+        The parameter is one matrix: of stacked experts, that of an expert (`of_expert`).
+        """
 
-    def objection(self, part: Part) -> str:
-        """Return the reason why this slice of a stored tensor cannot be read; "" when it can."""
+    def spare(self, param: Param) -> Iterator[str]:
+        """Yield names of tensors that checkpoints may store beside these, and that need not be read."""
+
+    def objection(self, param: Param) -> str:
+        """Return the reason why a slice of this parameter cannot be read; "" when all can."""
 
 
-FORMATS: dict[str, WeightFormat] = {"unquantized": Unquantized()}
+FORMATS: dict[str, WeightFormat] = {
+    one.name: one
+    for one in (UNQUANTIZED, ONLINE, FP8, FBGEMM, MODELOPT, FLOAT, INT, PACKED, AWQ, GPTQ, GPTQ_V2)
+}
+
+
+def raw_tensors(param: Param) -> Iterator[RawTensor]:
+    """Yield the tensors that a checkpoint stores for a parameter of one expert or many, with their slices."""
+    count = fused(param)[0] if param.shard == "experts" else 1
+    for place in range(count):
+        yield from FORMATS[param.format].tensors(of_expert(param, place, count))
+
+
+def spare_names(param: Param) -> Iterator[str]:
+    """Yield names of tensors that checkpoints may store beside a parameter, and that need not be read."""
+    return FORMATS[param.format].spare(param)
+
+
+def num_bytes(param: Param, item_bytes: int) -> int:
+    """Return the bytes of a parameter before kernels pack it, with scales.
+
+    item_bytes   of a number in the type in which unquantized parameters are loaded
+    """
+    if param.scheme is None:
+        return prod(param.shape) * item_bytes
+    count = fused(param)[0] if param.shard == "experts" else 1
+    return count * param.scheme.num_bytes(param.shape[0] // count, param.shape[1])

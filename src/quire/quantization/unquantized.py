@@ -1,28 +1,35 @@
-"""Unquantized weights: a matrix and perhaps a bias, stored as kernels compute with them. No torch.
+"""Weights stored as numbers: matrices, vectors, and matrices that are quantized when they are loaded. No torch.
 
 A fused projection stacks the output rows of several checkpoint tensors (q, k, v); each one is a part.
 """
 
-from math import prod
+from collections.abc import Iterator
 
-from quire.contracts.params import Part, RawTensor
+from quire.contracts.params import Param, RawTensor
 
 
 class Unquantized:
     """See `quire.quantization.formats.WeightFormat`."""
 
-    name = "unquantized"
-    readable = frozenset({"F32", "BF16", "F16", "F64"})
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def tensors(self, whole: RawTensor) -> tuple[RawTensor, ...]:
+    def tensors(self, param: Param) -> tuple[RawTensor, ...]:
         """The parameter itself."""
-        return (whole,)
+        return (RawTensor(param.name.rpartition(".")[2], param.shape, param.parts, param.dtype),)
 
-    def num_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:
-        """Return the bytes; every number has the type that it is loaded in."""
-        return prod(shape) * item_bytes
+    def spare(self, param: Param) -> Iterator[str]:
+        """No tensor is stored beside it."""
+        yield from ()
 
-    def objection(self, part: Part) -> str:
+    def objection(self, param: Param) -> str:
         """Refuse a slice beyond the tensor; any other can be read."""
-        end, size = part.start + part.count, part.shape[part.axis]
-        return "" if 0 <= part.start <= end <= size else f"{part.start} to {end} of {size}"
+        for part in param.parts:
+            end, size = part.start + part.count, part.shape[part.axis]
+            if not 0 <= part.start <= end <= size:
+                return f"{part.stored}: {part.start} to {end} of {size}"
+        return ""
+
+
+UNQUANTIZED = Unquantized("unquantized")
+ONLINE = Unquantized("online fp8")  # quantized from the numbers as they are loaded

@@ -134,17 +134,17 @@ class GrammarCompiler:
         Raises `InvalidParameter` with the grammar's error."""
         from llguidance import LLMatcher, LLParserLimits
 
-        form = msgspec.json.decode(spec, type=StructuredOutputsParams)
+        structured = msgspec.json.decode(spec, type=StructuredOutputsParams)
         vocabulary = self._vocabulary()
-        closing = tuple(vocabulary.tokenizer.encode(form.after, False)) if form.after else ()
-        if form.after and not closing:
+        closing = tuple(vocabulary.tokenizer.encode(structured.after, False)) if structured.after else ()
+        if structured.after and not closing:
             raise _refusal("after is no text in this model's tokens")
-        reasoning = ((form.after or "").encode(), math.inf if form.budget is None else form.budget, closing,
-                     form.inside)
-        if not form.given:
+        reasoning = ((structured.after or "").encode(), math.inf if structured.budget is None else structured.budget,
+                     closing, structured.inside)
+        if not structured.given:
             return Grammar(lambda: None, *reasoning)
         reading = Reading()
-        source, words = _source(form, reading), vocabulary.words
+        source, words = _source(structured, reading), vocabulary.words
         bounds = _limits(reading)
         if self._trial and (
                 error := self._trial.run(source, bounds, (words.tokens, words.special_token_ids, vocabulary.end))):
@@ -158,7 +158,7 @@ class GrammarCompiler:
         while len(copies) < min(self._threads, most_copies) and time.perf_counter() < until:
             copies.append(LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits))
         turn = itertools.cycle(copies)
-        names = self._index() if form.json is not None or form.json_object else None
+        names = self._index() if structured.json is not None or structured.json_object else None
         return Grammar(lambda: next(turn).deep_copy(), *reasoning, copies=len(copies), names=names,
                        patterns=reading.patterns)
 
@@ -255,11 +255,11 @@ def _refusal(reason: str) -> InvalidParameter:
     return InvalidParameter(f"structured_outputs: the grammar cannot be used: {reason}", param="structured_outputs")
 
 
-def notes(form: StructuredOutputsParams) -> list[str]:
+def notes(structured: StructuredOutputsParams) -> list[str]:
     """Return the keywords of the schemas that are not enforced, each with its path. Raises `InvalidParameter`."""
     reading = Reading()
-    if form.json is not None or form.grammar is not None and "%json" in form.grammar:
-        _source(msgspec.json.decode(form.spec(), type=StructuredOutputsParams), reading)
+    if structured.json is not None or structured.grammar is not None and "%json" in structured.grammar:
+        _source(msgspec.json.decode(structured.spec(), type=StructuredOutputsParams), reading)
     return [*dict.fromkeys(reading.notes)]
 
 
@@ -270,21 +270,22 @@ def _limits(reading: Reading) -> dict[str, Any]:
                      "step_max_items": LIMITS["step_max_items"] + 2_000 * places}
 
 
-def _source(form: StructuredOutputsParams, reading: Reading) -> str:
+def _source(structured: StructuredOutputsParams, reading: Reading) -> str:
     """Return the grammar for llguidance. `reading` collects findings about its schemas."""
-    if form.regex is not None:
+    if structured.regex is not None:
         from llguidance import LLMatcher
 
-        return LLMatcher.grammar_from_regex(form.regex)
-    if form.choice is not None:
-        if not form.choice:
+        return LLMatcher.grammar_from_regex(structured.regex)
+    if structured.choice is not None:
+        if not structured.choice:
             raise _refusal("choice is empty")
-        words = " | ".join(json.dumps(word).replace("\x7f", "\\u007f") for word in form.choice)  # only ASCII is left
+        quoted = (json.dumps(word).replace("\x7f", "\\u007f") for word in structured.choice)  # only ASCII is left
+        words = " | ".join(quoted)
         return _grammar("lark_grammar", f"start: CHOICE\nCHOICE: {words}")
-    if form.grammar is not None:
-        reading.optional += len(LEFT_OUT.findall(form.grammar))
-        return _grammar("lark_grammar", holdable_in_lark(_lark(form.grammar), reading))
-    schema: Any = {"type": "object"} if form.json_object else form.json
+    if structured.grammar is not None:
+        reading.optional += len(LEFT_OUT.findall(structured.grammar))
+        return _grammar("lark_grammar", holdable_in_lark(_lark(structured.grammar), reading))
+    schema: Any = {"type": "object"} if structured.json_object else structured.json
     try:
         schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError) as error:
@@ -293,7 +294,7 @@ def _source(form: StructuredOutputsParams, reading: Reading) -> str:
         raise _refusal("json is false, which no text matches: send a schema.")
     schema = {} if schema is True else holdable(schema, reading)
     if isinstance(schema, dict) and isinstance(own := schema.get("x-guidance", {}), dict):
-        layout = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": LAYOUT}
+        layout = {"whitespace_flexible": False} if structured.disable_any_whitespace else {"whitespace_pattern": LAYOUT}
         schema = schema | {"x-guidance": layout | own}
     return _grammar("json_schema", schema)
 

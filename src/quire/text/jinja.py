@@ -64,7 +64,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], **options)
         self.filters["tojson"] = to_json
         self.globals.update(raise_exception=_raise_exception, dict=PlainDict(), namespace=PlainNamespace,
-                            strftime_now=lambda form: datetime.now().strftime(form))
+                            strftime_now=lambda fmt: datetime.now().strftime(fmt))
 
 
 def compile_template(source: str) -> jinja2.Template:

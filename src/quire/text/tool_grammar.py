@@ -35,16 +35,16 @@ def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choic
     Arguments must fit their schemas. Schema keywords that llguidance cannot enforce are an error if the tool is
     `strict`, else they are ignored. Raises `InvalidParameter` when `choice` names no tool.
     """
-    form, reasoning = styles.tools or PLAIN, styles.reasoning
+    fmt, reasoning = styles.tools or PLAIN, styles.reasoning
     wanted = [tool["function"] for tool in tools if choice in ("auto", "required", tool["function"]["name"])]
     if not wanted:
         raise InvalidParameter(f"tool_choice {shown(choice)} names none of the tools.", param="tool_choice")
-    opening, _, _, _, join, closing = form.printed
+    opening, _, _, _, join, closing = fmt.printed
     auto, numbers = choice == "auto", range(len(wanted))
-    rules = [f"FREE: {_without(_starts(form, [function['name'] for function in wanted]))}",
+    rules = [f"FREE: {_without(_starts(fmt, [function['name'] for function in wanted]))}",
              "call: " + " | ".join(f"call{at}" for at in numbers)]
     for at, function in enumerate(wanted):
-        head, tail = _call(form, function, f"tail{at}")
+        head, tail = _call(fmt, function, f"tail{at}")
         rules += [f"call{at}: {_quoted(head)} tail{at}", *tail]
         rules += [f"text{at}[suffix={_quoted(opening + head)}]: FREE"] if auto else []
     first = " | ".join(f"text{at} tail{at}" for at in numbers) if auto else f"{_quoted(opening)} call"
@@ -65,39 +65,39 @@ def _without(parts: Sequence[str]) -> str:
     return f"{ANYTHING} & ~({ANYTHING} ({' | '.join(parts)}) {ANYTHING})"
 
 
-def _starts(form: ToolFormat, names: Sequence[str]) -> list[str]:
+def _starts(fmt: ToolFormat, names: Sequence[str]) -> list[str]:
     """Return the terminals that begin a call in a text."""
-    starts = [_quoted(tag) for tag in (*form.starts, *form.opens[: form.bare]) if len(tag) > 1]
+    starts = [_quoted(tag) for tag in (*fmt.starts, *fmt.opens[: fmt.bare]) if len(tag) > 1]
     known = f"({' | '.join(map(_quoted, names))})"
-    if form.python:
+    if fmt.python:
         return [*starts, rf'"[" /\s*/ {known} /\s*/ "("']
-    if form.bare and len(form.opens[0]) == 1:
+    if fmt.bare and len(fmt.opens[0]) == 1:
         starts += [r'"{" /\s*"(arguments|parameters|id|type)"/', rf'"{{" /\s*"name"\s*:\s*"/ {known} "\""']
     return starts
 
 
-def _call(form: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str, list[str]]:
+def _call(fmt: ToolFormat, function: Mapping[str, Any], rule: str) -> tuple[str, list[str]]:
     """Return the text that begins a call of a function, and the rules for the rest of the call, `rule` first.
     The rest is an object of arguments, or the arguments one by one in the schema's order (in Python's format the
     required ones first)."""
-    _, before, between, after, _, _ = form.printed
+    _, before, between, after, _, _ = fmt.printed
     root = {**(function.get("parameters") or {"additionalProperties": False}), "type": "object"}
-    root = _resolved(root) if form.key or form.python else root
+    root = _resolved(root) if fmt.key or fmt.python else root
     properties = root.get("properties") or {}
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions", "components", "$id") if key in root}
     own = root.get("x-guidance")
     lenient = not function.get("strict") or isinstance(own, dict) and bool(own.get("lenient"))
     shared["x-guidance"] = {**LAYOUT, "lenient": True} if lenient else LAYOUT
     shared[WHERE] = f"{function['name']}.parameters"
-    if not form.key and not (form.python and all(key.isidentifier() and not iskeyword(key) for key in properties)):
-        between, after = ("(**", ")") if form.python else (between, after)
+    if not fmt.key and not (fmt.python and all(key.isidentifier() and not iskeyword(key) for key in properties)):
+        between, after = ("(**", ")") if fmt.python else (between, after)
         shown = _quoted(function["name"]) if before.endswith(": ") else function["name"]
         return before + shown + between, [f"{rule}: {rule}_ {_quoted(after)}", f"{rule}_: %json {_plus(root, shared)}"]
-    items, rules = _one_by_one(form, root, shared, rule)
+    items, rules = _one_by_one(fmt, root, shared, rule)
     return before + function["name"] + between, [f"{rule}: {items} {_quoted(after)}", *rules]
 
 
-def _one_by_one(form: ToolFormat, root: dict[str, Any], shared: dict[str, Any], rule: str) -> tuple[str, list[str]]:
+def _one_by_one(fmt: ToolFormat, root: dict[str, Any], shared: dict[str, Any], rule: str) -> tuple[str, list[str]]:
     """Return the expression for arguments that are not written as a JSON object, and its rules."""
     properties = {key: each for key, each in (root.get("properties") or {}).items() if each is not False}
     required = root.get("required") or []
@@ -113,10 +113,10 @@ def _one_by_one(form: ToolFormat, root: dict[str, Any], shared: dict[str, Any], 
     for at, (key, schema) in enumerate(properties.items()):
         (must if key in required else may).append(f"{rule}_{at}")
         known = shared | {WHERE: f"{shared[WHERE]}.properties.{key}"}
-        rules += _tagged(form, key, schema, known, f"{rule}_{at}") if form.key else [
+        rules += _tagged(fmt, key, schema, known, f"{rule}_{at}") if fmt.key else [
             f"{rule}_{at}: {_quoted(key + '=')} {rule}_{at}_v", f"{rule}_{at}_v: %json {_plus(schema, known)}"]
-    names = [f"{rule}_{at}" for at in range(len(properties))] if form.key else must + may
-    join = "" if form.key else '", " '
+    names = [f"{rule}_{at}" for at in range(len(properties))] if fmt.key else must + may
+    join = "" if fmt.key else '", " '
     rest = [f"{rule}_from{at}" for at in range(len(names))] + [""]
     rules += [f"{rest[at]}: ({join}{names[at]}){'' if names[at] in must else '?'} {rest[at + 1]}"
               for at in range(1, len(names))]  # fmt: skip
@@ -140,15 +140,15 @@ def _plus(schema: Any, shared: dict[str, Any]) -> str:
     return json.dumps({**(schema if isinstance(schema, dict) else {}), **shared})
 
 
-def _tagged(form: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule: str) -> list[str]:
+def _tagged(fmt: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rule: str) -> list[str]:
     """Return the rules of an argument in tags. A string has no quotes and contains no end tag; other values are JSON.
     The rules `..._check` are never used in a text. They only make llguidance read their schemas, so that keywords that
     cannot be enforced are reported as for JSON."""
-    rules, ways, end = [], [], _quoted(form.value_ends[0])
+    rules, ways, end = [], [], _quoted(fmt.value_ends[0])
     listed = next((each for each in ("anyOf", "oneOf") if isinstance(schema, dict) and schema.get(each)), None)
     for at, part in enumerate(branches(schema)):
         bare, name = kinds_of(part) == STRING, f"{rule}_{at}"
-        key_end = form.key_ends[-1 if not bare and "string=" in form.key_ends[-1] else 0]
+        key_end = fmt.key_ends[-1 if not bare and "string=" in fmt.key_ends[-1] else 0]
         body = f"{name} {end}"
         known = shared | {WHERE: f"{shared[WHERE]}.{listed}.{at}"} if listed else shared
         if bare and ("enum" in part or "const" in part):
@@ -157,13 +157,13 @@ def _tagged(form: ToolFormat, key: str, schema: Any, shared: dict[str, Any], rul
         elif bare:
             body, texts, unheld = name, _bare(part), [each for each in (*LISTS, "$ref") if each in part]
             unheld += ["pattern"] * (None in texts)
-            tagless = _without([*map(_quoted, form.value_ends[-2:])])
+            tagless = _without([*map(_quoted, fmt.value_ends[-2:])])
             rules += [f"{name}[suffix={end}]: {name.upper()}",
                       f"{name.upper()}: {' & '.join([*map(_terminal, filter(None, texts)), tagless])}"]
             rules.append(f"{name}_check: %json {_plus({**part, UNHELD_HERE: unheld}, known)}")
         else:
             rules.append(f"{name}: %json {_plus(part, known)}")
-        ways.append(rf"{_quoted(form.key + key + key_end + form.value)} {body} /\n?/")
+        ways.append(rf"{_quoted(fmt.key + key + key_end + fmt.value)} {body} /\n?/")
     rules += [f"{rule}_check: %json {_plus(schema, shared)}"] if listed == "oneOf" else []
     return [f"{rule}: {' | '.join(ways)}", *rules]
 

@@ -83,7 +83,7 @@ class OutputParser:
         self.num_calls = 0
         self.thoughts: list[tuple[int, int]] = []
         self._tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()}
-        self._form, self._reasoning = styles.tools or PLAIN, styles.reasoning
+        self._format, self._reasoning = styles.tools or PLAIN, styles.reasoning
         self._thinking = self._lead = thinking and styles.reasoning is not None  # lead: drop white space here
         self._said = self._muted = self._calling = False  # had content; drop further text; a call's arguments began
         self._parallel, self._must, self._cut = parallel, must, False
@@ -133,7 +133,7 @@ class OutputParser:
         self._calling, self._event = True, None
         if self._parallel or not self.num_calls:
             # Mistral's templates accept only ids of nine characters.
-            drawn = secrets.token_hex(5)[1:] if CALL_ID in self._form.between else f"call_{secrets.token_hex(12)}"
+            drawn = secrets.token_hex(5)[1:] if CALL_ID in self._format.between else f"call_{secrets.token_hex(12)}"
             own = call_id if call_id.isascii() and len(call_id) <= LONGEST_ID else ""  # the model's own id, if usable
             begins = CallBegins(self.num_calls, own or drawn, name)
             self._out.append((lambda _: begins, name))
@@ -154,7 +154,7 @@ class OutputParser:
                     self._think(not self._thinking)
                 continue
             try:
-                yield from self._calls(self._form, tag)
+                yield from self._calls(self._format, tag)
             except Malformed:
                 # The text ended within a call, or after a tag that begins one: this is not content.
                 if self._in.at_end and (self._calling or (self._cut and len(tag) > 1)):
@@ -166,31 +166,31 @@ class OutputParser:
 
     def _tags(self) -> tuple[str, ...]:
         """Return the tags that may end the current text. Reasoning comes only before content; no "{" or "[" ends it."""
-        form, reasoning = self._form, self._reasoning
-        tags = form.starts + form.opens[: form.bare] if self._tools else ()
+        fmt, reasoning = self._format, self._reasoning
+        tags = fmt.starts + fmt.opens[: fmt.bare] if self._tools else ()
         if reasoning and self._thinking:
             return (reasoning.end, *(tag for tag in tags if len(tag) > 1))
         return (reasoning.start, *tags) if reasoning and not self._said else tags
 
-    def _calls(self, form: ToolFormat, tag: str) -> Read:
+    def _calls(self, fmt: ToolFormat, tag: str) -> Read:
         """Read the calls after `tag`, which is one of `starts` or `opens`. Raises `Malformed`."""
-        opened = (yield from self._in.need(*form.opens)) if tag in form.starts else tag
+        opened = (yield from self._in.need(*fmt.opens)) if tag in fmt.starts else tag
         again = ","
         while again:
-            if form.python:
+            if fmt.python:
                 yield from self._python_call()
-            elif form.key:
-                yield from self._tagged_call(form)
+            elif fmt.key:
+                yield from self._tagged_call(fmt)
             elif opened in ("{", "["):
                 yield from self._object_call("{" if opened == "[" else "")
             else:
-                yield from self._named_call(form)
+                yield from self._named_call(fmt)
             self._calling = False
             self._in.held.clear()
             again = (yield from self._in.need(",", "")) if opened == "[" else ""
-        while (yield from self._in.need(*form.closes, "")):
+        while (yield from self._in.need(*fmt.closes, "")):
             self._in.held.clear()
-        self._muted = form.drops
+        self._muted = fmt.drops
 
     def _object_call(self, brace: str, within: dict[str, str] | None = None) -> Read:
         """Read {"name": ..., "arguments": {...}} with its members in any order, beginning with `brace`.
@@ -217,13 +217,13 @@ class OutputParser:
         if not self._calling:
             raise Malformed
 
-    def _named_call(self, form: ToolFormat) -> Read:
+    def _named_call(self, fmt: ToolFormat) -> Read:
         """Read a name and an object of arguments."""
-        yield from self._in.need(form.before)
+        yield from self._in.need(fmt.before)
         name = yield from self._in.need(*self._tools)
         call_id: list[str] = []
-        if (yield from self._in.need(*form.between)) == CALL_ID:
-            yield from self._in.until(form.between[:1], call_id.append)
+        if (yield from self._in.need(*fmt.between)) == CALL_ID:
+            yield from self._in.until(fmt.between[:1], call_id.append)
         yield from self._arguments(name, "".join(call_id))
 
     def _arguments(self, name: str, call_id: str) -> Reads:
@@ -245,27 +245,27 @@ class OutputParser:
         yield from self._in.string(pieces.append)
         return str(json.loads("".join(pieces)))
 
-    def _tagged_call(self, form: ToolFormat) -> Read:
+    def _tagged_call(self, fmt: ToolFormat) -> Read:
         """Read a name and arguments in tags. A tag or the schema gives the type; a string is passed on as it comes."""
         name = yield from self._in.need(*self._tools)
         schema = self._tools[name]
         types = schema.get("properties") if isinstance(schema, dict) else None
-        closed = (yield from self._in.need(*form.between)) == '"/>'
-        tag = form.end if closed else (yield from self._in.need(form.key, form.end))
+        closed = (yield from self._in.need(*fmt.between)) == '"/>'
+        tag = fmt.end if closed else (yield from self._in.need(fmt.key, fmt.end))
         self._begin(name)
         before = "{"
-        while tag != form.end:
+        while tag != fmt.end:
             key: list[str] = []
             value: list[str] = []
-            key_end = yield from self._in.until(form.key_ends, key.append)
-            if form.value:
-                yield from self._in.need(form.value)
+            key_end = yield from self._in.until(fmt.key_ends, key.append)
+            if fmt.value:
+                yield from self._in.need(fmt.value)
             kinds = STRING if "true" in key_end else ANY if "false" in key_end else kinds_of(
                 types.get("".join(key)) if isinstance(types, dict) else None)
             self._send(f"{before}{json.dumps(''.join(key), ensure_ascii=False)}: " + '"' * (kinds == STRING))
-            end = yield from self._in.until(form.value_ends, self._send_quoted if kinds == STRING else value.append)
+            end = yield from self._in.until(fmt.value_ends, self._send_quoted if kinds == STRING else value.append)
             self._send("".join(value) if not end else '"' if kinds == STRING else typed("".join(value), kinds))
-            tag = form.key if end.endswith(form.key) else (yield from self._in.need(form.key, form.end))
+            tag = fmt.key if end.endswith(fmt.key) else (yield from self._in.need(fmt.key, fmt.end))
             before = ", "
         self._send("{}" if before == "{" else "}")
 

@@ -307,6 +307,7 @@ class _Lane(Thread):
             if self._on_gpu:
                 self._copied[turn].record()
             self._lanes.arrived(chunk, self)
+            del chunk  # its tensors may be packed and freed while this thread waits for the next
             turn = (turn + 1) % BUFFERS
 
     def _fill(self, chunk: Chunk, buffer: Tensor) -> None:

@@ -22,10 +22,14 @@ from quire.layers.stack import Model
 from quire.weights.files import StoredTensor, read_checkpoint
 from quire.weights.lanes import Lanes, OpenUnit, ReadChunker
 from quire.weights.match import match_tensors
+from quire.weights.spare import check_spare
 from quire.weights.units import LoadUnit
 from quire.weights.unpacked import Unpacked
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 CHUNK = 8 << 20  # bytes; two per thread are pinned
 GPU_THREADS = 8  # one thread reads the page cache at 5 to 10 GB/s, PCIe 5 takes about 50
 CPU_THREADS = 2
@@ -54,6 +58,7 @@ def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None
     """
     began, checkpoint = perf_counter(), read_checkpoint(Path(folder))
     headers = match_tensors(checkpoint, model.layout, model.args, model.elsewhere)
+    check_spare(checkpoint, model.layout)
     device = device or model.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -64,24 +69,28 @@ def load_weights(model: Model, folder: Path, progress: Callable[[int, int], None
     num_threads = num_threads or (GPU_THREADS if device.type == "cuda" else CPU_THREADS)
     with Lanes(checkpoint.files, device, num_threads, chunk_bytes) as lanes:
         _run(units, unpacked, lanes, lambda unit, chunks: _open(unit, unpacked.tensors(unit), chunks, headers),
-             lambda: progress(lanes.num_bytes, total) if progress else None)  # fmt: skip
+             lambda: progress(lanes.num_bytes, total) if progress else None, model.dtype.itemsize)  # fmt: skip
+    unpacked.check()
     return LoadReport(total, perf_counter() - began)
 
 
 def _run(units: deque[LoadUnit], unpacked: Unpacked, lanes: Lanes,
-         open_unit: "Callable[[LoadUnit, ReadChunker], OpenUnit]", tell: Callable[[], None]) -> None:
-    """Open units as far as there is room for them, and pack each as soon as it is complete."""
-    most, under_way, missing = 2 * max(unit.num_elements for unit in units), 0, len(units)
+         open_unit: "Callable[[LoadUnit, ReadChunker], OpenUnit]", tell: Callable[[], None], item: int) -> None:
+    """Open units as far as there is room for them, and pack each as soon as it is complete.
+
+    item   bytes of a number of the model's dtype
+    """
+    most, under_way, missing = 2 * max(unit.num_bytes(item) for unit in units), 0, len(units)
     chunks = ReadChunker(lanes.add, lanes.chunk_bytes)
     tell()
     while missing:
-        while units and (not under_way or under_way + units[0].num_elements <= most):
-            under_way += units[0].num_elements
+        while units and (not under_way or under_way + units[0].num_bytes(item) <= most):
+            under_way += units[0].num_bytes(item)
             lanes.watch(open_unit(units.popleft(), chunks))
         chunks.flush()
         for done in lanes.completed():
             unpacked.done(done.unit, _ordered(done))
-            under_way -= done.unit.num_elements
+            under_way -= done.unit.num_bytes(item)
             missing -= 1
         tell()
 
@@ -121,7 +130,9 @@ def _ordered(done: OpenUnit) -> dict[str, Tensor]:
         first = 0
         for part in raw.parts:
             if part.order:
-                rows = done.tensors[raw.name].narrow(0, first, part.rows).unflatten(0, (-1, len(part.order)))
+                rows = done.tensors[raw.name]
+                rows = rows.view(torch.uint8).view(*rows.shape[:1], -1) if rows.itemsize == 1 else rows
+                rows = rows.narrow(0, first, part.rows).unflatten(0, (-1, len(part.order)))
                 rows.copy_(rows[:, torch.tensor(part.order, device=rows.device)])
             first += part.rows
     return done.tensors

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.errors import WeightsError
-from quire.contracts.params import Param, Part
-from quire.quantization.formats import FORMATS
+from quire.contracts.params import Param, Part, RawTensor
+from quire.quantization.formats import raw_tensors, spare_names
 from quire.weights.files import Checkpoint, StoredTensor, read_checkpoint, stored_in
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 SHOWN = 3  # names in a message before "and N more"
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".kv_scale", ".output_scale", ".k_zero_point",
+                ".v_zero_point")  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -27,13 +29,14 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
     elsewhere   tensors that other ranks read
     Raises WeightsError in one line naming file, tensor and fix.
     """
-    parts = {part.stored: (part, param) for param in params for part in param.parts}
+    parts = {part.stored: (part, raw, param) for param in params for raw in raw_tensors(param) for part in raw.parts}
+    spare = frozenset(name for param in params for name in spare_names(param))
     found, unknown = dict[str, StoredTensor](), list[str]()
     for stored in checkpoint.tensors.values():
         if stored.name in parts:
             _check(stored, *parts[stored.name])
             found[stored.name] = stored
-        elif stored.name not in elsewhere and not is_unread(stored.name, args):
+        elif stored.name not in elsewhere and stored.name not in spare and not is_unread(stored.name, args):
             unknown.append(f"{stored.name} (in {stored.file.name})")
     if missing := sorted(parts.keys() - found.keys()):
         raise WeightsError(
@@ -49,40 +52,41 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
 def is_unread(name: str, args: ModelArgs) -> bool:
     """True for a checkpoint tensor that no parameter reads.
 
-    These are rotary tables of older checkpoints, a head that is tied to the embedding, and the layers of multi-token
-    prediction (MTP).
+    These are rotary tables of older checkpoints, a head that is tied to the embedding, scales of a quantized KV cache,
+    and the layers of multi-token prediction (MTP).
     """
-    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and args.tie_word_embeddings):
+    if name.endswith(("rotary_emb.inv_freq", *CACHE_SCALES)) or (name == "lm_head.weight" and args.tie_word_embeddings):
         return True
     layer = _LAYER.match(name)
     return layer is not None and args.num_layers <= int(layer[1]) < args.num_layers + args.extra_layers
 
 
-def load_error(folder: Path, params: Sequence[Param], args: ModelArgs, *, quantized: bool) -> str:
-    """Return the error of a loader for the weights in `folder`; "" where it accepts them, or where there are none.
-
-    quantized   check the files only: quantized tensors have other names, and no loader reads them yet
-    """
+def load_error(folder: Path, params: Sequence[Param], args: ModelArgs) -> str:
+    """Return the error of a loader for the weights in `folder`; "" where it accepts them, or where there are none."""
     try:
         stored_in(folder)
         if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-            checkpoint = read_checkpoint(folder)
-            if not quantized:
-                match_tensors(checkpoint, params, args)
+            match_tensors(read_checkpoint(folder), params, args)
     except WeightsError as error:
         return str(error)
     return ""
 
 
-def _check(stored: StoredTensor, part: Part, param: Param) -> None:
-    weights = FORMATS[param.format]
-    if stored.dtype not in weights.readable:
-        raise WeightsError(f"{stored.file.name}: {stored.name} is stored as {stored.dtype}; quantized weights are not "
-                           "implemented yet: use the unquantized checkpoint.")  # fmt: skip
-    if stored.shape != part.shape:
+def _check(stored: StoredTensor, part: Part, raw: RawTensor, param: Param) -> None:
+    if stored.dtype not in raw.readable:
+        weights = "an unquantized" if param.stored is None else f"a {param.format}"
+        raise WeightsError(f"{stored.file.name}: {stored.name} is stored as {stored.dtype}, {weights} tensor must be "
+                           f"{' or '.join(raw.readable)}: use the config.json that belongs to these weights.")
+    if _trimmed(stored.shape, param) != _trimmed(part.shape, param):
         raise WeightsError(f"{stored.file.name}: {stored.name} has shape {list(stored.shape)}, config.json makes it "
                            f"{list(part.shape)}: use the config.json that belongs to these weights.")  # fmt: skip
-    assert not weights.objection(part), f"{stored.name}: {weights.objection(part)}"
+
+
+def _trimmed(shape: tuple[int, ...], param: Param) -> tuple[int, ...]:
+    """Return a shape; of a quantized parameter without last sizes of 1, which checkpoints write or leave out."""
+    while param.stored is not None and shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def _tied_hint(names: list[str]) -> str:

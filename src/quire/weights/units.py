@@ -5,25 +5,32 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from quire.contracts.params import Param, RawTensor, fused
+from quire.contracts.params import Param, RawTensor, fused, of_expert
 from quire.quantization.formats import FORMATS
+
+ITEM_BYTES = {"float8_e4m3fn": 1, "int8": 1, "int32": 4, "float32": 4}  # of the types of raw tensors
 
 
 class LoadUnit(NamedTuple):
     """Tensors that are loaded together: those of a module, or of the expert at `place` on this rank.
 
+    params     parameters that the tensors become: those of the module, or of the expert
     in_place   the tensors are the layer's own memory, for all experts at once, and need no packing
     """
 
     module: str
     place: int
     tensors: tuple[RawTensor, ...]
+    params: tuple[Param, ...] = ()
     in_place: bool = False
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensors that are made for the unit and freed when it is packed; 0 in place."""
-        return 0 if self.in_place else sum(prod(tensor.shape) for tensor in self.tensors)
+    def num_bytes(self, item: int) -> int:
+        """Return the bytes of the tensors that are made for the unit and freed when it is packed; 0 in place.
+
+        item   bytes of a number of the model's dtype
+        """
+        sizes = (prod(raw.shape) * ITEM_BYTES.get(raw.dtype, item) for raw in self.tensors)
+        return 0 if self.in_place else sum(sizes)
 
 
 def load_units(params: Iterable[Param], in_place: Container[str] = ()) -> Iterator[LoadUnit]:
@@ -36,12 +43,6 @@ def load_units(params: Iterable[Param], in_place: Container[str] = ()) -> Iterat
         here = module in in_place
         count = fused(own[0])[0] if own[0].shard == "experts" and not here else 1
         for place in range(count):
-            yield LoadUnit(module, place, tuple(raw for param in own for raw in _raw(param, place, count)), here)
-
-
-def _raw(param: Param, place: int, count: int) -> tuple[RawTensor, ...]:
-    """The stored tensors of a parameter, or of the expert at `place` among `count`."""
-    each = len(param.parts) // count
-    shape, name = (param.shape[0] // count, *param.shape[1:]), param.name.rpartition(".")[2]
-    whole = RawTensor(name, shape, param.parts[place * each : (place + 1) * each], param.dtype)
-    return FORMATS[param.format].tensors(whole)
+            params = tuple(of_expert(param, place, count) for param in own)
+            raws = (raw for param in params for raw in FORMATS[param.format].tensors(param))
+            yield LoadUnit(module, place, tuple(raws), params, here)

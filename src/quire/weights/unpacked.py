@@ -7,6 +7,8 @@ from torch import Tensor
 
 from quire.kernels.native import memory
 from quire.layers.stack import Model
+from quire.quantization.pack.convert import Findings, convert
+from quire.quantization.pack.matrix import Weight
 from quire.weights.units import LoadUnit, load_units
 
 
@@ -18,7 +20,7 @@ class Unpacked:
     """
 
     def __init__(self, model: Model, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model, self._device, self._findings = model, device, Findings()
         modules = dict.fromkeys(param.module for param in model.layout if device.type == model.device.type)
         found = {module: model.destination(module) for module in modules}
         self._own = {module: tensors for module, tensors in found.items() if tensors is not None}
@@ -35,6 +37,17 @@ class Unpacked:
                                        self._device) for raw in unit.tensors}  # fmt: skip
 
     def done(self, unit: LoadUnit, tensors: dict[str, Tensor]) -> None:
-        """Give the filled tensors of a unit to its layer, which packs them; a unit in place needs nothing."""
-        if not unit.in_place:
-            self._model.take(unit.module, unit.place, tensors)
+        """Give the matrices and vectors of a unit to its layer, which packs them; a unit in place needs nothing."""
+        if unit.in_place:
+            return
+        weights = dict[str, Weight]()
+        with torch.no_grad():
+            for param in unit.params:
+                own = param.name.rpartition(".")[2]
+                loaded = {name: tensors.pop(name) for name in list(tensors) if name.partition(".")[0] == own}
+                weights[own] = convert(param, loaded, self._model.dtype, self._findings, memory.empty)
+        self._model.take(unit.module, unit.place, weights)
+
+    def check(self) -> None:
+        """Raise WeightsError where the numbers of a quantized tensor were faulty. Called after the last unit."""
+        self._findings.check()

@@ -13,10 +13,10 @@ from quire.worker.graphs import Graphs
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
 from quire.worker.recorder import Recorder
+from quire.worker.recordings import LayerRecordings, not_recordable
 from quire.worker.runner import StepRunner
 from quire.worker.sampler import Sampler
 from quire.worker.scoring import PromptScorer
-from quire.worker.tapes import LayerTapes, untaped
 from quire.worker.upload import InPlaceUpload, Upload
 
 NOT_PACKED = "the step operations are PyTorch's, which cannot read packed changes"
@@ -35,15 +35,15 @@ def choose_parts(
     forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
-    packs, why = step.name == "triton", untaped(model.kernels, num_groups)
+    packs, why = step.name == "triton", not_recordable(model.kernels, num_groups)
     upload = Choice("upload", "packed", "one copy a step; a kernel writes the tables") if packs else Choice(
         "upload", "in place", "the host writes the tables when it sends a step", (("packed", NOT_PACKED),))  # fmt: skip
     if packs and sampling.name == "triton":
         recorder = Choice("recorder", "graphs", "the launches of a step depend on its sizes alone")
     elif not why:
-        recorder = Choice("recorder", "tapes", "all kernels of the layers are native", (("graphs", NO_GRAPHS),))
+        recorder = Choice("recorder", "recordings", "all kernels of the layers are native", (("graphs", NO_GRAPHS),))
     else:
-        recorder = Choice("recorder", "none", why, (("graphs", NO_GRAPHS), ("tapes", why)))
+        recorder = Choice("recorder", "none", why, (("graphs", NO_GRAPHS), ("recordings", why)))
     return step, sampling, upload, recorder
 
 
@@ -60,7 +60,7 @@ def make_runner(
     if chosen["upload"] == "packed":
         packed = importlib.import_module("quire.worker.packed")
         upload = packed.PackedUpload(slots, slots, device, limits.depth, max_rows=limits.max_rows)
-    recorder = LayerTapes() if chosen["recorder"] == "tapes" else Recorder(parts[-1].reason)
+    recorder = LayerRecordings() if chosen["recorder"] == "recordings" else Recorder(parts[-1].reason)
     if chosen["recorder"] == "graphs":
         recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots)
     buffers = state.buffers

@@ -1,6 +1,6 @@
 """The recorder interface: record the launches of a step once and replay them. The base class runs every step eagerly.
 
-`Graphs` captures whole steps of padded sizes as CUDA graphs, ahead of time. `LayerTapes` records the layers of small
+`Graphs` captures whole steps of padded sizes as CUDA graphs, ahead of time. `LayerRecordings` records layers of small
 steps on a CPU, at their first use. Other steps run eagerly; `unrecorded` lists them with reasons.
 """
 

@@ -55,11 +55,11 @@ def calls(facts: Facts) -> None:
     assert [message.role for message in log.samples[0].messages] == ["user", "assistant", "tool", "assistant"]
 
 
-def forms(facts: Facts) -> None:
-    schema = ResponseSchema(name="trip", json_schema=JSONSchema.model_validate(facts.form["schema"]))
-    log = evaluated(facts, "forms", [Sample(input=facts.form["question"], target="")], generate(),
+def structured_outputs(facts: Facts) -> None:
+    schema = ResponseSchema(name="trip", json_schema=JSONSchema.model_validate(facts.structured["schema"]))
+    log = evaluated(facts, "structured_outputs", [Sample(input=facts.structured["question"], target="")], generate(),
                     response_schema=schema)
-    assert json.loads(log.samples[0].output.completion) == facts.form["value"]
+    assert json.loads(log.samples[0].output.completion) == facts.structured["value"]
 
 
 def reasoning(facts: Facts) -> None:
@@ -77,4 +77,4 @@ def errors(facts: Facts) -> None:
     assert log.status == "error" and "AuthenticationError" in log.error.traceback
 
 
-main("inspect-ai", answers, calls, forms, reasoning, errors)
+main("inspect-ai", answers, calls, structured_outputs, reasoning, errors)

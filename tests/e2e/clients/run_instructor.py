@@ -49,7 +49,7 @@ def client(facts: Facts, mode: instructor.Mode, **options: Any) -> Any:
 
 def asked(facts: Facts, **options: Any) -> dict[str, Any]:
     return {"model": MODEL, "temperature": 0, "max_tokens": 200, "max_retries": 0,
-            "messages": [{"role": "user", "content": facts.form["question"]}]} | options
+            "messages": [{"role": "user", "content": facts.structured["question"]}]} | options
 
 
 def typed_answers(facts: Facts) -> None:
@@ -58,7 +58,7 @@ def typed_answers(facts: Facts) -> None:
         assert isinstance(made, Trip) and raw.usage.completion_tokens > 0
         choice = raw.choices[0]
         assert bool(choice.message.tool_calls) == (mode is instructor.Mode.TOOLS)
-        assert mode is instructor.Mode.TOOLS or made.model_dump() == facts.form["value"]
+        assert mode is instructor.Mode.TOOLS or made.model_dump() == facts.structured["value"]
     error = refusal(InstructorRetryException, client(facts, instructor.Mode.JSON).create, response_model=Trip,
                     **asked(facts))  # the schema is only part of the prompt: what comes is some JSON
     assert isinstance(json.loads(error.last_completion.choices[0].message.content), dict)
@@ -69,7 +69,7 @@ def parts(facts: Facts) -> None:
         whole = client(facts, mode).create(response_model=Trip, **asked(facts)).model_dump()
         *_, last = seen = list(client(facts, mode).create_partial(response_model=Trip, **asked(facts)))
         assert last.model_dump() == whole and len(seen) > 2 and seen[0].days is None
-        assert mode is instructor.Mode.TOOLS or whole == facts.form["value"]
+        assert mode is instructor.Mode.TOOLS or whole == facts.structured["value"]
 
 
 def lists(facts: Facts) -> None:

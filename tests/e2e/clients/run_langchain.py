@@ -1,4 +1,4 @@
-"""What users of langchain-openai do: chat, streams, tools, forms, embeddings, completions, both APIs of OpenAI."""
+"""What users of langchain-openai do: chat, streams, tools, schemas, embeddings, completions, both APIs of OpenAI."""
 
 import os
 from typing import Any, Literal
@@ -63,13 +63,13 @@ def tools(facts: Facts) -> None:
         assert free.invoke([question, past, result]).text == call["answer"]
 
 
-def forms(facts: Facts) -> None:
+def structured_outputs(facts: Facts) -> None:
     for api in (False, True):
         for method in ("json_schema", "function_calling"):
             made = model(facts, use_responses_api=api).with_structured_output(Trip, method=method).invoke(
-                facts.form["question"])
+                facts.structured["question"])
             assert isinstance(made, Trip)
-            assert method != "json_schema" or made == Trip(**facts.form["value"])
+            assert method != "json_schema" or made == Trip(**facts.structured["value"])
 
 
 def vectors(facts: Facts) -> None:
@@ -101,4 +101,4 @@ def errors(facts: Facts) -> None:
         assert model(facts, use_responses_api=api, base_url=facts.keyed_base, api_key=facts.key).invoke("x").id
 
 
-main("langchain-openai", chats_and_streams, tools, forms, vectors, completions, logprobs, errors)
+main("langchain-openai", chats_and_streams, tools, structured_outputs, vectors, completions, logprobs, errors)

@@ -1,4 +1,4 @@
-"""What users of litellm do: both prefixes, streams, tools, forms, reasoning, embeddings, completions, both APIs."""
+"""What users of litellm do: both prefixes, streams, tools, schemas, reasoning, embeddings, completions, both APIs."""
 
 import os
 
@@ -57,10 +57,10 @@ def tools(facts: Facts) -> None:
         assert again.choices[0].message.content == call["answer"]
 
 
-def forms(facts: Facts) -> None:
+def structured_outputs(facts: Facts) -> None:
     for prefix in PREFIXES:
-        made = ask(facts, facts.form["question"], model=prefix + MODEL, response_format=Trip)
-        assert Trip.model_validate_json(made.choices[0].message.content) == Trip(**facts.form["value"])
+        made = ask(facts, facts.structured["question"], model=prefix + MODEL, response_format=Trip)
+        assert Trip.model_validate_json(made.choices[0].message.content) == Trip(**facts.structured["value"])
 
 
 def reasoning(facts: Facts) -> None:
@@ -110,4 +110,4 @@ def errors(facts: Facts) -> None:
         assert ask(facts, "x", model=named, api_base=facts.keyed_base, api_key=facts.key).choices
 
 
-main("litellm", chats_and_streams, tools, forms, reasoning, vectors, completions, responses, errors)
+main("litellm", chats_and_streams, tools, structured_outputs, reasoning, vectors, completions, responses, errors)

@@ -61,13 +61,13 @@ def tools(facts: Facts) -> None:
     assert answer.message.content == facts.call["answer"], answer
 
 
-def forms(facts: Facts) -> None:
-    asked = [ChatMessage(role=MessageRole.USER, content=facts.form["question"])]
+def structured_outputs(facts: Facts) -> None:
+    asked = [ChatMessage(role=MessageRole.USER, content=facts.structured["question"])]
     made = model(facts).as_structured_llm(Trip).chat(asked).raw
     assert isinstance(made, Trip)
-    schema = {"type": "json_schema", "json_schema": {"name": "trip", "schema": facts.form["schema"]}}
+    schema = {"type": "json_schema", "json_schema": {"name": "trip", "schema": facts.structured["schema"]}}
     answer = model(facts).chat(asked, response_format=schema).message.content
-    assert Trip.model_validate_json(answer) == Trip(**facts.form["value"])
+    assert Trip.model_validate_json(answer) == Trip(**facts.structured["value"])
 
 
 def errors(facts: Facts) -> None:
@@ -80,4 +80,4 @@ def errors(facts: Facts) -> None:
     assert model(facts, api_base=facts.keyed_base, api_key=facts.key).chat(asked).message.content
 
 
-main("llama-index-llms-openai-like", chats_and_streams, completions, tools, forms, errors)
+main("llama-index-llms-openai-like", chats_and_streams, completions, tools, structured_outputs, errors)

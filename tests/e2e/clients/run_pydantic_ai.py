@@ -72,14 +72,15 @@ def tools(facts: Facts) -> None:
         assert told == [facts.call["arguments"]["city"]]
 
 
-def forms(facts: Facts) -> None:
+def structured_outputs(facts: Facts) -> None:
     for model, settings in models(facts):
-        made = Agent(model, output_type=ToolOutput(Trip), model_settings=settings).run_sync(facts.form["question"])
+        agent = Agent(model, output_type=ToolOutput(Trip), model_settings=settings)
+        made = agent.run_sync(facts.structured["question"])
         assert isinstance(made.output, Trip)
         if not isinstance(model, AnthropicModel):  # its profile has no native output for a name it does not know
             made = Agent(model, output_type=NativeOutput(Trip), model_settings=settings).run_sync(
-                facts.form["question"])
-            assert made.output == Trip(**facts.form["value"]), (model, made.output)
+                facts.structured["question"])
+            assert made.output == Trip(**facts.structured["value"]), (model, made.output)
 
 
 def reasoning(facts: Facts) -> None:
@@ -102,4 +103,4 @@ def errors(facts: Facts) -> None:
         assert Agent(model, model_settings=settings).run_sync("x").output
 
 
-main("pydantic-ai-slim", chats_and_streams, tools, forms, reasoning, errors)
+main("pydantic-ai-slim", chats_and_streams, tools, structured_outputs, reasoning, errors)

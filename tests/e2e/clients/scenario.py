@@ -25,7 +25,7 @@ class Facts:
     embeddings  by text
     call        `question`, `tools` (one), `name` and `arguments` of the call that the model makes by itself, a
                 `result`, and the `answer` to it
-    form        `question`, `schema`, and the `value` that comes
+    structured  `question`, `schema`, and the `value` that comes
     thought     `question`, `reasoning`, `answer`
     scores      [context, continuation, log-probability, whether it is the greedy one]
     """
@@ -38,7 +38,7 @@ class Facts:
         self.texts: dict[str, str] = facts["texts"]
         self.embeddings: dict[str, list[float]] = facts["embeddings"]
         self.call: dict[str, Any] = facts["call"]
-        self.form: dict[str, Any] = facts["form"]
+        self.structured: dict[str, Any] = facts["structured"]
         self.thought: dict[str, str] = facts["thought"]
         self.scores: list[tuple[str, str, float, bool]] = facts["scores"]
         self.question, self.prompt = next(iter(self.chats)), next(iter(self.texts))

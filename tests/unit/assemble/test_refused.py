@@ -1,11 +1,10 @@
-"""The plan refuses what cannot run yet, and nothing else does."""
+"""Formats of weights that no kernel runs are refused before anything is loaded."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-import quire.models.plan
 from quire.assemble import assemble
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import UnsupportedModel
@@ -14,16 +13,11 @@ from ...tiny_models import Tiny, random_model
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_quantized_weights_are_refused_by_the_plan_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str
-) -> None:
-    """Also where there are none: a format that leaves the plan's `missing` is built."""
+def test_formats_that_are_not_implemented(tmp_path: Path, load_format: str) -> None:
     random_model(Tiny(family="qwen3"), 0).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
     config = EngineConfig.from_flat(model=str(tmp_path), device="cpu", skip_tokenizer_init=True, max_num_seqs=2,
                                     load_format=load_format)  # fmt: skip
-    with pytest.raises(UnsupportedModel, match="config.json: quantization_config asks for 'awq'.*: use the unquant"):
+    with pytest.raises(UnsupportedModel, match="asks for 'mxfp4', which is not implemented: use the unquantized"):
         assemble(config)
-    monkeypatch.setattr(quire.models.plan, "missing_features", lambda parallel, quantization: ())
-    assemble(config).close()

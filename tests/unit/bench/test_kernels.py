@@ -146,7 +146,7 @@ def test_shared_blocks_are_read_and_counted_once(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("op", ["layer", "embedding"])
 def test_a_wrong_layer_has_no_speed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = {"layer": "quire.quantization.pack.unquantized.run", "embedding": "quire.layers.embedding.F.embedding"}[op]
+    name = {"layer": "quire.quantization.pack.linear.run", "embedding": "quire.layers.embedding.F.embedding"}[op]
     chosen = setup()
     if op == "embedding":
         from quire.bench.kernel_cases import VocabEmbedding

@@ -27,7 +27,7 @@ FLAGS = """
 --model --tokenizer --skip-tokenizer-init --no-skip-tokenizer-init --trust-remote-code --no-trust-remote-code --revision
 --dtype --max-model-len --generation-config --override-generation-config --seed --max-logprobs --chat-template
 --pooler-config --override-pooler-config
---load-device --weights-load-device
+--load-device --weights-load-device --quantization -q
 --load-format --routing --download-dir --offline --no-offline --hf-token --use-tqdm-on-load --no-use-tqdm-on-load
 --block-size --kv-cache-memory-bytes --gpu-memory-utilization --num-gpu-blocks-override --num-blocks
 --enable-prefix-caching --no-enable-prefix-caching

@@ -81,6 +81,14 @@ def test_dtype(requested: str, stored: str, units: bool, chosen: str) -> None:
     assert resolve_dtype(requested, stored, units).dtype == chosen
 
 
+def test_bfloat16_weights_stay_as_they_are_where_float32_is_faster() -> None:
+    plan = resolve_dtype("auto", "bfloat16", False)
+    assert plan.weights == "bfloat16" and "weights stay bfloat16" in plan.reason
+    for others in (("auto", "bfloat16", True), ("auto", "float32", False), ("float32", "bfloat16", False)):
+        assert not resolve_dtype(*others).weights
+    assert not resolve_dtype("auto", "bfloat16", False, "cuda").weights
+
+
 @pytest.mark.parametrize("requested", ["float16", "half"])
 def test_float16_is_refused_on_a_cpu(requested: str) -> None:
     with pytest.raises(ConfigError, match="bfloat16 or dtype=float32"):

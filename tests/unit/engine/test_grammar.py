@@ -1,4 +1,4 @@
-"""Requests with a grammar: compiled beside the loop, masked by the token before, ended by their form or alone."""
+"""Requests with a grammar: compiled beside the loop, masked by the token before, ended by their grammar or alone."""
 
 import re
 import time
@@ -18,7 +18,7 @@ from quire.text import grammar as text_grammar
 LETTERS, VOCAB = "abcdefg", 7
 
 
-def form(**fields: Any) -> str:
+def spec_of(**fields: Any) -> str:
     return StructuredOutputsParams(**fields).spec()
 
 
@@ -31,11 +31,11 @@ def small(rig_class: Any, depth: int, **sizes: Any) -> Any:
 
 
 @pytest.mark.parametrize("spec, pattern", [
-    (form(regex="[ab]{3}c+d"), "[ab]{3}c+d"),
-    (form(choice=["abba", "cafe", "face"]), "abba|cafe|face"),
-    (form(grammar='root ::= "a" root "b" | "c"'), "a*cb*"),
+    (spec_of(regex="[ab]{3}c+d"), "[ab]{3}c+d"),
+    (spec_of(choice=["abba", "cafe", "face"]), "abba|cafe|face"),
+    (spec_of(grammar='root ::= "a" root "b" | "c"'), "a*cb*"),
 ])  # fmt: skip
-def test_every_token_is_of_the_form(Rig: Any, depth: int, spec: str, pattern: str) -> None:
+def test_every_token_is_of_the_grammar(Rig: Any, depth: int, spec: str, pattern: str) -> None:
     """Beside requests that are free, which get what they would have got without."""
     rig = small(Rig, depth)
     formed = [rig.add([i % 3, 1], 20, seed=i, grammar=spec) for i in range(6)]
@@ -50,7 +50,7 @@ def test_every_token_is_of_the_form(Rig: Any, depth: int, spec: str, pattern: st
 
 
 @pytest.mark.parametrize("grammar, order", [(None, "S0 R0 S1 R1 C0 S2 R2 C1"),
-                                            (form(regex="a{9}"), "S0 R0 S1 C0 R1 S2 C1 R2")])  # fmt: skip
+                                            (spec_of(regex="a{9}"), "S0 R0 S1 C0 R1 S2 C1 R2")])  # fmt: skip
 def test_the_step_before_is_collected_before_masks_are_made(Rig: Any, grammar: str | None, order: str) -> None:
     """Two in flight. Without a grammar nothing waits for a token."""
     rig, log = small(Rig, 2), []
@@ -66,7 +66,7 @@ def test_the_step_before_is_collected_before_masks_are_made(Rig: Any, grammar: s
 
 def test_only_rows_that_sample_have_masks(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth, budget=4)
-    rig.add([1] * 11, 3, grammar=form(regex="a{9}"))
+    rig.add([1] * 11, 3, grammar=spec_of(regex="a{9}"))
     rig.add([2] * 3, 9)
     rig.drain()
     found, formed = [], -1
@@ -80,7 +80,7 @@ def test_only_rows_that_sample_have_masks(Rig: Any, depth: int) -> None:
 def test_it_waits_for_its_grammar_and_nobody_else_does(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
     jobs, rig.jobs.jobs = rig.jobs.jobs, rig.jobs.jobs.__class__()
-    slow = rig.add([1], 3, grammar=form(regex="a{3}"))
+    slow = rig.add([1], 3, grammar=spec_of(regex="a{3}"))
     jobs.extend(rig.jobs.jobs), rig.jobs.jobs.clear()
     other = rig.add([1], 3)
     rig.step(6)
@@ -96,8 +96,8 @@ def test_it_waits_for_its_grammar_and_nobody_else_does(Rig: Any, depth: int) -> 
 def test_a_request_may_end_while_its_grammar_is_compiled(Rig: Any, depth: int, how: str) -> None:
     rig = small(Rig, depth)
     rig.jobs.run_one = lambda: None
-    handle = rig.add([1], 3, grammar=form(regex="a{3}"), deadline=5.0 if how == "deadline" else None)
-    child = rig.add([1], 3, grammar=form(regex="a{3}"), parent=handle)
+    handle = rig.add([1], 3, grammar=spec_of(regex="a{3}"), deadline=5.0 if how == "deadline" else None)
+    child = rig.add([1], 3, grammar=spec_of(regex="a{3}"), parent=handle)
     assert rig.request(child).blocked_on is BlockReason.PARENT and len(rig.jobs.jobs) == 1
     if how == "too slow":
         rig.step(), setattr(rig, "now", rig.now + 20.0), rig.step(2)
@@ -121,7 +121,7 @@ def test_a_request_may_end_while_its_grammar_is_compiled(Rig: Any, depth: int, h
     assert how == "too slow" or rig.jobs.jobs[0][0].cancelled(), "nobody waits for it, and it is compiled"
     rig.jobs.jobs.clear()
     del rig.jobs.run_one
-    again = rig.add([1], 3, grammar=form(regex="a{3}"))
+    again = rig.add([1], 3, grammar=spec_of(regex="a{3}"))
     rig.drain()
     assert text(rig, again) == "aaa"
 
@@ -130,21 +130,21 @@ def test_only_so_many_wait_to_be_compiled(Rig: Any, depth: int, monkeypatch: pyt
     monkeypatch.setattr(engine_grammar, "MOST_WAITING", 2)
     rig = small(Rig, depth)
     for letter in "ab":
-        rig.add([1], 3, grammar=form(regex=letter))
+        rig.add([1], 3, grammar=spec_of(regex=letter))
     with pytest.raises(QueueFull, match="2 requests wait for grammars"):
-        rig.add([1], 3, grammar=form(regex="c"))
-    offline = rig.add([1], 3, grammar=form(regex="c"), places=0)
+        rig.add([1], 3, grammar=spec_of(regex="c"))
+    offline = rig.add([1], 3, grammar=spec_of(regex="c"), places=0)
     rig.core.check()
-    known = rig.add([1], 3, grammar=form(regex="a"))  # is compiled anyway
+    known = rig.add([1], 3, grammar=spec_of(regex="a"))  # is compiled anyway
     rig.drain()
     assert text(rig, known) == "a" and text(rig, offline) == "c"
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
-    bad = rig.add([1], 5, grammar=form(regex="(a"))
-    child = rig.add([1], 5, grammar=form(regex="(a"), parent=bad)
-    good = rig.add([1], 5, grammar=form(regex="a{5}"))
+    bad = rig.add([1], 5, grammar=spec_of(regex="(a"))
+    child = rig.add([1], 5, grammar=spec_of(regex="(a"), parent=bad)
+    good = rig.add([1], 5, grammar=spec_of(regex="a{5}"))
     rig.drain()
     for handle in (bad, child):
         finish = rig.finish[handle]
@@ -153,8 +153,8 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(Rig: Any, dept
     assert text(rig, good) == "aaaaa"
 
 
-def test_a_passing_fault_is_no_fault_of_the_form(Rig: Any, depth: int) -> None:
-    """Who asks for the same later has it compiled; what is wrong with a form is told again."""
+def test_a_passing_fault_is_no_fault_of_the_grammar(Rig: Any, depth: int) -> None:
+    """Who asks for the same later has it compiled; what is wrong with a grammar is told again."""
     rig = small(Rig, depth)
     load = rig.compiler._load
 
@@ -162,14 +162,14 @@ def test_a_passing_fault_is_no_fault_of_the_form(Rig: Any, depth: int) -> None:
         raise RequestFailed("busy", code="internal")
 
     rig.compiler._load = busy
-    first = rig.add([1], 5, grammar=form(regex="a{5}"))
+    first = rig.add([1], 5, grammar=spec_of(regex="a{5}"))
     rig.drain()
     assert (rig.finish[first].error, rig.finish[first].message) == ("internal", "busy")
     rig.compiler._load = load
-    again, bad = rig.add([1], 5, grammar=form(regex="a{5}")), rig.add([1], 5, grammar=form(regex="(a"))
+    again, bad = rig.add([1], 5, grammar=spec_of(regex="a{5}")), rig.add([1], 5, grammar=spec_of(regex="(a"))
     rig.drain()
     done = rig.jobs.num_done
-    rig.add([1], 5, grammar=form(regex="(a"))
+    rig.add([1], 5, grammar=spec_of(regex="(a"))
     rig.drain()
     assert text(rig, again) == "aaaaa" and rig.finish[bad].error == "invalid_grammar" and rig.jobs.num_done == done
 
@@ -177,7 +177,7 @@ def test_a_passing_fault_is_no_fault_of_the_form(Rig: Any, depth: int) -> None:
 def test_a_fault_in_compiling_is_told_without_its_details(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
     rig.compiler._load = lambda: 1 / 0
-    handle = rig.add([1], 5, grammar=form(regex="a"))
+    handle = rig.add([1], 5, grammar=spec_of(regex="a"))
     rig.drain()
     assert rig.finish[handle].error == "internal" and "zero" not in rig.finish[handle].message
 
@@ -186,14 +186,14 @@ def test_a_matcher_that_gives_up_ends_its_request_alone(Rig: Any, depth: int) ->
     """An ambiguous grammar reaches its limits after some tokens; what it shared is not handed to the next."""
     rig = small(Rig, depth)
     rules = [f"a{i}: a{i + 1} a{i + 1}" for i in range(60)]
-    spec = form(grammar="\n".join(["start: a0", *rules, 'a60: "a" | ']))
-    doomed, good = rig.add([1], 40, grammar=spec), rig.add([2], 40, grammar=form(regex="b{99}"))
+    spec = spec_of(grammar="\n".join(["start: a0", *rules, 'a60: "a" | ']))
+    doomed, good = rig.add([1], 40, grammar=spec), rig.add([2], 40, grammar=spec_of(regex="b{99}"))
     rig.drain()
     finish = rig.finish[doomed]
     assert (finish.reason, finish.error) == (FinishReason.ERROR, "grammar_failed")
     assert "Current row has" in finish.message
     assert set(text(rig, doomed)) == {"a"} and text(rig, good) == "b" * 40
-    assert spec not in rig.core._grammars._cache and form(regex="b{99}") in rig.core._grammars._cache
+    assert spec not in rig.core._grammars._cache and spec_of(regex="b{99}") in rig.core._grammars._cache
 
 
 def test_a_token_that_the_grammar_forbids_ends_its_request_alone(Rig: Any, depth: int) -> None:
@@ -201,7 +201,7 @@ def test_a_token_that_the_grammar_forbids_ends_its_request_alone(Rig: Any, depth
     rig = small(Rig, depth)
     run = rig.mock._run
     rig.mock._run = lambda plan, masks: run(plan, {slot: mask for slot, mask in masks.items() if plan.step < 3})
-    wild = rig.add([1], 30, grammar=form(regex="[ab]{30}"))
+    wild = rig.add([1], 30, grammar=spec_of(regex="[ab]{30}"))
     rig.drain()
     assert rig.finish[wild].error == "grammar_failed" and set(text(rig, wild)[:-1]) <= set("ab")
 
@@ -210,14 +210,14 @@ def test_nothing_left_to_sample_fails_the_request_alone(Rig: Any, depth: int) ->
     rig = small(Rig, depth)
     run = rig.mock._run
     rig.mock._run = lambda plan, masks: run(plan, {slot: mask & 0 for slot, mask in masks.items()})
-    none, other = rig.add([1], 5, grammar=form(regex="a{9}")), rig.add([1], 5)
+    none, other = rig.add([1], 5, grammar=spec_of(regex="a{9}")), rig.add([1], 5)
     rig.drain()
     assert rig.finish[none].error == "no_token" and rig.finish[other].reason is FinishReason.LENGTH
 
 
 def test_completions_of_one_prompt_have_matchers_of_their_own(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
-    spec = form(regex="([abc]{4}d?){2}")
+    spec = spec_of(regex="([abc]{4}d?){2}")
     first = rig.add([1, 2, 0, 1, 2], 12, seed=0, grammar=spec)
     others = [rig.add([1, 2, 0, 1, 2], 12, seed=seed, grammar=spec, parent=first) for seed in range(1, 6)]
     rig.drain()
@@ -226,9 +226,9 @@ def test_completions_of_one_prompt_have_matchers_of_their_own(Rig: Any, depth: i
     assert len({text(rig, handle) for handle in (first, *others)}) > 3 and rig.jobs.num_done == 1
 
 
-def test_a_preempted_request_goes_on_in_its_form(Rig: Any, depth: int) -> None:
+def test_a_preempted_request_goes_on_in_its_grammar(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth, blocks=12, slots=4)
-    handles = [rig.add([i % 3] * 5, 25, seed=i, grammar=form(regex="([ab]c){30}|[efd]{30}")) for i in range(4)]
+    handles = [rig.add([i % 3] * 5, 25, seed=i, grammar=spec_of(regex="([ab]c){30}|[efd]{30}")) for i in range(4)]
     rig.drain()
     assert rig.scheduler.num_preempted > 0
     for handle in handles:
@@ -238,7 +238,7 @@ def test_a_preempted_request_goes_on_in_its_form(Rig: Any, depth: int) -> None:
 
 def test_before_the_text_that_ends_the_reasoning_everything_may_come(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
-    handles = [rig.add([i % 3], 60, seed=i, grammar=form(regex="a{3}b", after="cc")) for i in range(8)]
+    handles = [rig.add([i % 3], 60, seed=i, grammar=spec_of(regex="a{3}b", after="cc")) for i in range(8)]
     rig.drain()
     for handle in handles:
         rig.judge(handle)
@@ -251,12 +251,13 @@ def test_before_the_text_that_ends_the_reasoning_everything_may_come(Rig: Any, d
 def test_reasoning_ends_at_its_budget_and_not_before_its_end(
     Rig: Any, depth: int, stop_ids: tuple[int, ...], min_tokens: int
 ) -> None:
-    """With a form and without; what stops an output stops none that reasons, and all that may come is its end."""
+    """With a grammar and without; what stops an output stops none that reasons, and all that may come is its end."""
     rig = small(Rig, depth)
     inside = {"grammar": 'start: t "aaab"\nt[suffix="ccc"]: /[b-d]*/', "inside": True}
     kinds = [({"regex": "a{3}b"}, 4), ({"regex": "a{3}b"}, 0), ({}, 4), ({}, 50), (inside, 4)]
-    handles = {rig.add([seed % 3], 30, seed=seed, grammar=form(after="ccc", budget=budget, **kind), stop_ids=stop_ids,
-                       min_tokens=min_tokens): (kind, budget) for kind, budget in kinds for seed in range(4)}
+    handles = {rig.add([seed % 3], 30, seed=seed, grammar=spec_of(after="ccc", budget=budget, **kind),
+                       stop_ids=stop_ids, min_tokens=min_tokens): (kind, budget)
+               for kind, budget in kinds for seed in range(4)}
     rig.drain()
     for handle, (kind, budget) in handles.items():
         rig.judge(handle)
@@ -276,7 +277,7 @@ def test_a_finished_form_ends_the_output_whatever_stops_it_otherwise(
 ) -> None:
     """With the end of sequence ignored, and before min_tokens."""
     rig = small(Rig, depth)
-    handle = rig.add([1], 20, grammar=form(regex="a{3}"), stop_ids=stop_ids, min_tokens=min_tokens)
+    handle = rig.add([1], 20, grammar=spec_of(regex="a{3}"), stop_ids=stop_ids, min_tokens=min_tokens)
     rig.drain()
     assert (text(rig, handle), rig.finish[handle].stop_id) == expected
     assert rig.finish[handle].reason is FinishReason.STOP
@@ -284,7 +285,7 @@ def test_a_finished_form_ends_the_output_whatever_stops_it_otherwise(
 
 def test_a_stop_id_may_come_where_the_form_may_end_and_not_before_min_tokens(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
-    handles = [rig.add([1], 20, seed=i, grammar=form(regex="(ab)*"), stop_ids=(4,), min_tokens=3) for i in range(8)]
+    handles = [rig.add([1], 20, seed=i, grammar=spec_of(regex="(ab)*"), stop_ids=(4,), min_tokens=3) for i in range(8)]
     rig.drain()
     for handle in handles:
         rig.judge(handle)
@@ -294,8 +295,8 @@ def test_a_stop_id_may_come_where_the_form_may_end_and_not_before_min_tokens(Rig
 
 def test_max_tokens_cuts_and_a_form_that_is_complete_then_has_stopped(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
-    cut, whole = (rig.add([1], count, grammar=form(regex="a{4}")) for count in (3, 4))
-    scored = rig.add([1, 2, 0], 0, scored=True, grammar=form(regex="a{4}"))
+    cut, whole = (rig.add([1], count, grammar=spec_of(regex="a{4}")) for count in (3, 4))
+    scored = rig.add([1, 2, 0], 0, scored=True, grammar=spec_of(regex="a{4}"))
     rig.drain()
     assert [rig.finish[h].reason for h in (cut, whole, scored)] == [
         FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]  # fmt: skip
@@ -304,7 +305,7 @@ def test_max_tokens_cuts_and_a_form_that_is_complete_then_has_stopped(Rig: Any, 
 
 def test_a_form_of_nothing_ends_before_its_first_token(Rig: Any, depth: int) -> None:
     rig = small(Rig, depth)
-    handle, other = rig.add([1], 4, grammar=form(choice=[""])), rig.add([1], 4)
+    handle, other = rig.add([1], 4, grammar=spec_of(choice=[""])), rig.add([1], 4)
     rig.drain()
     assert rig.tokens[handle] == [] and rig.finish[handle].reason is FinishReason.STOP
     rig.judge(other)
@@ -314,10 +315,10 @@ def test_one_grammar_is_compiled_once_and_the_last_used_are_kept(Rig: Any, monke
     monkeypatch.setattr(engine_grammar, "KEPT", 2)
     rig = small(Rig, 1)
     for pattern in ("a", "b", "a", "c", "a", "b"):
-        rig.add([1], 2, grammar=form(regex=pattern))
+        rig.add([1], 2, grammar=spec_of(regex=pattern))
         rig.drain()
     assert rig.jobs.num_done == 4
-    assert list(rig.core._grammars._cache) == [form(regex="a"), form(regex="b")]
+    assert list(rig.core._grammars._cache) == [spec_of(regex="a"), spec_of(regex="b")]
 
 
 def test_the_more_forms_there_are_the_fewer_copies_has_each(Rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,10 +328,10 @@ def test_the_more_forms_there_are_the_fewer_copies_has_each(Rig: Any, monkeypatc
     rig.compiler._threads = 99
     cache = rig.core._grammars._cache
     for pattern in "abcd":
-        rig.add([1], 2, grammar=form(regex=pattern))
+        rig.add([1], 2, grammar=spec_of(regex=pattern))
     rig.drain()
     assert [future.result().copies for future in cache.values()] == [6, 3, 2, 1]
-    rig.add([1], 2, grammar=form(regex="ab"))  # alone again; and the oldest has no place beside it
+    rig.add([1], 2, grammar=spec_of(regex="ab"))  # alone again; and the oldest has no place beside it
     rig.drain()
     assert [future.result().copies for future in cache.values()] == [3, 2, 1, 6]
 
@@ -339,7 +340,7 @@ def test_an_engine_without_a_tokenizer_refuses(Rig: Any) -> None:
     rig = small(Rig, 1)
     rig.core = EngineCore(rig.mock, SchedulerConfig(max_num_seqs=8), rig.allocator, root_key=bytes(32))
     with pytest.raises(InvalidParameter, match="needs a tokenizer"):
-        rig.add([1], 2, grammar=form(regex="a"), stop_ids=(3,))
+        rig.add([1], 2, grammar=spec_of(regex="a"), stop_ids=(3,))
     assert not rig.core.handles and not rig.core._finisher._num_stopping.any()
     rig.core.check()
 
@@ -350,7 +351,7 @@ def test_threads_compile_and_an_idle_core_waits_for_them(Rig: Any, monkeypatch: 
     rig = small(Rig, 2)
     rig.core._grammars._pool, compile_now = None, rig.compiler.compile
     rig.compiler.compile = lambda *spec: (time.sleep(0.2), compile_now(*spec))[1]  # type: ignore[method-assign]
-    handle, steps = rig.add([1], 3, grammar=form(regex="a{3}")), 0
+    handle, steps = rig.add([1], 3, grammar=spec_of(regex="a{3}")), 0
     while handle not in rig.finish:
         rig.step()
         steps += 1
@@ -364,7 +365,7 @@ def test_masks_reach_the_device_in_the_order_of_the_plan(Rig: Any, depth: int) -
     rig = small(Rig, depth)
     seen, release = [], rig.mock.release
     rig.mock.release = lambda step, masks: (seen.append(masks), release(step, masks))
-    handles = [rig.add([1], 2, grammar=form(regex=letter * 2)) for letter in "fbd"]
+    handles = [rig.add([1], 2, grammar=spec_of(regex=letter * 2)) for letter in "fbd"]
     for _ in handles:
         rig.jobs.run_one()
     rig.drain()

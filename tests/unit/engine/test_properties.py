@@ -16,7 +16,7 @@ from quire.contracts.structured import StructuredOutputsParams
 VOCAB, MAX_LEN = 7, 44  # few letters: prompts collide, and answers collide with prompts
 STEMS = st.sampled_from([[], [0] * 9, [0, 1] * 6, [0] * 5 + [1] * 9])
 PROMPTS = st.builds(list.__add__, STEMS, st.lists(st.integers(0, 2), min_size=1, max_size=12))
-FORMS = [StructuredOutputsParams(**form).spec() for form in (
+GRAMMARS = [StructuredOutputsParams(**fields).spec() for fields in (
     {"regex": "[ab]*c"}, {"regex": "(abc|d{2,5}){1,3}"}, {"regex": "[a-f]*"}, {"choice": ["abba", "cafe", "face"]},
     {"regex": "a+b", "after": "cc"},
     {"regex": "a+b", "after": "cc", "budget": 3}, {"after": "abc", "budget": 5},
@@ -54,7 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
           reads=st.sampled_from([True, True, True, False]), lives=st.sampled_from([None] * 6 + [0, 3]),
           fail_after=st.sampled_from([None] * 8 + [0, 2, 9]), scored=st.sampled_from([False, False, True]),
           children=st.sampled_from([0, 1, 3]), pool=st.sampled_from(["", "", "", "mean", "last", "cls"]),
-          grammar=st.sampled_from([None] * 7 + FORMS))
+          grammar=st.sampled_from([None] * 7 + GRAMMARS))
     def add(self, prompt: list[int], max_tokens: int, seed: int, stops: tuple[int, ...], min_tokens: int,
             priority: int, salt: str, reads: bool, lives: float | None, fail_after: int | None, scored: bool,
             children: int, pool: str, grammar: str | None) -> None:
@@ -144,12 +144,12 @@ def test_state_machine(Rig: Any, depth: int, drafts: int, full: bool) -> None:
 
 def chaos(rig: Any, rng: random.Random, seen: Counter[str], num_requests: int) -> None:
     """Requests come, grow and go at random until all are done; `seen` counts what happened."""
-    forms = rng.choice([[], FORMS])  # a request that has one keeps the engine at depth 2
+    grammars = rng.choice([[], GRAMMARS])  # a request that has one keeps the engine at depth 2
     while len(rig.asked) < num_requests or rig.core.has_work:
         if len(rig.asked) < num_requests and rng.random() < 0.5:
             prompt = [rng.randrange(3) for _ in range(rng.randint(1, 24))]
             max_tokens = rng.choice([0, 1, 5, 16])
-            grammar = rng.choice([None] * 7 + forms)
+            grammar = rng.choice([None] * 7 + grammars)
             fields = {"stop_ids": rng.choice([(), (), (3, 5)]), "scored": rng.random() < 0.2,
                       "fail_after": rng.choice([None] * 5 + [3]), "grammar": grammar}
             parent = rig.add(prompt, max_tokens, **fields)
@@ -191,7 +191,7 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int, drafts: int) -> None:
             seen[f"finish {rig.finish[handle].reason.value}"] += 1
             seen["masked tokens"] += len(rig.tokens[handle]) if rig.asked[handle].grammar else 0
             ended = rig.finish[handle]
-            seen["ended by its form"] += (ended.reason is FinishReason.STOP) > (ended.stop_id is not None)
+            seen["ended by its grammar"] += (ended.reason is FinishReason.STOP) > (ended.stop_id is not None)
             parent = rig.asked[handle].parent
             seen["shared with the parent"] += parent is not None and rig.cached.get(handle, 0) > 0
         seen["preempted"] += rig.scheduler.num_preempted
@@ -201,7 +201,7 @@ def test_a_long_run_meets_everything(Rig: Any, depth: int, drafts: int) -> None:
         seen["drafted"] += sum(int(p.num_tokens[: p.num_decodes].sum()) - p.num_decodes for p in rig.plans)
     expected = {"preempted": 30, "evicted": 100, "hits": 500, "resumed": 100, "blocked": 50, "scored": 20,
                 "shared with the parent": 20, "dropped": 20, "abort waiting": 3, "abort running": 1,
-                "compiled": 50, "masked tokens": 200, "ended by its form": 20,
+                "compiled": 50, "masked tokens": 200, "ended by its grammar": 20,
                 **{f"finish {reason.value}": 10 for reason in FinishReason}}
     if drafts:
         expected["drafted"] = 1000

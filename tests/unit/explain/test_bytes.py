@@ -9,8 +9,8 @@ import pytest
 
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
+from quire.contracts.errors import UnsupportedModel
 from quire.explain.describe import plan_engine
-from quire.models.layout import layout
 from quire.models.plan import EnginePlan
 from quire.weights.files import StoredTensor, read_checkpoint
 
@@ -167,31 +167,47 @@ def test_slices_of_experts_and_stages_hold_everything_once(folder: Path) -> None
     assert held_in_all(folder, Parallel(dp=2, experts=True)) == 2 * total - parts["experts"]
 
 
-def test_a_quantized_checkpoint_is_planned_and_not_run(shared: Path) -> None:
+def test_a_quantized_checkpoint_is_planned(shared: Path) -> None:
     plan = planned(shared / "hf" / "DeepSeek-V3")
-    assert plan["model"]["format"] == "fp8 in blocks of 128 x 128: not implemented yet"
+    assert plan["model"]["format"] == "fp8 in blocks of 128 x 128" and plan["missing"] == []
     found = {one["name"]: one for one in plan["layers"][1]["weights"]}
     down = found["layers.0.attention.down.weight"]  # 1536 rows and 576, of which the last block of 128 is not full
-    assert down["bytes"] == (1536 + 576) * 7168 + 4 * (12 + 5) * 56 and down["dtype"] == "float8_e4m3"
-    assert down["run"] == "not implemented yet" and list(down["stored"].values()) == [None] * 4
+    assert down["bytes"] == down["raw_bytes"] == (1536 + 576) * 7168 + 4 * (12 + 5) * 56
+    assert down["dtype"] == "FP8 in blocks of 128 x 128, activations per token and 128 channels"
+    assert down["run"].endswith(".run") and list(down["stored"].values()) == [None] * 4
     assert list(down["stored"])[3] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
+    assert (down["format"], down["decided_by"], down["convert"].rpartition(".")[2]) == (
+        "fp8", "quantization_config", "convert")
+    up = found["layers.0.attention.kv_up.weight"]
+    assert up["dtype"] == "bfloat16" and up["stored_as"] == down["dtype"] and up["bytes"] == 2 * 32768 * 512
+    assert up["raw_bytes"] == 32768 * 512 + 4 * 256 * 4
     assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.norm.triton.rms_norm", "not fused"
-    assert "has no fp8 kernel yet" in plan["moe"]["decode"]
-    calls = plan["layers"][1]["calls"]
-    lacking = {call["function"] for call in calls if call["missing"]}
-    assert lacking == {"linear.run", "latent.project", "latent.expanded"}, "no implementation of another type is named"
-    assert {call["missing"] for call in calls} == {"", "no fp8 kernel yet"}
-    assert not any(call["missing"] for call in (*plan["layers"][0]["calls"], *plan["layers"][-1]["calls"]))
+    (linear,) = (one for one in plan["kernels"] if one["weights"])
+    assert (linear["op"], linear["weights"]) == ("linear", ("fp8 block",))
+    assert plan["moe"]["decode"]["quantize_at"] == "experts"
+
+
+def test_bytes_say_on_which_device_they_are(shared: Path) -> None:
+    found = {}
+    for load_device in ("auto", "cpu"):
+        config = EngineConfig.from_flat(model=str(shared / "hf" / "Qwen3-0.6B"), quantization="fp8",
+                                        load_device=load_device)  # fmt: skip
+        plan = plan_engine(config, ALONE, "h200").describe()
+        found[load_device] = {one["name"]: one for one in plan["layers"][1]["weights"]}["layers.0.mlp.down.weight"]
+        assert plan["model"]["format"] == "online fp8"
+    for load_device, one in found.items():
+        assert (one["load_device"], one["device"]) == ({"auto": "cuda"}.get(load_device, "cpu"), "cuda")
+        assert one["raw_bytes"] == 2 * 1024 * 3072 and one["bytes"] == 1024 * 3072 + 4 * 8 * 24
+        assert one["decided_by"] == "--quantization" and one["dtype"].startswith("FP8 in blocks of 128 x 128")
 
 
 @pytest.mark.parametrize("indexed", [False, True])
 def test_modules_that_are_not_converted_are_planned_as_they_are_stored(
     shared: Path, tmp_path: Path, indexed: bool
 ) -> None:
-    """As the config names them, or, where there are files, as these have scales; a matrix of several of them too."""
+    """As the config names them, or, where there are files, as these have scales; the parts of a matrix agree."""
     raw = json.loads((shared / "hf" / "Qwen3-0.6B" / "config.json").read_text())
-    kept = ["model.layers.0.self_attn.o_proj", "model.layers.1", "layers.2.mlp.down_proj", "model.layers.3.mlp.gate",
-            "model.layers.4.self_attn.k_proj"]  # fmt: skip
+    kept = ["model.layers.0.self_attn.o_proj", "model.layers.1", "layers.2.mlp.down_proj", "model.layers.3.mlp.gate"]
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
     raw["quantization_config"] = quantization
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -205,11 +221,14 @@ def test_modules_that_are_not_converted_are_planned_as_they_are_stored(
     plain = {name for name, one in found.items() if len(one["shape"]) > 1 and one["dtype"] == "bfloat16"}
     assert plain == {"embed.weight", "layers.0.attention.output.weight", "layers.2.mlp.down.weight", *(
         f"layers.1.{name}.weight" for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"))}
-    output, qkv = found["layers.0.attention.output.weight"], found["layers.4.attention.qkv.weight"]
+    output = found["layers.0.attention.output.weight"]
     assert output["bytes"] == 2 * 1024 * 2048 and output["run"].startswith("quire.kernels.linear.")
-    assert [name.rpartition(".self_attn.")[2] for name in qkv["stored"]] == [
-        "q_proj.weight", "q_proj.weight_scale_inv", "k_proj.weight", "v_proj.weight", "v_proj.weight_scale_inv"]
-    assert qkv["bytes"] == 1024 * (2048 + 2 * 1024 + 1024) + 4 * 8 * (16 + 8)
+    assert output["decided_by"] == ("names of stored tensors" if indexed else "quantization_config")
+    quantization["modules_to_not_convert"] = ["model.layers.4.self_attn.k_proj"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    with pytest.raises(UnsupportedModel, match="4.self_attn.q_proj.weight is fp8 .*k_proj.weight is unquantized"):
+        planned(tmp_path)
 
 
 def packed(raw: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -235,40 +254,56 @@ def packed(raw: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], str]]:
                 yield f"{at}{name}_proj.bias", (outer,), "F16"
 
 
-def test_sizes_of_other_formats_are_those_of_the_headers(shared: Path, tmp_path: Path) -> None:
+def test_sizes_of_groups_of_4_bits(shared: Path, tmp_path: Path) -> None:
+    """Raw bytes are those of the headers; packed ones have float32 scales and zero points of a byte."""
     raw = json.loads((shared / "hf" / "Qwen2.5-7B-Instruct-AWQ" / "config.json").read_text())
     write_tensors(tmp_path, raw, list(packed(raw)))
     plan, stored = planned(tmp_path), read_checkpoint(tmp_path).tensors
-    assert plan["model"]["bytes"] == plan["memory"]["weights"] == sum(one.num_bytes for one in stored.values())
-    assert plan["memory"]["num_blocks"] > 0 and plan["not_read"] == {}
+    weights = [one for layer in plan["layers"] for one in layer["weights"]]
+    assert {name for one in weights for name in one["stored"]} == stored.keys() and plan["not_read"] == {}
+    assert plan["model"]["bytes"] == plan["memory"]["weights"] == sum(one["bytes"] for one in weights)
     found = {one["name"]: one for one in plan["layers"][3]["weights"]}
     qkv, bias = found["layers.2.attention.qkv.weight"], found["layers.2.attention.qkv.bias"]
     assert [name.rpartition("self_attn.")[2] for name in qkv["stored"]] == [
-        f"{part}_proj.{kind}" for part in "qkv" for kind in ("qweight", "qzeros", "scales")]  # fmt: skip
-    assert qkv["bytes"] == sum(stored[name].num_bytes for name in qkv["stored"]) and qkv["dtype"] == "awq"
-    assert len(bias["stored"]) == 3 and bias["dtype"] == "float16" and bias["run"] != qkv["run"]
+        f"{part}_proj.{kind}" for part in "qkv" for kind in ("qweight", "scales", "qzeros")]  # fmt: skip
+    scales = sum(stored[name].num_bytes for name in qkv["stored"] if name.endswith(".scales"))
+    assert qkv["raw_bytes"] == sum(stored[name].num_bytes for name in qkv["stored"]) + scales, "scales become float32"
+    rows, columns = qkv["shape"]
+    assert qkv["bytes"] == rows * columns // 2 + 5 * rows * columns // 128
+    assert qkv["dtype"] == "4-bit in groups of 128, zero points"
+    assert len(bias["stored"]) == 3 and bias["dtype"] == "float16" and bias["decided_by"] == ""
     shared_out = engine_plan(tmp_path, Parallel(tp=4))
-    own = {param.name: param for param in layout(shared_out.plan.args, shared_out.held[0][0])}
-    assert shared_out.num_bytes(own["layers.2.mlp.down.weight"]) == found["layers.2.mlp.down.weight"]["bytes"] / 4
+    assert shared_out.held[0][1] < plan["model"]["bytes"] / 2
 
 
-@pytest.mark.parametrize("model", ["Qwen2.5-7B-Instruct-AWQ", "Qwen2.5-7B-Instruct-GPTQ-Int4",
-                                   "Meta-Llama-3.1-8B-Instruct-FP8-dynamic"])  # fmt: skip
-def test_sizes_of_other_formats_without_headers_are_not_known(shared: Path, model: str) -> None:
+@pytest.mark.parametrize(("model", "words"), [
+    ("Qwen2.5-7B-Instruct-GPTQ-Int4", "4-bit in groups of 128"),
+    ("Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "FP8 per channel, activations per token"),
+    ("Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "INT8 per channel, activations per token"),
+])  # fmt: skip
+def test_sizes_without_headers(shared: Path, model: str, words: str) -> None:
     plan = planned(shared / "hf" / model)
-    assert plan["model"]["bytes"] is plan["memory"]["weights"] is plan["ranks"][0]["bytes"] is None
-    assert "known from the headers" in plan["memory"]["refused"] and "num_blocks" not in plan["memory"]
-    per_token = 2 * 2 * plan["model"]["attention"]["kv_heads"] * 128 * len(plan["layers"][1:-1])
-    assert plan["memory"]["kv_bytes_per_token"] == per_token and plan["memory"]["page_bytes"] == 128 * per_token
     found = {one["name"]: one for one in plan["layers"][1]["weights"]}
-    assert found["layers.0.attention.output.weight"]["bytes"] is None
-    assert found["layers.0.attention.output.weight"]["stored"] == {"model.layers.0.self_attn.o_proj.*": None}
-    assert plan["layers"][0]["bytes"] == plan["layers"][0]["parameters"] * 2
+    output, head = found["layers.0.attention.output.weight"], plan["layers"][-1]["weights"][-1]
+    rows, columns = output["shape"]
+    assert output["dtype"] == words and head["dtype"] in ("bfloat16", "float16")
+    packed = rows * columns // 2 + 4 * rows * columns // 128
+    assert output["bytes"] == (packed if "4-bit" in words else rows * (columns + 4))
 
 
-def test_blocks_of_another_format_are_not_taken_for_those_of_fp8(shared: Path, tmp_path: Path) -> None:
+def test_formats_that_are_not_implemented_are_refused_by_name(shared: Path, tmp_path: Path) -> None:
     raw = json.loads((shared / "hf" / "Qwen3-0.6B" / "config.json").read_text())
     raw["quantization_config"] = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    plan = planned(tmp_path)
-    assert plan["model"]["bytes"] is None and plan["model"]["format"] == "mxfp8: not implemented yet"
+    with pytest.raises(UnsupportedModel, match="asks for 'mxfp8', which is not implemented: use the unquantized"):
+        planned(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["qwen3-8b-fp8", "qwen3-8b-awq", "qwen3-8b-gptq", "qwen3-8b-fp8-dynamic",
+                                    "qwen3-8b-w8a8-int8", "qwen3-30b-a3b-fp8"])  # fmt: skip
+def test_quantized_models_of_the_measurements_are_planned(shared: Path, folder: str) -> None:
+    for device in ("h200", "cpu"):
+        config = EngineConfig.from_flat(model=str(shared / "bench" / "models" / folder), load_format="dummy",
+                                        device="cpu" if device == "cpu" else "auto")  # fmt: skip
+        plan = plan_engine(config, ALONE, "h200" if device == "h200" else "").describe()
+        assert plan["missing"] == [] and plan["model"]["format"] != "unquantized"

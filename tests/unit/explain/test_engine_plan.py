@@ -26,6 +26,7 @@ from ...e2e.in_process import running_inside
 from ...tiny_models import EXPERTS, Tiny, random_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
+NUMBERS = (("float32", None), ("bfloat16", None), ("float32", "fp8"))  # type of the computation, option quantization
 QUESTIONS = (".missing", ".rows_only")  # functions that compute nothing
 ROOM = (".empty", ".destination")  # functions that pack nothing
 STACKED = ("mlp.experts.down",)  # packed together with another
@@ -65,10 +66,12 @@ def engines() -> Iterator[Callable[[EngineConfig], Engine]]:
         engine.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "quantization"), NUMBERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_engine_runs_what_is_explained(folders: Folders, engines: Any, family: str, dtype: str) -> None:
-    asked = config(folders(family), dtype=dtype)
+def test_the_engine_runs_what_is_explained(
+    folders: Folders, engines: Any, family: str, dtype: str, quantization: str | None
+) -> None:
+    asked = config(folders(family), dtype=dtype, quantization=quantization)
     described = plain(plan_engine(asked).describe())
     engine = engines(asked)
     assert json.loads(engine.core.facts.plans["engine"]) == described
@@ -77,14 +80,14 @@ def test_the_engine_runs_what_is_explained(folders: Folders, engines: Any, famil
     assert described["memory"]["num_blocks"] == engine.core.facts.num_blocks > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "quantization"), NUMBERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_functions_that_are_named_are_called(
-    folders: Folders, engines: Any, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    folders: Folders, engines: Any, family: str, dtype: str, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading packs with the functions that are named; one step over a prompt calls each as often as the plan says, and
     no others."""
-    asked = config(folders(family), dtype=dtype)
+    asked = config(folders(family), dtype=dtype, quantization=quantization)
     plan = plan_engine(asked).describe()
     for layer in plan["layers"][1:-1]:  # what is read is what there is
         names = {one["name"].split(".", 2)[-1] for one in layer["weights"]}
@@ -96,7 +99,7 @@ def test_the_functions_that_are_named_are_called(
         if one["pack"] and not one["name"].endswith(STACKED):
             packed[one["pack"]] += max(1, one["experts"])
     assert Counter({name: count for name, count in counts.items() if not name.endswith(ROOM)}) == packed
-    for rows in (20, 40):  # more than a tape takes; few and many for a latent
+    for rows in (20, 40):  # more than are recorded; few and many for a latent
         counts.clear()
         step(engine, rows)
         named = [call for layer in plan["layers"] for call in layer["calls"] if call["function"].startswith("quire.")]

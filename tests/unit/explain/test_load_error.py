@@ -91,11 +91,11 @@ def test_folders_without_weights_and_dummy_weights_are_planned(folder: Path) -> 
     assert error_of(folder) and error_of(folder, load_format="dummy") == ""
 
 
-def test_of_quantized_weights_the_files_are_checked(folder: Path) -> None:
-    raw = CONFIG | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+def test_quantized_weights_are_checked_as_others_are(folder: Path) -> None:
+    raw = CONFIG | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 8}}
     (folder / "config.json").write_text(json.dumps(raw))
     tensors = write_weights(folder, build())
-    damaged({"model.layers.0.mlp.up_proj.qweight": torch.ones(2, dtype=torch.int32)})(folder, tensors)
-    assert error_of(folder) == ""
+    damaged({"model.layers.0.mlp.down_proj.qweight": torch.ones(2, dtype=torch.int32)})(folder, tensors)
+    assert "down_proj.qweight has shape [2], config.json makes it [24, 2]" in error_of(folder)
     truncated(folder, tensors)
     assert "is truncated" in error_of(folder)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.experts import cpu, grouped, native, ref
+from quire.kernels.experts import cpu, grouped, native, panels, ref
 from quire.kernels.linear.native import Packed
-from quire.kernels.native.library import missing_amx
+from quire.kernels.native.library import missing, missing_amx
 from quire.kernels.supports import SUPPORTS
 
 from ...expert_inputs import CASES, Case, make, packed_by
@@ -112,6 +112,20 @@ def test_what_is_written_in_place_is_packed(name: str) -> None:
             assert room.is_contiguous() and room.shape == given.shape
             room.copy_(given)
         assert str(written) == str(packed_by(kernel, gate_up, down))
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_panels_match_the_reference(case: Case, dtype: torch.dtype) -> None:
+    """Also weights that stay bfloat16 in float32 arithmetic."""
+    x, weights, ids, gate_up, down = make(case, dtype)
+    residual = torch.randn_like(x)
+    expected = ref.run(x, weights, ids, (gate_up, down), None, residual)
+    close(panels.run(x, weights, ids, packed_by(panels, gate_up, down), None, residual), expected)
+    gate_up, down = gate_up.bfloat16(), down.bfloat16()
+    expected = ref.run(x, weights, ids, (gate_up.to(dtype), down.to(dtype)), None, residual)
+    close(panels.run(x, weights, ids, packed_by(panels, gate_up, down), None, residual), expected)
 
 
 @pytest.mark.skipif(bool(missing_amx()), reason=missing_amx() or "runs")

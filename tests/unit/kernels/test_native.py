@@ -27,7 +27,7 @@ from quire.kernels.norm import native as norm
 from quire.kernels.norm import ref as norm_ref
 from quire.platforms.cpu import read_cpu_flags
 
-FLAGS = frozenset(build.NEEDED)
+FLAGS = frozenset(build.NEEDED | build.WIDE)
 needs_library = pytest.mark.skipif(bool(library.missing()), reason=library.missing() or "runs")
 needs_tiles = pytest.mark.skipif(bool(library.missing_amx()), reason=library.missing_amx() or "runs")
 
@@ -49,8 +49,39 @@ def test_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def test_a_cpu_that_lacks_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(tmp_path, monkeypatch, "true")
-    with pytest.raises(build.CannotBuild, match="this CPU has no avx512bw"):
-        build.build(tmp_path, FLAGS - {"avx512bw"})
+    with pytest.raises(build.CannotBuild, match="this CPU has no f16c"):
+        build.build(tmp_path, FLAGS - {"f16c"})
+
+
+def test_vectors_are_as_wide_as_the_cpu() -> None:
+    """An extension of AVX-512 is of no use without the four parts of it that the kernels need."""
+    narrow = ["-mavx2", "-mfma", "-mf16c"]
+    assert build.units(frozenset(build.NEEDED)) == narrow
+    assert build.units(FLAGS - {"avx512bw"} | {"avx512_bf16", "amx_tile", "sse2"}) == narrow
+    assert build.units(FLAGS | {"amx_tile"}) == [*narrow, *build.WIDE.values(), "-mamx-tile"]
+
+
+@needs_library
+@pytest.mark.parametrize("level", ["-mavx2 -mfma -mf16c", "-march=skylake-avx512", "-march=sapphirerapids"])
+def test_the_source_compiles_for_every_level_without_a_warning(tmp_path: Path, level: str) -> None:
+    compiler = next(path for name in build.COMPILERS if (path := shutil.which(name)))
+    command = [compiler, *build.BASE_FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", *level.split()]
+    done = subprocess.run([*command, build.SOURCE], capture_output=True, text=True)
+    if "bad value" in done.stderr or "unrecognized" in done.stderr:
+        pytest.skip("an older compiler does not know this level")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_library
+@pytest.mark.skipif("avx512f" not in read_cpu_flags(), reason="this CPU has AVX2 only: other tests run it")
+def test_the_kernels_with_avx2_on_a_cpu_with_more() -> None:
+    folder = Path(__file__).parent
+    files = [folder / name for name in ("test_small_ops.py", "test_attention.py", "test_experts.py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or panels", *files],
+        env=os.environ | {"QUIRE_CPU_WITHOUT": "avx512f"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -284,7 +315,7 @@ def test_a_part_of_a_library_is_never_loaded(tmp_path: Path, kept: float, tail: 
 
 
 @needs_library
-@pytest.mark.parametrize("function", ["other", "quire_set_parallel_region", "quire_tape_bytes"])
+@pytest.mark.parametrize("function", ["other", "quire_record"])
 def test_another_library_under_our_name_is_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
@@ -295,45 +326,11 @@ def test_another_library_under_our_name_is_a_reason(
         library._load(tmp_path)
 
 
-MAPS = """\
-7f0000000000-7f0000001000 r-xp 00000000 08:01 12                         /opt/my libs/torch/libgomp-a34b3233.so.1
-7f0000001000-7f0000002000 rw-p 00000000 08:01 12                         /opt/my libs/torch/libgomp-a34b3233.so.1
-7f0000002000-7f0000003000 rw-p 00000000 00:00 0
-7f0000003000-7f0000004000 r-xp 00000000 08:01 13                         /opt/old one/libiomp5.so (deleted)
-7f0000004000-7f0000005000 r-xp 00000000 08:01 14                         /usr/lib/libm.so.6
-7ffd00000000-7ffd00001000 rw-p 00000000 00:00 0                          [stack]
-"""
-
-
-def test_paths_of_openmp_runtimes_may_hold_spaces() -> None:
-    assert library.openmp_runtimes(MAPS) == ["/opt/my libs/torch/libgomp-a34b3233.so.1", "/opt/old one/libiomp5.so"]
-
-
-@pytest.mark.parametrize(
-    ("maps", "said"),
-    [(MAPS, "cannot be shared .*/opt/my libs/torch"), ("", "no OpenMP runtime"), (None, "cannot be shared .*No such")],
-)
-def test_an_openmp_runtime_that_cannot_be_shared_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: str | None, said: str
-) -> None:
-    monkeypatch.setattr(library, "MAPS", tmp_path / "maps")
-    if maps is not None:
-        library.MAPS.write_text(maps)
-    with pytest.raises(build.CannotBuild, match=said):
-        library._parallel_region()
-
-
 @needs_library
 def test_processes_may_race(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         paths = set(pool.map(lambda _: build.build(tmp_path, read_cpu_flags(), fresh=True), range(3)))
     assert [*tmp_path.iterdir()] == [*paths]
-
-
-@needs_library
-def test_there_is_one_openmp_runtime() -> None:
-    library.loaded()
-    assert len(library.openmp_runtimes(library.MAPS.read_text())) == 1
 
 
 @needs_library

@@ -5,7 +5,9 @@ import torch
 
 from quire.contracts.scheme import Scheme
 from quire.kernels.experts import cpu, ref
-from quire.kernels.linear import quantized_ref
+from quire.kernels.experts import panels as experts_panels
+from quire.kernels.linear import panels, quantized_ref
+from quire.kernels.native.library import missing
 from quire.kernels.quantize import ref as quantize
 from quire.kernels.select import KernelNeeds, choose_linears, select
 from quire.quantization.pack.matrix import dequantize, empty, empty_weight
@@ -28,6 +30,35 @@ def test_product(name: str, shape: tuple[int, int, int]) -> None:
     if SCHEMES[name].inputs:  # a product that skips the quantization of activations is seen
         assert (inputs.x.double() @ numbers(inputs.matrix).t() + inputs.bias - expected).abs().max() > 10 * bound
     assert quantized_ref.run(inputs.x.bfloat16(), packed, None).dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("shape", (*SHAPES, (3, 70, 448), (2, 34, 96), (30, 48, 320)), ids=str)
+def test_panels(name: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against float64 on the same quantized activations; shapes are no whole panels, groups or blocks of rows."""
+    inputs = make(SCHEMES[name], *shape)
+    x, bias = inputs.x, inputs.bias
+    packed, expected = panels.pack(inputs.matrix), product(inputs)
+    bound = 3e-6 * expected.abs().max().item()
+    actual = panels.run(x, packed, bias)
+    assert (actual - expected).abs().max() <= bound
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        assert torch.equal(panels.run(x, packed, bias), actual)
+    assert torch.equal(torch.cat([panels.run(row[None], packed, bias) for row in x]), actual), "a row is its own"
+    if SCHEMES[name].inputs:  # a product that skips the quantization of activations is seen
+        assert (x.double() @ numbers(inputs.matrix).t() + bias - expected).abs().max() > 10 * bound
+    residual = torch.randn_like(actual)
+    assert (panels.run_add(x, packed, bias, residual) - residual - expected).abs().max() <= 2 * bound
+    if shape[1] % 2 == 0:
+        gate, up = expected.chunk(2, 1)
+        gated = torch.nn.functional.silu(gate) * up
+        found = panels.run_gated(x, panels.pack_gated(inputs.matrix), bias)
+        assert (found - gated).abs().max() <= 2e-5 * gated.abs().max()
+    x[0] = torch.nan
+    found = panels.run(x, packed, bias)
+    assert found[0].isnan().all() and (shape[0] == 1 or torch.equal(found[1:], actual[1:]))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -72,7 +103,7 @@ def test_experts(name: str) -> None:
             gate, up = quantized_ref.run_float(x[t : t + 1], pairs[expert][0], None).chunk(2, 1)
             inner_row = torch.nn.functional.silu(gate) * up
             expected[t] += weight * quantized_ref.run_float(inner_row, pairs[expert][1], None)[0]
-    for kernel in (ref, cpu):
+    for kernel in (ref, cpu, *(() if missing() else (experts_panels,))):
         shapes = (empty_weight(one.scheme, one.shape, torch.float32, "meta") for one in pairs[0])
         packed = kernel.empty(count, *shapes, torch.device("cpu"))
         for place, pair in enumerate(pairs):
@@ -89,7 +120,8 @@ def test_a_kernel_is_chosen_by_the_kind_of_weights() -> None:
         ("quantized_ref", ("fp8 block",)), ("quantized_ref", ("fp8 block", "ue8m0")), ("quantized_ref", ("w4",))]
     assert str(choices[0]).startswith("linear of fp8 block weights: quantized_ref (asked for")
     plain = select("linear", needs, probe=lambda need: "")
-    assert plain.name == "cpu" and "quantized_ref" not in dict(plain.rejected) and "unquantized" not in plain.features
+    assert plain.name == "native" or plain.name == "panels"
+    assert "quantized_ref" not in dict(plain.rejected) and "unquantized" not in plain.features
 
 
 def test_memory_of_a_matrix_that_is_not_filled_yet() -> None:

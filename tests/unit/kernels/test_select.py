@@ -11,7 +11,6 @@ import torch
 from quire.contracts.errors import ConfigError
 from quire.kernels.attention import cpu, hopper, native
 from quire.kernels.linear import units
-from quire.kernels.native import library
 from quire.kernels.select import KernelNeeds, choose_kernels, here, objection, select, select_kernels
 from quire.kernels.supports import DENSE, NEEDS, SUPPORTS, Support
 
@@ -30,7 +29,7 @@ def nothing(need: str) -> str:
 
 def test_best_that_fits() -> None:
     choice = select("attention", CPU, probe=everything)
-    assert choice.name == "native" and choice.rejected == ELSEWHERE and choice.features == ("tape",)
+    assert choice.name == "native" and choice.rejected == ELSEWHERE and choice.features == ("recording",)
     choice = select("attention", CPU, probe=lambda need: nothing(need) if need == "native" else "")
     assert choice.name == "cpu" and choice.rejected[2:] == (("native", "there is no native"),)
 
@@ -139,12 +138,6 @@ def test_what_is_declared_exists() -> None:
         last = list(supports.values())[-1]
         assert not last.needs and last.devices == {"cpu", "cuda"}
     assert all(isinstance(here(need), str) for need in NEEDS)
-
-
-def test_the_library_as_it_is_found_and_as_it_is_loaded() -> None:
-    """The answers without PyTorch equal those of a process that computes."""
-    assert library.missing(library.compiled) == library.missing()
-    assert library.missing_amx(library.compiled) == library.missing_amx()
 
 
 def test_every_kernel_module_can_be_imported_without_triton() -> None:

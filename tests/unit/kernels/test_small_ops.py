@@ -18,6 +18,7 @@ from quire.kernels.heads import ref as heads_ref
 from quire.kernels.linear import cpu as linear_cpu
 from quire.kernels.linear import inputs as linear_inputs
 from quire.kernels.linear import native as linear_native
+from quire.kernels.linear import panels as linear_panels
 from quire.kernels.linear import ref as linear_ref
 from quire.kernels.norm import cpu as norm_cpu
 from quire.kernels.norm import inputs as norm_inputs
@@ -107,7 +108,7 @@ def test_silu_of_what_is_far_out(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", linear_inputs.SHAPES, ids=str)
-@fast(linear_cpu, linear_native)
+@fast(linear_cpu, linear_native, linear_panels)
 def test_linear(impl: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype, bias: bool) -> None:
     skip_unless_computed(impl, dtype)
     x, weight, offset = linear_inputs.make(shape, dtype)
@@ -121,7 +122,7 @@ def test_linear(impl: ModuleType, shape: tuple[int, int, int], dtype: torch.dtyp
     close(wide.to(dtype), linear_ref.run_float(x, weight, added).to(dtype))
 
 
-@fast(linear_native)
+@fast(linear_native, linear_panels)
 @pytest.mark.parametrize("shape", linear_inputs.SHAPES, ids=str)
 def test_linear_added_to_a_residual(impl: ModuleType, shape: tuple[int, int, int]) -> None:
     x, weight, bias = linear_inputs.make(shape, torch.bfloat16)
@@ -134,7 +135,7 @@ def test_linear_added_to_a_residual(impl: ModuleType, shape: tuple[int, int, int
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 2, 32), (3, 40, 24), (33, 98, 96), (130, 256, 64)], ids=str)
-@fast(linear_native)
+@fast(linear_native, linear_panels)
 def test_gated_linear(impl: ModuleType, shape: tuple[int, int, int], bias: bool) -> None:
     x, weight, offset = linear_inputs.make(shape, torch.bfloat16)
     added = offset if bias else None
@@ -142,7 +143,7 @@ def test_gated_linear(impl: ModuleType, shape: tuple[int, int, int], bias: bool)
     close(impl.run_gated(x, impl.pack_gated(weight), added), expected)
 
 
-@fast(linear_native)
+@fast(linear_native, linear_panels)
 def test_a_native_row_depends_on_nothing_but_itself(impl: ModuleType) -> None:
     """Bit for bit: blocks and chunks do not change the order in which a row's products are added."""
     x, weight, _ = linear_inputs.make((1100, 70, 544), torch.bfloat16)
@@ -152,7 +153,7 @@ def test_a_native_row_depends_on_nothing_but_itself(impl: ModuleType) -> None:
         assert torch.equal(impl.run_float(x[rows], packed, None), whole[rows])
 
 
-@fast(linear_native)
+@fast(linear_native, linear_panels)
 def test_what_a_row_holds_stays_in_it(impl: ModuleType) -> None:
     x, weight, _ = linear_inputs.make((40, 33, 40), torch.bfloat16)
     packed = impl.pack(weight)
@@ -165,13 +166,43 @@ def test_what_a_row_holds_stays_in_it(impl: ModuleType) -> None:
     assert torch.equal(actual[sound], expected[sound])
 
 
-@fast(linear_native)
+@fast(linear_native, linear_panels)
 def test_rows_of_a_packed_weight(impl: ModuleType) -> None:
     _, weight, _ = linear_inputs.make((1, 70, 40), torch.bfloat16)
     packed = impl.pack(weight)
     ids = torch.tensor([0, 69, 31, 32, 15, 16, 17, 31, 3, 64])
-    assert torch.equal(impl.rows(packed, ids), weight[ids])
+    assert torch.equal(impl.rows(packed, ids).to(weight.dtype), weight[ids])
     assert impl.rows(packed, torch.tensor([70, -1, 2])).isnan().all(dim=1).tolist() == [True, True, False]
+
+
+PANEL_SHAPES = ((1, 7, 5), (2, 33, 64), (3, 100, 130), (4, 65, 513), (5, 256, 256), (13, 31, 300), (400, 70, 259))
+
+
+@fast(linear_panels)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", PANEL_SHAPES, ids=str)
+def test_weights_of_either_type_give_the_accuracy_of_float32(
+    impl: ModuleType, shape: tuple[int, int, int], stored: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64 on the same numbers. Columns are no whole panels, inputs no whole steps, rows no whole blocks."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, weight, bias = linear_inputs.make(shape, torch.float32)
+    weight, gates = weight.to(stored), torch.cat((weight, weight.flip(0))).to(stored)
+    expected = x.double() @ weight.double().t() + bias.double()
+    bound = 3e-6 * expected.abs().max().item()
+    packed, residual = impl.pack(weight), torch.randn(len(x), len(weight))
+    actual = impl.run(x, packed, bias)
+    assert (actual - expected).abs().max() <= bound
+    assert torch.equal(actual, impl.run_float(x, packed, bias))
+    assert torch.equal(actual[-1:], impl.run(x[-1:], packed, bias)), "a row depends on nothing but itself"
+    assert torch.equal(packed.to_dense(), weight) and torch.equal(impl.pack_gated(gates).to_dense(), gates)
+    assert (impl.run_add(x, packed, bias, residual) - expected - residual).abs().max() <= bound
+    strided = torch.cat((x, torch.full_like(x, torch.nan)), 1)[:, : x.shape[1]]
+    assert torch.equal(impl.run(strided, packed, bias), actual)
+    gate, up = (x.double() @ gates.double().t()).chunk(2, 1)
+    gated = torch.nn.functional.silu(gate) * up
+    assert (impl.run_gated(x, impl.pack_gated(gates), None) - gated).abs().max() <= 1e-5 * gated.abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -189,12 +220,12 @@ def test_heads(impl: ModuleType, case: heads_inputs.Case, dtype: torch.dtype) ->
         close(actual.nan_to_num(), expected.nan_to_num())
 
 
-def linear_misuses() -> dict[str, Any]:
+def linear_misuses(native: ModuleType) -> dict[str, Any]:
     x, weight, bias = torch.randn(3, 64).bfloat16(), torch.randn(40, 64).bfloat16(), torch.randn(40).bfloat16()
-    native, ids = linear_native, torch.tensor([1])
+    ids = torch.tensor([1])
     plain, gated, sum_of = native.pack(weight), native.pack_gated(weight), torch.randn(3, 40).bfloat16()
     return {
-        "x dtype": lambda: native.run(x.float(), plain, bias),
+        "x dtype": lambda: native.run(x.half(), plain, bias),
         "x width": lambda: native.run(x[:, :32], plain, bias),
         "bias dtype": lambda: native.run(x, plain, bias.float()),
         "bias shape": lambda: native.run(x, plain, bias[:32]),
@@ -205,7 +236,7 @@ def linear_misuses() -> dict[str, Any]:
         "gated": lambda: native.run(x, gated, None),
         "rows of gated": lambda: native.rows(gated, ids),
         "ids dtype": lambda: native.rows(plain, ids.int()),
-        "weight dtype": lambda: native.pack(weight.float()),
+        "weight dtype": lambda: native.pack(weight.half()),
     }
 
 
@@ -230,9 +261,11 @@ def small_misuses() -> dict[str, Any]:
 
 def test_c_is_handed_no_wrong_memory() -> None:
     misuses = {} if missing(activation_native) else small_misuses()
-    misuses |= {} if missing(linear_native) else linear_misuses()
+    for kernel in (linear_native, linear_panels):
+        if not missing(kernel):
+            misuses |= {f"{kernel.__name__}: {name}": misuse for name, misuse in linear_misuses(kernel).items()}
     for name, misuse in misuses.items():
-        with pytest.raises(ValueError, match="native "):
+        with pytest.raises(ValueError, match="native |panels "):
             misuse()
             raise AssertionError(f"{name} was taken")
 

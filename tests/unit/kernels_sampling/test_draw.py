@@ -5,7 +5,7 @@ import torch
 
 from quire.contracts.sampling import SamplerSpec
 from quire.kernels.sampling import specification
-from quire.kernels.sampling.draw import Filters, draw_filtered, draw_greedy, draw_plain
+from quire.kernels.sampling.draw import Filters, draw_filtered, draw_greedy, draw_unfiltered
 from quire.kernels.sampling.inputs import edge_rows, model_like
 from quire.kernels.sampling.noise import NoiseKey, gumbel
 from quire.kernels.sampling.order import largest, sorted_by_id, top_by_id
@@ -28,7 +28,7 @@ def keys(rows, seed=11):
 def drawn(logits, key, **kw):
     """Tokens of rows by the path that a request with these parameters takes."""
     if set(kw) <= {"temperature"}:
-        return draw_plain(logits, torch.full((logits.shape[0],), kw.get("temperature", 1.0)), key)[0]
+        return draw_unfiltered(logits, torch.full((logits.shape[0],), kw.get("temperature", 1.0)), key)[0]
     return draw_filtered(logits, filters(logits.shape[0], **kw), key)
 
 
@@ -136,9 +136,9 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(setting):
 def test_a_sharded_vocabulary_draws_the_same_token():
     logits, key = model_like(12, 1000, spread=1.0), keys(12)
     ones = torch.ones(12)
-    whole, best = draw_plain(logits, ones, key)
-    left, left_best = draw_plain(logits[:, :333], ones, key)
-    right, right_best = draw_plain(logits[:, 333:], ones, key, first_id=333)
+    whole, best = draw_unfiltered(logits, ones, key)
+    left, left_best = draw_unfiltered(logits[:, :333], ones, key)
+    right, right_best = draw_unfiltered(logits[:, 333:], ones, key, first_id=333)
     assert torch.equal(torch.where(left_best >= right_best, left, right), whole)
     assert torch.equal(torch.maximum(left_best, right_best), best)
 

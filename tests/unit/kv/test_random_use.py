@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
 from quire.kv.allocator import KVAllocator
-from quire.kv.hashing import KeyChain, group_key
+from quire.kv.hashing import KeyChain, group_keys
 from quire.kv.pool import BlockPool
 
 SIZE = 2
@@ -177,7 +177,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             group, salt, tokens = self.written[block]
             assert len(tokens) % SIZE == 0 and tokens, "an unfinished block is findable"
             truth = KeyChain(ROOT, SIZE, array("I", tokens), [("salt", salt)] if salt else [])
-            own = group_key(truth.keys(len(tokens) // SIZE)[-1], group)
+            own = group_keys(truth.keys(len(tokens) // SIZE), group)[-1]
             assert own == key, "a block contains other tokens than its key says"
         for slot, request in self.running.items():
             for group, table in enumerate(self.tables(slot)):

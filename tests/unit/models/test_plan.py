@@ -19,6 +19,7 @@ from quire.layers.context import StepContext
 from quire.layers.stack import run_layers
 from quire.models.build import build_model
 from quire.models.plan import EnginePlan
+from quire.models.report import PlanReport
 from quire.weights.dummy import load_dummy
 
 from ...filled_models import planned
@@ -130,3 +131,25 @@ def test_another_shape_in_a_plan_is_another_layer() -> None:
     narrow = msgspec.structs.replace(plan, params=tuple(half.get(param.name, param) for param in plan.params))
     mlp = build_model(narrow).layers[0].mlp
     assert mlp.gate_up.out_features == 2 * width and mlp.down.in_features == width
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_matrices_keep_their_stored_type_where_kernels_read_it(kind: str) -> None:
+    """Norms and biases have the type of the arithmetic."""
+    args = parse_checkpoint_config(hf_config(Tiny(family=kind)).to_dict())
+    plan = planned(args, weights="bfloat16", probe=lambda need: "")
+    types = {param.name: param.dtype for param in plan.params}
+    matrices = {param.name for param in plan.params if len(param.shape) == 2 and "head_norm" not in param.name}
+    assert {name for name, dtype in types.items() if dtype == "bfloat16"} == matrices and plan.dtype.weights
+    whole = planned(args, probe=lambda need: "")
+    assert not any(param.dtype == "bfloat16" for param in whole.params)
+    assert 0.45 * whole.weight_bytes < plan.weight_bytes < 0.6 * whole.weight_bytes
+    assert PlanReport(plan=plan, memory="").held[0][1] == plan.weight_bytes
+
+
+def test_without_native_kernels_weights_are_converted_and_the_reason_is_told() -> None:
+    lacking = {"native": "there is no C compiler"}
+    args = parse_checkpoint_config(hf_config(Tiny()).to_dict())
+    plan = planned(args, weights="bfloat16", probe=lambda need: lacking.get(need, ""))
+    assert not plan.dtype.weights and plan.dtype.reason == "weights are converted, because there is no C compiler"
+    assert not any(param.dtype == "bfloat16" for param in plan.params)

@@ -1,4 +1,4 @@
-"""Forms become masks: every kind of form, what may end a text, and grammars that were written to hurt."""
+"""Grammars become masks: every kind of structured output, ends of a text, grammars that were written to hurt."""
 
 import json
 import re
@@ -28,8 +28,8 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(lambda: TOKENIZER, VOCAB)
 
 
-def compiled(compiler: GrammarCompiler, **form: Any) -> Any:
-    return compiler.compile(StructuredOutputsParams(**form).spec())
+def compiled(compiler: GrammarCompiler, **structured: Any) -> Any:
+    return compiler.compile(StructuredOutputsParams(**structured).spec())
 
 
 def allowed(compiler: GrammarCompiler, matcher: Any, enders: tuple[int, ...] = (END,)) -> tuple[set[int], bool]:
@@ -39,9 +39,9 @@ def allowed(compiler: GrammarCompiler, matcher: Any, enders: tuple[int, ...] = (
     return set(np.flatnonzero(np.unpackbits(masks.view(np.uint8), count=VOCAB, bitorder="little")).tolist()), bool(over)
 
 
-def fits(compiler: GrammarCompiler, text: str, **form: Any) -> bool:
-    """Whether a text is one of the form, judged by the masks alone."""
-    matcher = compiled(compiler, **form).fork()
+def fits(compiler: GrammarCompiler, text: str, **structured: Any) -> bool:
+    """True if the grammar allows the text, judged by the masks alone."""
+    matcher = compiled(compiler, **structured).fork()
     for token in TOKENIZER.encode(text, add_special_tokens=False):
         ids, over = allowed(compiler, matcher)
         if over or token not in ids:
@@ -75,21 +75,21 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "good", "bad"), CASES, ids=lambda case: str(case)[:40])
-def test_a_form_takes_its_texts_and_no_others(
-    compiler: GrammarCompiler, form: dict[str, Any], good: list[str], bad: list[str]
+@pytest.mark.parametrize(("structured", "good", "bad"), CASES, ids=lambda case: str(case)[:40])
+def test_a_grammar_takes_its_texts_and_no_others(
+    compiler: GrammarCompiler, structured: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    assert [text for text in good if not fits(compiler, text, **form)] == []
-    assert [text for text in bad if fits(compiler, text, **form)] == []
+    assert [text for text in good if not fits(compiler, text, **structured)] == []
+    assert [text for text in bad if fits(compiler, text, **structured)] == []
 
 
-@pytest.mark.parametrize(("text", "form"), [
+@pytest.mark.parametrize(("text", "structured"), [
     ("<|im_end|>", {"choice": ["<|im_end|>"]}), ("a<|im_end|>b", {"regex": r"a<\|im_end\|>b"}),
     ("<|im_start|>user<|im_end|>", {"choice": ["<|im_start|>user<|im_end|>", "x"]}),
     ('"<|im_end|>"', {"json": {"const": "<|im_end|>"}}), ("<|endoftext|>.", {"grammar": 'start: "<|endoftext|>."'}),
 ])
-def test_the_text_of_a_special_token_is_text(compiler: GrammarCompiler, text: str, form: dict[str, Any]) -> None:
-    matcher = compiled(compiler, **form).fork()
+def test_the_text_of_a_special_token_is_text(compiler: GrammarCompiler, text: str, structured: dict[str, Any]) -> None:
+    matcher = compiled(compiler, **structured).fork()
     written = b""
     while not (step := allowed(compiler, matcher))[1]:
         ids = {i for i in step[0] if text.encode().startswith(written + TOKENIZER.token_bytes(i))}
@@ -100,7 +100,7 @@ def test_the_text_of_a_special_token_is_text(compiler: GrammarCompiler, text: st
     assert written.decode() == text
 
 
-def test_what_a_mask_allows_beside_the_form(compiler: GrammarCompiler) -> None:
+def test_what_a_mask_allows_beside_the_grammar(compiler: GrammarCompiler) -> None:
     """The enders of the request where the text may end and nowhere else; no special token, no id beyond the vocabulary.
     """
     grammar = compiled(compiler, regex="a{2,}")
@@ -119,8 +119,8 @@ def test_what_a_mask_allows_beside_the_form(compiler: GrammarCompiler) -> None:
 def test_json_of_any_style_fits_and_white_space_without_end_does_not(compiler: GrammarCompiler) -> None:
     value = {"a": [1, {"b": 2}], "c": {}}
     for style in ({}, {"separators": (",", ":")}, {"indent": 4}, {"indent": "\t"}, {"indent": 0}):
-        for form in ({"json_object": True}, {"json": {"type": "object", "x-guidance": {"item_separator": ","}}}):
-            assert fits(compiler, json.dumps(value, **style), **form), (style, form)
+        for structured in ({"json_object": True}, {"json": {"type": "object", "x-guidance": {"item_separator": ","}}}):
+            assert fits(compiler, json.dumps(value, **style), **structured), (style, structured)
     assert fits(compiler, json.dumps(value, indent=1).replace("\n", "\r\n"), json_object=True)
     for blank in ("  ", "\n\n", "\n" + " " * 61, "\t"):
         assert not fits(compiler, '{"a":' + blank + "1}", json_object=True), blank
@@ -147,7 +147,7 @@ def test_rows_are_apart(compiler: GrammarCompiler) -> None:
     assert (masks[0] != masks[2]).any() and (masks[0] != masks[3]).any()
 
 
-def test_outputs_of_one_form_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_one_grammar_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their matchers are dealt from several copies, where these are soon made; masks are those of one."""
     import llguidance
 
@@ -175,8 +175,8 @@ def test_outputs_of_one_form_do_not_wait_for_each_other(monkeypatch: pytest.Monk
         monkeypatch.setattr(grammar, "COPIES_SECONDS", seconds)
         made.clear()
         several = GrammarCompiler(lambda: TOKENIZER, VOCAB, threads=threads)
-        form = compiled(several, regex="[a-c][0-9]{3}")
-        masks, _ = several.masks([form.fork() for _ in range(5)], [()] * 5)
+        structured = compiled(several, regex="[a-c][0-9]{3}")
+        masks, _ = several.masks([structured.fork() for _ in range(5)], [()] * 5)
         assert [one.copies for one in made] == copies and (masks == masks[0]).all() and masks.any()
 
 
@@ -187,7 +187,7 @@ def test_a_failed_matcher_is_over_and_says_why(compiler: GrammarCompiler) -> Non
     assert over == [1] and error_of(bad) and not error_of(good) and not (masks[0] == -1).all()
 
 
-@pytest.mark.parametrize(("form", "words"), [
+@pytest.mark.parametrize(("structured", "words"), [
     ({"json": '{"type": "object"'}, "json is not valid JSON"),
     ({"json": "[1]"}, "schema must be an object or boolean"),
     ({"json": False}, "json is false, which no text matches"),
@@ -208,10 +208,10 @@ def test_a_failed_matcher_is_over_and_says_why(compiler: GrammarCompiler) -> Non
     ({"grammar": "start: a\na: b\nb: a"}, "no text can match it"),
 ])  # fmt: skip
 def test_what_cannot_be_compiled_says_what_is_wrong(
-    compiler: GrammarCompiler, form: dict[str, Any], words: str
+    compiler: GrammarCompiler, structured: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(words)) as refusal:
-        compiled(compiler, **form)
+        compiled(compiler, **structured)
     assert refusal.value.param == "structured_outputs" and len(str(refusal.value)) < 1000
 
 
@@ -276,10 +276,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], bool]] = {  # and whether it has to wor
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_works_or_fails_alone_within_bounds(compiler: GrammarCompiler, name: str) -> None:
     """Bounds are of the time of this thread, and wide: without limits some take minutes, or never come back."""
-    form, must_work = HOSTILE[name]
+    structured, must_work = HOSTILE[name]
     began, random, num_tokens = time.thread_time(), np.random.default_rng(0), 0
     try:
-        matcher = compiled(compiler, **form).fork()
+        matcher = compiled(compiler, **structured).fork()
     except InvalidParameter as refusal:
         assert not must_work, refusal
     else:
@@ -322,7 +322,7 @@ def test_the_tokenizer_is_loaded_once_and_late() -> None:
 # --- the spec that travels ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "words"), [
+@pytest.mark.parametrize(("structured", "words"), [
     ({"regex": 5}, "Expected `str | null`, got `int` - at `$.regex`"),
     ({"choice": ["a", 2]}, "got `int` - at `$.choice[1]`"),
     ({"json": 5}, "at `$.json`"),
@@ -331,9 +331,9 @@ def test_the_tokenizer_is_loaded_once_and_late() -> None:
     ({"json": {"description": "x" * MAX_BYTES}}, "at most 1048576 are taken"),
     ({"regex": "a", "after": ""}, "after is empty"),
 ])  # fmt: skip
-def test_what_is_no_form_is_refused_before_it_travels(form: dict[str, Any], words: str) -> None:
+def test_what_is_no_structured_output_is_refused_before_it_travels(structured: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(words)):
-        StructuredOutputsParams(**form).spec()
+        StructuredOutputsParams(**structured).spec()
 
 
 def test_a_schema_that_contains_itself_is_refused() -> None:

@@ -46,9 +46,9 @@ def make(seconds: float) -> GrammarCompiler:
     return GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size, GrammarTrial(seconds))
 
 
-def refusal(compiler: GrammarCompiler, form: dict[str, Any]) -> str:
+def refusal(compiler: GrammarCompiler, structured: dict[str, Any]) -> str:
     with pytest.raises((InvalidParameter, RequestFailed)) as error:
-        compiler.compile(StructuredOutputsParams(**form).spec())
+        compiler.compile(StructuredOutputsParams(**structured).spec())
     assert getattr(error.value, "param", "") == "structured_outputs" or error.value.code == "invalid_grammar"
     return str(error.value)
 
@@ -56,8 +56,8 @@ def refusal(compiler: GrammarCompiler, form: dict[str, Any]) -> str:
 def test_what_would_end_this_process_is_refused() -> None:
     """And the next grammar has a child again."""
     compiler = make(20.0)
-    for name, form in CRASHES.items():
-        assert "it takes too much memory" in refusal(compiler, form), name
+    for name, structured in CRASHES.items():
+        assert "it takes too much memory" in refusal(compiler, structured), name
     spec = StructuredOutputsParams(regex="a{3}").spec()
     assert compiler.compile(spec).fork().consume_token(TOKENIZER.encode("a")[0])
     assert "unclosed group" in refusal(compiler, {"regex": "(a"})
@@ -70,8 +70,8 @@ def test_what_would_take_minutes_is_refused_while_this_process_goes_on() -> None
     compiler, other, found = make(1.0), make(20.0), {}
     other.compile(StructuredOutputsParams(choice=["a", "b"]).spec())
     before = resident()
-    for name, form in SLOW.items():
-        worker = threading.Thread(target=lambda: found.update({name: refusal(compiler, form)}))  # noqa: B023
+    for name, structured in SLOW.items():
+        worker = threading.Thread(target=lambda: found.update({name: refusal(compiler, structured)}))  # noqa: B023
         worker.start()
         while worker.is_alive():
             assert other.compile(StructuredOutputsParams(choice=["a", "b"]).spec())

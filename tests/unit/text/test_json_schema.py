@@ -22,10 +22,10 @@ COMPILER = GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size)
 
 def takes(schema: Any, text: str, *, lark: bool = False) -> bool:
     """Whether a text is one of a schema, judged by the masks. `lark`: of the schema in a grammar."""
-    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    structured = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
     if lark:
-        form = StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}")
-    matcher = COMPILER.compile(form.spec()).fork()
+        structured = StructuredOutputsParams(grammar=f"start: %json {json.dumps(schema)}")
+    matcher = COMPILER.compile(structured.spec()).fork()
     for token in TOKENIZER.encode(text, add_special_tokens=False):
         masks, over = COMPILER.masks([matcher], [()])
         if over or not masks[0, token // 32] >> token % 32 & 1 or not matcher.consume_token(token):
@@ -54,21 +54,21 @@ def takes(schema: Any, text: str, *, lark: bool = False) -> bool:
     ({"properties": {f"p{i}": {} for i in range(513)}}, "513 of its properties may be left out, at most 512 may"),
 ])  # fmt: skip
 def test_what_cannot_be_held_is_refused_not_dropped(schema: dict[str, Any], words: str) -> None:
-    """As the form, as a part of it, in a grammar, and as the parameters of a strict tool. What Quire itself refuses has
+    """As schema, as a part of it, in a grammar, and as parameters of a strict tool. What Quire itself refuses has
     the same words everywhere, with the path."""
     within = {"type": "object", "properties": {"const": {"anyOf": [schema]}}, "required": ["const"]}
     lark = f'start: "a" a\na: %json {json.dumps(schema)} "b"'
     tool = {"type": "function", "function": {"name": "f", "parameters": within, "strict": True}}
     strict = tool_grammar(OutputStyles(tools=PLAIN, reasoning=None, why=""), [tool], "required", parallel=False)
-    for form, at in (({"json": schema}, ""), ({"json": json.dumps(within)}, "properties.const.anyOf.0: "),
-                     ({"grammar": lark}, ""), ({"grammar": strict}, "f.parameters.properties.const.anyOf.0: ")):
+    for structured, at in (({"json": schema}, ""), ({"json": json.dumps(within)}, "properties.const.anyOf.0: "),
+                           ({"grammar": lark}, ""), ({"grammar": strict}, "f.parameters.properties.const.anyOf.0: ")):
         with pytest.raises(InvalidParameter) as refusal:
-            COMPILER.compile(StructuredOutputsParams(**form).spec())
-        assert words in str(refusal.value) or "Unsatisfiable" in str(refusal.value), form
+            COMPILER.compile(StructuredOutputsParams(**structured).spec())
+        assert words in str(refusal.value) or "Unsatisfiable" in str(refusal.value), structured
         if LENIENT in str(refusal.value):
             assert str(refusal.value).startswith(f"structured_outputs: the grammar cannot be used: {at}{words[:2]}")
             with pytest.raises(InvalidParameter) as same:
-                notes(StructuredOutputsParams(**form))
+                notes(StructuredOutputsParams(**structured))
             assert str(same.value) == str(refusal.value)
 
 
@@ -97,14 +97,14 @@ def test_a_refusal_names_the_path_in_every_way_to_call(row: str, kind: str) -> N
     parameters = {**OBJECT, "properties": {"a": wrong}, "required": ["a"]}
     for strict in (True, False):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
-        form = StructuredOutputsParams(grammar=tool_grammar(style, [tool], "required", parallel=False))
+        structured = StructuredOutputsParams(grammar=tool_grammar(style, [tool], "required", parallel=False))
         if strict or kind == "$ref":
             with pytest.raises(InvalidParameter, match=re.escape(f"cannot be used: f.parameters.properties.a: {kind}")):
-                notes(form)
+                notes(structured)
         else:
-            [note] = notes(form)
+            [note] = notes(structured)
             assert note.startswith(f"f.parameters.properties.a: {kind}")
-            COMPILER.compile(form.spec())
+            COMPILER.compile(structured.spec())
 
 
 A, B = ({**OBJECT, "properties": {name: {"enum": [1]}}, "required": [name]} for name in "ab")
@@ -206,29 +206,29 @@ def test_hundreds_of_alternatives_take_a_moment_and_circles_end() -> None:
 ], ids=str)
 def test_what_is_not_enforced_is_noted_with_its_path(schema: dict[str, Any], noted: list[str], good: list[str],
                                                      bad: list[str]) -> None:
-    """As the form and deep inside it."""
+    """As the schema and deep inside it."""
     defs = {"$defs": schema.get("$defs", {})}
     within = {**OBJECT, "properties": {"tags": {"type": "array", "items": schema}}, "required": ["tags"], **defs}
-    for form, before, after, path in ((schema, "", "", ""), (within, '{"tags":[', "]}", "properties.tags.items")):
-        found = notes(StructuredOutputsParams(json=form))
+    for structured, before, after, path in ((schema, "", "", ""), (within, '{"tags":[', "]}", "properties.tags.items")):
+        found = notes(StructuredOutputsParams(json=structured))
         assert [note.removeprefix(f"{path}.").removeprefix(f"{path}: ") for note in found] == noted
         assert all(note.startswith(path) for note in found)
-        assert [text for text in good if not takes(form, before + text + after)] == []
-        assert [text for text in bad if takes(form, before + text + after)] == []
+        assert [text for text in good if not takes(structured, before + text + after)] == []
+        assert [text for text in bad if takes(structured, before + text + after)] == []
 
 
 def test_a_lenient_schema_is_taken_and_says_what_is_ignored() -> None:
-    """The same switch for a form and for a strict tool; without it a tool that is not strict is lenient."""
+    """The same switch for a schema and for a strict tool; without it a tool that is not strict is lenient."""
     contains = {**OBJECT, "properties": {"a\r\n": {"type": "array", "contains": {"type": "null"}}}}
     lenient = {**contains, "x-guidance": {"lenient": True}}
     assert notes(StructuredOutputsParams(json=lenient)) == [r"properties.a\r\n: contains"]
     assert takes(lenient, r'{"a\r\n":[1]}')
     for parameters, strict in ((lenient, True), (contains, False)):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
-        form = StructuredOutputsParams(
+        structured = StructuredOutputsParams(
             grammar=tool_grammar(OutputStyles(tools=PLAIN, reasoning=None, why=""), [tool], "required", parallel=False))
-        assert notes(form) == [r"f.parameters.properties.a\r\n: contains"]
-        COMPILER.compile(form.spec())
+        assert notes(structured) == [r"f.parameters.properties.a\r\n: contains"]
+        COMPILER.compile(structured.spec())
 
 
 ONE = {"enum": [1]}
@@ -247,7 +247,7 @@ NAMED: dict[str, Any] = {**OBJECT, "properties": {"name": ONE, "q\n": ONE}}
     ({"$ref": "#/$defs/n", "required": ["b"], "$defs": {"n": NAMED}}, ['{"b":1,"c":1}'], ["{}"]),
 ], ids=str)
 def test_an_object_has_no_listed_name_twice(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
-    r"""In a grammar, however it is spelled: JSON reads "\u006eame" as "name", and the last value wins. In a JSON form
+    r"""In a grammar, however it is spelled: JSON reads "\u006eame" as "name", and the last value wins. In a JSON schema
     `json_names` sees to the spelling. Where nothing is said of other names there are none, but for schemas that hold
     together with others.
     """
@@ -288,7 +288,7 @@ def test_500_properties_may_be_left_out(kind: dict[str, Any], extra: dict[str, A
     assert not takes(schema, f'{{{some},"property_8":{value}}}')
 
 
-def test_a_form_that_is_open_in_too_many_ways_says_so() -> None:
+def test_a_schema_that_is_open_in_too_many_ways_says_so() -> None:
     wide = [{**OBJECT, "properties": {f"p{n}_{i}": {"type": "string"} for i in range(500)}} for n in range(3)]
     with pytest.raises(InvalidParameter, match="too many ways to go on are open at once.*require more properties"):
         GrammarCompiler(lambda: TOKENIZER, TOKENIZER.vocab_size, GrammarTrial()).compile(
@@ -328,6 +328,6 @@ def test_what_looks_like_a_keyword_and_is_none_stays_as_it_is() -> None:
 
 
 def test_a_grammar_keeps_the_words_that_only_look_like_a_schema() -> None:
-    form = StructuredOutputsParams(grammar='start: "%json {" "x" /[^"]/').spec()
-    matcher = COMPILER.compile(form).fork()
+    structured = StructuredOutputsParams(grammar='start: "%json {" "x" /[^"]/').spec()
+    matcher = COMPILER.compile(structured).fork()
     assert all(matcher.consume_token(token) for token in TOKENIZER.encode("%json {x"))

@@ -85,12 +85,12 @@ def walk(vocabulary: Any, grammar: str, begins: list[str], ends: list[str], rng:
 @pytest.mark.parametrize("choice", ["required", "now", "auto", "mcp.any-name/of:it"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_it_allows_are_calls_that_obey_their_schemas(vocabulary: Any, name: str, choice: str) -> None:
-    form = FORMATS[name]
-    styles, thinking = OutputStyles(form, THINK, ""), choice == "now"
+    fmt = FORMATS[name]
+    styles, thinking = OutputStyles(fmt, THINK, ""), choice == "now"
     options: dict[str, Any] = {"parallel": choice != "mcp.any-name/of:it", "thinking": thinking}
     grammar = tool_grammar(styles, tools(), choice, **options)
-    ends = ["</think>", '"', "}", "]", ")", ", ", "0", *form.value_ends[:1], form.printed[5]]
-    opening, before, between, *_ = form.printed
+    ends = ["</think>", '"', "}", "]", ")", ", ", "0", *fmt.value_ends[:1], fmt.printed[5]]
+    opening, before, between, *_ = fmt.printed
     begins = [opening + before + (json.dumps(tool) if before.endswith(": ") else tool) + between for tool in SCHEMAS]
     total = 0
     for seed in range(5):
@@ -143,10 +143,10 @@ def test_choices(vocabulary: Any) -> None:
 
 def test_schemas_that_llguidance_does_not_know(vocabulary: Any) -> None:
     unknown = {"type": "object", "properties": {"a": {"type": "integer", "contentMediaType": "x", "not": {"const": 1}}}}
-    for name, form in FORMATS.items():
+    for name, fmt in FORMATS.items():
         for strict in (True, False):
             tool = {"type": "function", "function": {"name": "f", "parameters": unknown, "strict": strict}}
-            text = tool_grammar(OutputStyles(form, None, ""), [tool], "required", parallel=True)
+            text = tool_grammar(OutputStyles(fmt, None, ""), [tool], "required", parallel=True)
             problem = llguidance.LLMatcher.validate_grammar(text, vocabulary)
             assert bool(problem) == strict, (name, problem)
 
@@ -169,14 +169,14 @@ def test_schemas_that_llguidance_does_not_know(vocabulary: Any) -> None:
 def test_a_bare_string_is_held_to_its_schema(vocabulary: Any, schema: dict[str, Any], good: list[str] | None,
                                              bad: list[str]) -> None:
     """In tags, where there are no quotes. `good` None: it cannot be held; strict it is refused, and told if not."""
-    for name, form in FORMATS.items():
-        for strict in (True, False) if form.key else ():
+    for name, fmt in FORMATS.items():
+        for strict in (True, False) if fmt.key else ():
             parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
             tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
-            grammar = tool_grammar(OutputStyles(form, None, ""), [tool], "f", parallel=False)
-            opening, before, between, after, _, closing = form.printed
-            texts = {text: "".join((opening, before, "f", between, form.key, "a", form.key_ends[0], form.value, text,
-                                    form.value_ends[0], "\n", after, closing)) for text in [*(good or ["b"]), *bad]}
+            grammar = tool_grammar(OutputStyles(fmt, None, ""), [tool], "f", parallel=False)
+            opening, before, between, after, _, closing = fmt.printed
+            texts = {text: "".join((opening, before, "f", between, fmt.key, "a", fmt.key_ends[0], fmt.value, text,
+                                    fmt.value_ends[0], "\n", after, closing)) for text in [*(good or ["b"]), *bad]}
             if good is None and strict:
                 with pytest.raises(InvalidParameter, match=r"cannot be used: f\.parameters\.properties\.a: "):
                     holdable_in_lark(grammar)
@@ -210,18 +210,18 @@ def test_what_is_asked_of_all_arguments_together_is_not_lost(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
 def test_arguments_one_by_one(vocabulary: Any, name: str) -> None:
     """Those that may be left out are; at least one is there if it is asked for; 500 of them are taken."""
-    form = FORMATS[name]
-    opening, before, between, after, _, closing = form.printed
+    fmt = FORMATS[name]
+    opening, before, between, after, _, closing = fmt.printed
 
     def call(*names: str) -> str:
-        ends = (form.key_ends or "=")[0], "".join(form.value_ends[:1]) + "\n" * bool(form.key)
-        each = ("" if form.key else ", ").join(f"{form.key}{key}{ends[0]}1{ends[1]}" for key in names)
+        ends = (fmt.key_ends or "=")[0], "".join(fmt.value_ends[:1]) + "\n" * bool(fmt.key)
+        each = ("" if fmt.key else ", ").join(f"{fmt.key}{key}{ends[0]}1{ends[1]}" for key in names)
         return "".join((opening, before, "f", between, each, after, closing))
 
     def grammar(count: int, **more: Any) -> str:
         properties = {f"p{at}": {"type": "integer"} for at in range(count)}
         tool = {"function": {"name": "f", "parameters": {"type": "object", "properties": properties, **more}}}
-        return tool_grammar(OutputStyles(form, None, ""), [tool], "f", parallel=False)
+        return tool_grammar(OutputStyles(fmt, None, ""), [tool], "f", parallel=False)
 
     for more, good, bad in (
         ({}, [(), ("p0",), ("p2",), ("p0", "p2"), ("p0", "p1", "p2")], [("p1", "p0"), ("p0", "p0"), ("p3",)]),
@@ -255,7 +255,7 @@ def test_a_tool_without_parameters_takes_none(vocabulary: Any) -> None:
     assert not matches(vocabulary, grammar, '{"name": "f", "parameters": {"a": 1}}')
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.key or form.python])
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.key or fmt.python])
 def test_an_argument_that_no_value_fits_is_not_given(name: str) -> None:
     """`false` as the schema of a property; where the property is required, that is told."""
 

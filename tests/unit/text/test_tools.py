@@ -358,8 +358,8 @@ def test_a_text_that_ends_within_arguments_ends_them(name: str, text: str, sent:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_that_had_to_come_and_was_cut_is_no_content(name: str) -> None:
-    form, tools = FORMATS[name], [function("get", {"a": {"type": "string"}})]
-    opening, before, between, _, _, _ = form.printed
+    fmt, tools = FORMATS[name], [function("get", {"a": {"type": "string"}})]
+    opening, before, between, _, _, _ = fmt.printed
     shown = '"get"' if before.endswith(": ") else "get"
     for call in (printed(name, [("get", {"a": "x"}), ("get", {"a": "y"})]), opening + before + shown + between):
         for text in (call, f"<think>hm</think>\n\n{call}"):

@@ -142,21 +142,21 @@ def test_at_most_two_of_the_largest_units_are_under_way(tmp_path: Path, monkeypa
 
     def opened(self: OpenUnit, unit: LoadUnit, *given: Any) -> None:
         nonlocal live, most
-        live += unit.num_elements
+        live += unit.num_bytes(4)
         most = max(most, live)
         real(self, unit, *given)
 
     def taken(module: str, place: int, tensors: dict[str, Tensor]) -> None:
         nonlocal live
         take(module, place, tensors)
-        live -= sum(tensor.numel() for tensor in tensors.values())
+        live -= sum(tensor.nbytes for tensor in tensors.values())
 
     monkeypatch.setattr(lanes.OpenUnit, "__init__", opened)
     model.take = taken
     load_weights(model, tmp_path, chunk_bytes=64)
-    largest = max(sum(p.shape[0] * (p.shape[1] if p.shape[1:] else 1) for p in model.layout if p.module == module)
+    largest = max(sum(4 * p.shape[0] * (p.shape[1] if p.shape[1:] else 1) for p in model.layout if p.module == module)
                   for module in {param.module for param in model.layout})  # fmt: skip
-    assert live == 0 and largest < most <= 2 * largest < sum(t.numel() for t in model.tensors.values())
+    assert live == 0 and largest < most <= 2 * largest < sum(t.nbytes for t in model.tensors.values())
 
 
 @pytest.mark.parametrize("fault", [0, OSError(5, "Input/output error")])

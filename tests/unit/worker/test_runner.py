@@ -9,7 +9,7 @@ import torch
 
 from quire.contracts.sampling import SamplerSpec
 from quire.contracts.step import SAMPLE, Admission, StepPlan
-from quire.kernels.native.library import missing_amx
+from quire.kernels.native.library import missing
 
 from ...compared import LIMITS, ComparedRunners, compare_requests, make_model, model_args, runner_of
 from ...naive_runner import NaiveRunner
@@ -32,7 +32,7 @@ def test_every_step_is_the_naive_one_s(kind: str, blocks: int, depth: int) -> No
     """Greedy, sampled, penalties, edits, log-probabilities of both kinds, pooling, chunks, prefixes, preemption."""
     args = model_args(kind)
     runner = runner_of(make_model(args), replace(LIMITS, depth=depth))
-    compared = ComparedRunners(runner, NaiveRunner(make_model(args, plain=True)), blocks)
+    compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True)), blocks)
     core = compare_requests(compared, 20, budget=24)
     assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks == 5)
     assert not runner._running
@@ -45,7 +45,7 @@ def test_two_groups_of_layers_keep_what_their_windows_see(blocks: int, depth: in
     args, window = model_args(num_hidden_layers=4), 20
     limits = replace(LIMITS, depth=depth, windows=(None, window))
     runner = runner_of(make_model(args, window=window), limits, num_blocks=blocks + 1)
-    naive = NaiveRunner(make_model(args, plain=True, window=window), num_groups=2)
+    naive = NaiveRunner(make_model(args, reference=True, window=window), num_groups=2)
     compared = ComparedRunners(runner, naive, blocks)
     core = compare_requests(compared, 20, budget=24)
     assert compared.num_steps > 60 and (core.scheduler.num_preempted > 0) == (blocks == 12)
@@ -54,7 +54,7 @@ def test_two_groups_of_layers_keep_what_their_windows_see(blocks: int, depth: in
 
 def test_steps_without_rows_run_and_leave_what_they_bring() -> None:
     args = model_args()
-    runner, naive = runner_of(make_model(args)), NaiveRunner(make_model(args, plain=True))
+    runner, naive = runner_of(make_model(args)), NaiveRunner(make_model(args, reference=True))
     ids = np.arange(7, 19, dtype=np.int32)
     admitted = Admission(slot=2, request_id="", token_ids=ids, block_ids=(np.array([3], np.int32),), num_computed=0,
                          sampler=SamplerSpec(seed=1, num_prompt=12))  # fmt: skip
@@ -75,10 +75,10 @@ def test_steps_without_rows_run_and_leave_what_they_bring() -> None:
 
 def test_parts_are_printed_with_their_reasons() -> None:
     """A CPU holds no logits of all slots, and what is not recorded is named."""
-    runner = runner_of(make_model(model_args()))
+    runner = runner_of(make_model(model_args(), reference=True))
     said = runner.describe()
     words = " ".join(map(str, said["parts"]))  # type: ignore[call-overload]
-    for part in ("step: ref", "sampling: ref", "upload: in place", "not packed:", "recorder: none", "not tapes:"):
+    for part in ("step: ref", "sampling: ref", "upload: in place", "not packed:", "recorder: none", "not recordings:"):
         assert part in words
     assert said["not recorded"] == {"every step": runner.parts[-1].reason}
     held = [value for part in (runner.programs, runner.state, runner.state.buffers, runner.sampler.operations)
@@ -86,29 +86,29 @@ def test_parts_are_printed_with_their_reasons() -> None:
     assert held and all(value.numel() <= 2 * LIMITS.max_tokens for value in held)
 
 
-needs_amx = pytest.mark.skipif(bool(missing_amx()), reason=f"bfloat16 in native kernels: {missing_amx()}")
+needs_native = pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
 
 
-@needs_amx
-def test_taped_steps_are_the_naive_one_s_up_to_ties() -> None:
+@needs_native
+def test_recorded_steps_are_the_naive_one_s_up_to_ties() -> None:
     args = model_args(head_dim=32, hidden_size=64, intermediate_size=96)
     runner = runner_of(make_model(args, dtype="bfloat16"))
-    compared = ComparedRunners(runner, NaiveRunner(make_model(args, plain=True, dtype="bfloat16"), tie=0.2))
+    compared = ComparedRunners(runner, NaiveRunner(make_model(args, reference=True, dtype="bfloat16"), tie=0.2))
     compare_requests(compared, 20, budget=24, kinds=({"temperature": 0.0},))
     assert runner.recorder.counts["replayed"] > 30
 
 
-@needs_amx
-def test_taped_steps_are_those_of_the_same_kernels_without_a_tape() -> None:
+@needs_native
+def test_recorded_steps_are_those_of_the_same_kernels_without_a_recording() -> None:
     """Token by token."""
     args = model_args(head_dim=32, hidden_size=64, intermediate_size=96)
     model = make_model(args, dtype="bfloat16")
-    taped, plain = runner_of(model), runner_of(model)
-    assert taped.parts[-1].name == "tapes"
+    recorded, plain = runner_of(model), runner_of(model)
+    assert recorded.parts[-1].name == "recordings"
     plain.programs.on_hidden = lambda where, hidden: None  # who looks on gets nothing recorded
-    compared = ComparedRunners(taped, _Same(plain))  # type: ignore[arg-type]
+    compared = ComparedRunners(recorded, _Same(plain))  # type: ignore[arg-type]
     compare_requests(compared, 20, budget=24)
-    counts = taped.recorder.counts
+    counts = recorded.recorder.counts
     assert counts["replayed"] > 30 and 0 < counts["recorded"] <= 16 and plain.recorder.counts["recorded"] == 0
 
 

@@ -34,8 +34,7 @@ def cpu() -> Iterator[Finding]:
     yield Finding("cpu", OK, f"{facts.cores} cores of {os.cpu_count()} logical, {platform.machine()}, "
                              f"{', '.join(units) or 'instruction sets unknown'}")
     if not facts.bf16_units:
-        yield Finding("cpu", WARN, "no bfloat16 units: bfloat16 models are computed in float32",
-                      "expect twice the memory and less speed, or use a CPU with AVX512-BF16 or AMX")
+        yield Finding("cpu", OK, "no AMX: bfloat16 models are computed in float32, their weights stay bfloat16")
     quota = _quota()
     if quota is not None and quota < facts.cores:
         yield Finding("cpu limit", WARN, f"this container may use {quota:g} CPUs, and sees {facts.cores}",

@@ -81,8 +81,8 @@ def _operation(path: str, method: str, locked: bool) -> dict[str, Any]:
     content: dict[str, Any] = {kind: {} if answer is None else {"schema": _reference(answer)}}
     if path in STREAMED:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
-    form = {} if OWN_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
-    error = {"application/json": form}
+    error_schema = {} if OWN_PATHS.search(path) else {"schema": _reference(schema.ErrorResponse)}
+    error = {"application/json": error_schema}
     responses = {str(status): {"description": REASONS[status], "content": error}
                  for status in _errors(path, method, locked)}
     responses |= {"200": {"description": "done", "content": content},

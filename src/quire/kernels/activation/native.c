@@ -11,9 +11,9 @@ typedef struct GateJob {
 INLINE void gate_row(const GateJob *job, long row, int half) {
     const void *gate = element(job->gate_up, row * job->row_stride, half), *up = element(gate, job->width, half);
     void *y = (void *)element(job->y, row * job->width, half);
-    for (long i = 0; i < job->width; i += 16) {
-        const __mmask16 mask = mask_of(job->width - i);
-        store(y, i, mask, silu_mul_ps(load(gate, i, mask, half), load(up, i, mask, half)), half);
+    for (long i = 0; i < job->width; i += W) {
+        const Lanes lanes = lanes_of(job->width - i);
+        store(y, i, lanes, silu_mul_of(load(gate, i, lanes, half), load(up, i, lanes, half)), half);
     }
 }
 
@@ -30,5 +30,5 @@ static void gate_tasks(void *argument) {
 void quire_silu_mul(const void *gate_up, void *y, long rows, long width, long row_stride, int half, int threads) {
     GateJob job = {.tasks.count = rows, .gate_up = gate_up, .y = y, .width = width, .row_stride = row_stride,
                    .half = half};
-    RUN(gate_tasks, &job, rows * width < SMALL ? 1 : threads, half && OWN_THREADS);
+    RUN(gate_tasks, &job, rows * width < SMALL ? 1 : threads);
 }

@@ -16,9 +16,10 @@ the largest number.
 
 Features that an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), and
 
-tape    Its calls can be recorded (kernels/native/tape.py) in a step where rows_only(meta, block_size) is true: no
-        sequence has a long chunk of a prompt. retarget(tape address, meta, block_size, num_heads, head_dim) gives the
-        recorded calls the rows of another such step, whose meta must live until the tape has been played.
+recording   Its calls can be recorded (kernels/native/recording.py) in a step where rows_only(meta, block_size) is
+            true: no sequence has a long chunk of a prompt. retarget(address of the recording, meta, block_size,
+            num_heads, head_dim) gives the recorded calls the rows of another such step, whose meta must live until the
+            recording has been replayed.
 """
 
 from __future__ import annotations

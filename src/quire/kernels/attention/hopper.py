@@ -71,5 +71,6 @@ def describe(base: Tensor, box: list[int], rows: tuple[int, int] | None = None) 
     rows   (R, D): describe the tensor's memory as contiguous rows; None: by its own shape and strides
     """
     shape, strides = (base.shape, base.stride()) if rows is None else (rows, (rows[1], 1))
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # and float16: only the width matters
+    width = {1: gl.float8e4nv, 2: gl.bfloat16}[base.element_size()]  # of the type, nothing but the width matters
+    layout = gl.NVMMASharedLayout.get_default_for(box, width)
     return descriptors.TensorDescriptor(base, list(shape), list(strides), box, layout)

@@ -25,29 +25,12 @@ typedef struct RowsAttention {
     int half;
 } RowsAttention;
 
-/* Sums of the lanes of 16 vectors, as one vector. */
-static inline __m512 sum_lanes(const __m512 *v) {
-    __m512 quarter[4];
-    for (int i = 0; i < 4; i++) {
-        const __m512 *w = v + 4 * i;
-        const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
-        const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
-        quarter[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
-    }
-    /* Every 128-bit lane of quarter[i] now holds sums of that lane of v[4i .. 4i + 3]. */
-    const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x88),
-                                   _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xDD));
-    const __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x88),
-                                   _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xDD));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
-}
-
-/* Find the addresses of 16 tokens from `first` on in the cache; tokens past `stop` repeat the last one. */
+/* Find the addresses of W tokens from `first` on in the cache; tokens past `stop` repeat the last one. */
 static inline void locate(const RowsAttention *job, const int32_t *table, const void *base, long first, long stop,
                           const void **tokens, int half) {
     long block = first / job->block_size, offset = first % job->block_size;
     const long last = stop - first - 1;
-    for (long i = 0; i < 16; i++) {
+    for (long i = 0; i < W; i++) {
         if (i > last) {
             tokens[i] = tokens[last];
             continue;
@@ -60,49 +43,49 @@ static inline void locate(const RowsAttention *job, const int32_t *table, const 
     }
 }
 
-/* q . k of 16 tokens */
-INLINE __m512 scores_of(const void *q, const void **keys, long dim, int half) {
-    __m512 sums[16];
-    for (int t = 0; t < 16; t++) sums[t] = _mm512_setzero_ps();
+/* q . k of W tokens */
+INLINE Vec scores_of(const void *q, const void **keys, long dim, int half) {
+    Vec sums[W];
+    for (int t = 0; t < W; t++) sums[t] = zeros();
 #ifdef __AVX512BF16__
     if (half) {
         for (long i = 0; i < dim; i += 32) {
-            const __mmask32 mask = dim - i >= 32 ? 0xFFFFFFFFu : (1u << (dim - i)) - 1;
-            const __m512bh query = (__m512bh)_mm512_maskz_loadu_epi16(mask, (const bf16 *)q + i);
+            const __mmask32 lanes = dim - i >= 32 ? 0xFFFFFFFFu : (1u << (dim - i)) - 1;
+            const __m512bh query = (__m512bh)_mm512_maskz_loadu_epi16(lanes, (const bf16 *)q + i);
 #pragma GCC unroll 16
             for (int t = 0; t < 16; t++)
                 sums[t] = _mm512_dpbf16_ps(sums[t], query,
-                                           (__m512bh)_mm512_maskz_loadu_epi16(mask, (const bf16 *)keys[t] + i));
+                                           (__m512bh)_mm512_maskz_loadu_epi16(lanes, (const bf16 *)keys[t] + i));
         }
         return sum_lanes(sums);
     }
 #endif
-    for (long i = 0; i < dim; i += 16) {
-        const __mmask16 mask = mask_of(dim - i);
-        const __m512 query = load(q, i, mask, half);
+    for (long i = 0; i < dim; i += W) {
+        const Lanes lanes = lanes_of(dim - i);
+        const Vec query = load(q, i, lanes, half);
 #pragma GCC unroll 16
-        for (int t = 0; t < 16; t++) sums[t] = _mm512_fmadd_ps(query, load(keys[t], i, mask, half), sums[t]);
+        for (int t = 0; t < W; t++) sums[t] = madd(query, load(keys[t], i, lanes, half), sums[t]);
     }
     return sum_lanes(sums);
 }
 
-/* sums [heads][dim] += weights [heads][PART] at `at` times 16 values; weights past the end are 0 */
+/* sums [heads][dim] += weights [heads][PART] at `at` times W values; weights past the end are 0 */
 INLINE void add_values(const void **values, const float *weights, long heads, long dim,
                                                              float *sums, int half) {
-    for (long i = 0; i < dim; i += 16) {
-        const __mmask16 mask = mask_of(dim - i);
-        __m512 value[16];
+    for (long i = 0; i < dim; i += W) {
+        const Lanes lanes = lanes_of(dim - i);
+        Vec value[W];
 #pragma GCC unroll 16
-        for (int t = 0; t < 16; t++) value[t] = load(values[t], i, mask, half);
+        for (int t = 0; t < W; t++) value[t] = load(values[t], i, lanes, half);
         for (long head = 0; head < heads; head++) {
             const float *weight = weights + head * PART;
-            __m512 sum = _mm512_loadu_ps(sums + head * MAX_DIM + i), other = _mm512_setzero_ps();
+            Vec sum = get(sums + head * MAX_DIM + i), other = zeros();
 #pragma GCC unroll 8
-            for (int t = 0; t < 16; t += 2) {
-                sum = _mm512_fmadd_ps(_mm512_set1_ps(weight[t]), value[t], sum);
-                other = _mm512_fmadd_ps(_mm512_set1_ps(weight[t + 1]), value[t + 1], other);
+            for (int t = 0; t < W; t += 2) {
+                sum = madd(fill(weight[t]), value[t], sum);
+                other = madd(fill(weight[t + 1]), value[t + 1], other);
             }
-            _mm512_storeu_ps(sums + head * MAX_DIM + i, _mm512_add_ps(sum, other));
+            put(sums + head * MAX_DIM + i, sum + other);
         }
     }
 }
@@ -110,16 +93,16 @@ INLINE void add_values(const void **values, const float *weights, long heads, lo
 /* Replace scores by weights; give their maximum and the sum of the weights. The sum is NaN if a score is NaN or
    infinite. If all scores are minus infinity, weights and sum are 0. */
 static inline void soften(float *scores, long count, float *maximum, float *total) {
-    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-    for (long i = 0; i < count; i += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
-    *maximum = _mm512_reduce_max_ps(most);
-    const __m512 peak = _mm512_set1_ps(*maximum > -INFINITY ? *maximum : 0.0f);
-    for (long i = 0; i < count; i += 16) {
-        const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + i), peak));
-        _mm512_storeu_ps(scores + i, weight);
-        sum = _mm512_add_ps(sum, weight);
+    Vec most = fill(-INFINITY), sum = zeros();
+    for (long i = 0; i < count; i += W) most = largest(most, get(scores + i));
+    *maximum = largest_of(most);
+    const Vec peak = fill(*maximum > -INFINITY ? *maximum : 0.0f);
+    for (long i = 0; i < count; i += W) {
+        const Vec weight = exp_of(get(scores + i) - peak);
+        put(scores + i, weight);
+        sum = sum + weight;
     }
-    *total = _mm512_reduce_add_ps(sum);
+    *total = sum_of(sum);
 }
 
 /* Up to HEADS query heads from `head` on, all of one KV head, over tokens first .. stop. */
@@ -131,21 +114,21 @@ INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part
     const int32_t *table = job->tables + item->table * job->table_stride;
     const void *k = element(job->k, kv_head * job->head_stride, half);
     const void *v = element(job->v, kv_head * job->head_stride, half);
-    const void *q = element(job->q, item->row * job->q_stride + head * dim, half), *tokens[16];
-    const __m512 scale = _mm512_set1_ps(job->scale), none = _mm512_set1_ps(-INFINITY);
-    for (long t = 0; t < count; t += 16) {
+    const void *q = element(job->q, item->row * job->q_stride + head * dim, half), *tokens[W];
+    const Vec scale = fill(job->scale), none = fill(-INFINITY);
+    for (long t = 0; t < count; t += W) {
         locate(job, table, k, first + t, stop, tokens, half);
         for (long i = 0; i < heads; i++) {
-            const __m512 dots = _mm512_mul_ps(scores_of(element(q, i * dim, half), tokens, dim, half), scale);
-            _mm512_store_ps(scores + i * PART + t, _mm512_mask_mov_ps(none, mask_of(count - t), dots));
+            const Vec dots = scores_of(element(q, i * dim, half), tokens, dim, half) * scale;
+            put(scores + i * PART + t, choose(lanes_of(count - t), dots, none));
         }
     }
     float maximum[HEADS], total[HEADS];
     for (long i = 0; i < heads; i++) {
         soften(scores + i * PART, count, &maximum[i], &total[i]);
-        for (long d = 0; d < dim; d += 16) _mm512_store_ps(sums + i * MAX_DIM + d, _mm512_setzero_ps());
+        for (long d = 0; d < dim; d += W) put(sums + i * MAX_DIM + d, zeros());
     }
-    for (long t = 0; t < count; t += 16) {
+    for (long t = 0; t < count; t += W) {
         locate(job, table, v, first + t, stop, tokens, half);
         add_values(tokens, scores + t, heads, dim, sums, half);
     }
@@ -153,12 +136,12 @@ INLINE void attend_part(const RowsAttention *job, const RowItem *item, long part
     for (long i = 0; i < heads; i++) {
         float *to = whole ? NULL : job->partial + (part * job->num_heads + head + i) * (dim + 2);
         const long at = (item->row * job->num_heads + head + i) * dim;
-        const __m512 share = _mm512_set1_ps(1.0f / total[i]);
-        for (long d = 0; d < dim; d += 16) {
-            const __mmask16 mask = mask_of(dim - d);
-            const __m512 sum = _mm512_load_ps(sums + i * MAX_DIM + d);
-            if (whole) store(job->out, at + d, mask, _mm512_mul_ps(sum, share), half);
-            else _mm512_mask_storeu_ps(to + d, mask, sum);
+        const Vec share = fill(1.0f / total[i]);
+        for (long d = 0; d < dim; d += W) {
+            const Lanes lanes = lanes_of(dim - d);
+            const Vec sum = get(sums + i * MAX_DIM + d);
+            if (whole) store(job->out, at + d, lanes, sum * share, half);
+            else put_some(to + d, lanes, sum);
         }
         if (!whole) {
             to[dim] = maximum[i];
@@ -194,14 +177,14 @@ static void merge_tasks(void *argument) {
         float peak = -INFINITY, total = 0;
         for (long p = 0; p < parts; p++) peak = fmaxf(peak, from[p * pitch + dim]);
         for (long p = 0; p < parts; p++) total += from[p * pitch + dim + 1] * expf(from[p * pitch + dim] - peak);
-        for (long d = 0; d < dim; d += 16) {
-            const __mmask16 mask = mask_of(dim - d);
-            __m512 sum = _mm512_setzero_ps();
+        for (long d = 0; d < dim; d += W) {
+            const Lanes lanes = lanes_of(dim - d);
+            Vec sum = zeros();
             for (long p = 0; p < parts; p++) {
-                const __m512 weight = _mm512_set1_ps(expf(from[p * pitch + dim] - peak) / total);
-                sum = _mm512_fmadd_ps(weight, _mm512_maskz_loadu_ps(mask, from + p * pitch + d), sum);
+                const Vec weight = fill(expf(from[p * pitch + dim] - peak) / total);
+                sum = madd(weight, get_some(from + p * pitch + d, lanes), sum);
             }
-            store(job->out, (item->row * job->num_heads + head) * dim + d, mask, sum, job->half);
+            store(job->out, (item->row * job->num_heads + head) * dim + d, lanes, sum, job->half);
         }
     }
 }
@@ -223,19 +206,19 @@ void quire_attend_rows(const void *q, void *out, const void *k, const void *v, c
                          .num_heads = num_heads, .num_kv_heads = num_kv_heads, .dim = dim, .q_stride = q_stride,
                          .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
                          .table_stride = table_stride, .scale = scale, .half = half};
-    RUN(attend_tasks, &job, threads, half && OWN_THREADS);
-    if (!partial && !recording) return;
+    RUN(attend_tasks, &job, threads);
+    if (!partial && !current_recording) return;
     job.tasks = (Tasks){.count = partial ? num_items * num_heads : 0};
-    RUN(merge_tasks, &job, threads, half && OWN_THREADS);
+    RUN(merge_tasks, &job, threads);
 }
 
-/* Give the recorded attention calls of a tape the rows of the next step; parameters as for quire_attend_rows. */
-void quire_tape_attend_rows(Tape *tape, const int32_t *tables, const RowItem *items, const int32_t *part_item,
-                            float *partial, long num_items, long num_parts, long table_stride) {
-    for (long i = 0; i < tape->count; i++) {
-        RowsAttention *job = (RowsAttention *)tape->entries[i].job;
-        if (tape->entries[i].body == attend_tasks) job->tasks.count = num_parts * job->num_kv_heads;
-        else if (tape->entries[i].body == merge_tasks) job->tasks.count = partial ? num_items * job->num_heads : 0;
+/* Give the attention calls of a recording the rows of the next step; parameters as for quire_attend_rows. */
+void quire_retarget_rows(Recording *recording, const int32_t *tables, const RowItem *items, const int32_t *part_item,
+                          float *partial, long num_items, long num_parts, long table_stride) {
+    for (long i = 0; i < recording->count; i++) {
+        RowsAttention *job = (RowsAttention *)recording->entries[i].job;
+        if (recording->entries[i].body == attend_tasks) job->tasks.count = num_parts * job->num_kv_heads;
+        else if (recording->entries[i].body == merge_tasks) job->tasks.count = partial ? num_items * job->num_heads : 0;
         else continue;
         job->tables = tables;
         job->items = items;

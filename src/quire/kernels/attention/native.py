@@ -63,7 +63,7 @@ class NativePlan:
     chunks     longer chunks;  num_rows  rows of the step
     passes     (KV heads, head size) -> passes over the chunks;  scratch  memory of the largest pass
     partial    [floats] results of the parts of rows, if some context has several. A NumPy array, since it belongs to
-               this step: tensors that PyTorch allocates while a tape is recorded belong to the tape
+               this step: tensors that PyTorch allocates while kernels are recorded belong to the recording
     """
 
     rows: tuple[RowPlan, ...]
@@ -101,12 +101,12 @@ def paged_attention(
 
 
 def rows_only(meta: AttentionMeta, block_size: int) -> bool:
-    """Return True if the step has no long prompt chunk, so that a tape can record its attention calls."""
+    """Return True if the step has no long prompt chunk, so that its attention calls can be recorded."""
     plan = _plan(meta, block_size)
     return len(plan.rows) == 1 and not plan.chunks
 
 
-def retarget(tape: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
+def retarget(recording: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
     """See `quire.kernels.attention`."""
     plan, tables = _plan(meta, block_size), meta.block_tables
     assert not plan.chunks, "asked rows_only?"
@@ -114,8 +114,8 @@ def retarget(tape: int, meta: AttentionMeta, block_size: int, num_heads: int, he
     if tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise ValueError(f"native attention: block tables are {tables.dtype} with strides {tables.stride()}; they must "
                          "be int32 with stride 1 inside a row")
-    loaded().quire_tape_attend_rows(
-        tape, tables.data_ptr(), rows.items.data_ptr(), rows.part_item.data_ptr(),
+    loaded().quire_retarget_rows(
+        recording, tables.data_ptr(), rows.items.data_ptr(), rows.part_item.data_ptr(),
         _partial(plan, rows, num_heads, head_dim), len(rows.items), len(rows.part_item), tables.stride(0),
     )  # fmt: skip
 

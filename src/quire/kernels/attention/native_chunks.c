@@ -67,7 +67,7 @@ static void pack_tokens(const ChunksJob *job, ChunkItem *item, long group, long 
     __m512i largest = _mm512_setzero_si512();
     for (long d = 0; d < job->steps * STEP; d += 16)
         for (long t = 0; t < STEP; t += 2, to += 32) {
-            const __mmask16 mask = mask_of(job->dim - d);
+            const Lanes mask = lanes_of(job->dim - d);
             __m512i pair = _mm512_setzero_si512();
             if (t < count) pair = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, value[t] + d));
             if (t + 1 < count) {
@@ -134,21 +134,21 @@ static inline void soften_row(const ChunksJob *job, Block *block, long i, long s
     __m512 most = none, sum = _mm512_setzero_ps();
     for (long t = 0; t < width; t += 16) {
         const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(scores + t), scale);
-        const __m512 value = _mm512_mask_mov_ps(none, mask_of(seen - t), scaled);
+        const __m512 value = _mm512_mask_mov_ps(none, lanes_of(seen - t), scaled);
         _mm512_store_ps(scores + t, value);
         most = _mm512_max_ps(most, value);
     }
     const float before = block->maximum[i], now = fmaxf(before, _mm512_reduce_max_ps(most));
     const __m512 peak = _mm512_set1_ps(now > -INFINITY ? now : 0.0f); /* as in native.c */
     for (long t = 0; t < width; t += 16) {
-        const __mmask16 mask = mask_of(seen - t);
-        const __m512 weight = _mm512_maskz_mov_ps(mask, exp_ps(_mm512_sub_ps(_mm512_load_ps(scores + t), peak)));
+        const Lanes mask = lanes_of(seen - t);
+        const __m512 weight = _mm512_maskz_mov_ps(mask, exp_of(_mm512_sub_ps(_mm512_load_ps(scores + t), peak)));
         sum = _mm512_add_ps(sum, weight);
         _mm256_store_si256((__m256i *)(block->weights + i * SPAN + t), narrow(weight));
     }
     float fade = 1.0f;
     if (now > before && before > -INFINITY) {
-        const __m512 factor = exp_ps(_mm512_set1_ps(before - now));
+        const __m512 factor = exp_of(_mm512_set1_ps(before - now));
         fade = _mm512_cvtss_f32(factor);
         float *sums = block->sums + i * job->steps * STEP;
         for (long d = 0; d < job->steps * STEP; d += 16)
@@ -215,7 +215,7 @@ static void attend_block(const ChunksJob *job, Block *block, const ChunkItem *it
         const __m512 share = _mm512_set1_ps(1.0f / block->total[i]);
         bf16 *to = job->out + (item->first + first + i) * job->out_stride + head * job->dim;
         for (long d = 0; d < job->dim; d += 16)
-            store(to, d, mask_of(job->dim - d), _mm512_mul_ps(_mm512_load_ps(block->sums + i * width + d), share), 1);
+            store(to, d, lanes_of(job->dim - d), _mm512_mul_ps(_mm512_load_ps(block->sums + i * width + d), share), 1);
     }
 }
 
@@ -255,10 +255,10 @@ void quire_attend_chunks(const bf16 *q, bf16 *out, const bf16 *k, const bf16 *v,
                      .block_size = block_size, .block_stride = block_stride, .head_stride = head_stride,
                      .table_stride = table_stride, .scale = scale};
     for (long i = 0; i < num_items; i++) job.tasks.count += groups_of(items + i) * num_kv_heads;
-    RUN(pack_context_tasks, &job, threads, OWN_THREADS);
+    RUN(pack_context_tasks, &job, threads);
     job.tasks = (Tasks){0};
     for (long i = 0; i < num_items; i++) job.tasks.count += (items[i].rows + ROWS - 1) / ROWS * num_heads;
-    RUN(attend_chunk_tasks, &job, threads, OWN_THREADS);
+    RUN(attend_chunk_tasks, &job, threads);
 }
 
 #endif

@@ -13,23 +13,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels import pdl
+from quire.kernels import pdl, triton_runtime
 from quire.kernels.activation.triton import silu
+from quire.kernels.experts import scaled_hopper
 from quire.kernels.experts.triton import _find_tile, _place, _sort, _sum_kernel
 from quire.kernels.linear.gemv import bucket
 from quire.kernels.linear.scaled import RULES
-from quire.kernels.quantize.triton import FIXED, GROUP, quantize, scale_of, sums_of_16, to_eight_bits
+from quire.kernels.quantize.triton import FIXED, GROUP, quantize, quantized, scale_of, sums_of_16, to_eight_bits
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 from quire.quantization.pack.matrix import QuantizedMatrix
 
-MOST_FEW = 4  # tokens
-UP_COLS, UP_EACH, DOWN_COLS, DOWN_EACH = 4, 512, 4, 1024
+MOST_FEW = 1  # tokens
+UP, DOWN = (4, 8, 396), (2, 8, 264)  # of few tokens: outputs at a time, warps, programs of all pairs or tokens
+MOST_SMALL = 32  # up to so many pairs per expert in the mean, this file's products run on Hopper, too
 BAND = 8  # tiles of pairs that run side by side through the same columns of weights, which are then read once
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One matrix of all experts.
+    """A matrix of each expert, stacked.
 
     values   [E, N, K] e4m3 or int8;  scales  float32 [E, N / block, K / 128], or [E, N] for channels (block 0)
     fixed    [E] scale of all activations; None: computed
@@ -88,11 +90,11 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
 def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
     """Return the tiling of the first product (gated) or the second, chosen by the mean number of pairs per expert."""
     mean = pairs / experts
-    if mean <= 16:
-        return Tiles(16, 128, 4, 4)
-    if mean <= 48:
-        return Tiles(32, 128, 4 if not gated else 8, 4)
-    return Tiles(64, 128, 8, 4)
+    if mean <= 8:
+        return Tiles(16, 128, 4, 3 if gated else 4)
+    if mean <= 80:
+        return Tiles(32, 128, 4, 3 if gated else 4)
+    return Tiles(64, 128, 8, 3) if gated else Tiles(64, 64, 4, 4)
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
@@ -114,17 +116,21 @@ def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
     (first, second), (tokens, k), in_pdl = packed, ids.shape, pdl.in_use()
     (_, hidden, inner), across = second.values.shape, bucket(k)
     h = x.new_empty(tokens * k, inner)
-    deep, cols = bucket(hidden), UP_COLS
-    _few_up_kernel[(tokens * k, -(-inner // cols))](
-        x, _words(first.values), first.scales, first.fixed, ids, expert_map, h, x.stride(0), k, inner, hidden, cols, deep,
-        first.block, first.rule, first.powers, first.most, not INTERPRETED, in_pdl, num_warps=max(1, min(16, deep // UP_EACH)),
+    (cols, warps, programs), deep = UP, bucket(hidden)
+    blocks = -(-inner // cols)
+    steps = -(-blocks * tokens * k // programs)
+    _few_up_kernel[(tokens * k, -(-blocks // steps))](
+        x, _words(first.values), first.scales, first.fixed, ids, expert_map, h, x.stride(0), k, inner, hidden, cols,
+        deep, steps, first.block, first.rule, first.powers, first.most, not INTERPRETED, in_pdl, num_warps=warps,
         **pdl.options(in_pdl))
-    deep, cols = bucket(inner), DOWN_COLS
+    (cols, warps, programs), deep = DOWN, bucket(inner)
+    blocks = -(-hidden // cols)
+    steps = -(-blocks * tokens // programs)
     in_pdl = not (join and join()) and in_pdl
-    _few_down_kernel[(tokens, -(-hidden // cols))](
-        h, _words(second.values), second.scales, second.fixed, ids, expert_map, weights, residual, y, k, across, hidden, inner,
-        cols, deep, second.block, second.rule, second.powers, second.most, not INTERPRETED, in_pdl,
-        num_warps=max(4, min(16, deep * across // DOWN_EACH)), **pdl.options(in_pdl))
+    _few_down_kernel[(tokens, -(-blocks // steps))](
+        h, _words(second.values), second.scales, second.fixed, ids, expert_map, weights, residual, y, k, across, hidden,
+        inner, cols, deep, steps, second.block, second.rule, second.powers, second.most, not INTERPRETED, in_pdl,
+        num_warps=warps, **pdl.options(in_pdl))
 
 
 def _words(values: Tensor) -> Tensor:
@@ -138,20 +144,35 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
     (first, second), (tokens, k), pairs = packed, ids.shape, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
-    cut = cut or (tiles(pairs, spread, True), tiles(pairs, spread, False))
     order, starts = _sort(ids, expert_map, experts)
-    given = _rows(x, first)
-    fused = second.rule == GROUP
-    h = torch.empty((pairs, inner), dtype=second.values.dtype if fused else x.dtype, device=x.device)
-    h_scales = torch.empty((inner // GROUP, pairs), dtype=torch.float32, device=x.device) if fused else None
-    _product(given, first, order, starts, k, None, h, h_scales, second.powers, cut[0])
-    parts = x.new_empty(pairs, hidden)
-    rows = (h, h_scales) if fused else _rows(h, second)
-    _product(rows, second, order, starts, k, weights, parts, None, False, cut[1])
+    given, parts = _rows(x, first), x.new_empty(pairs, hidden)
+    if cut is None and pairs > MOST_SMALL * spread and in_gluon(packed):
+        scaled_hopper.products(given, packed, order, starts, weights, parts)
+    else:
+        cut = cut or (tiles(pairs, spread, True), tiles(pairs, spread, False))
+        products(given, packed, order, starts, weights, parts, cut)
     block = min(1024, bucket(hidden))
     in_pdl = not (join and join()) and pdl.in_use()
     _sum_kernel[(tokens, -(-hidden // block))](
         parts, ids, expert_map, residual, y, k, hidden, block, in_pdl, num_warps=4, **pdl.options(in_pdl))
+
+
+def in_gluon(packed: Packed) -> bool:
+    """Return True if `scaled_hopper` multiplies these experts: FP8 blocks of 128 x 128, on Hopper."""
+    fits = all(stack.block == stack.rule == GROUP and stack.values.shape[2] % GROUP == 0 for stack in packed)
+    return fits and not triton_runtime.missing_hopper()
+
+
+def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor, starts: Tensor, weights: Tensor,
+             parts: Tensor, cut: tuple[Tiles, Tiles]) -> None:
+    """Compute both products of all pairs. Arguments as in `scaled_hopper.products`."""
+    (first, second), (pairs, inner, k) = packed, (len(order), packed[1].values.shape[2], weights.shape[1])
+    fused = second.rule == GROUP
+    h = torch.empty((pairs, inner), dtype=second.values.dtype if fused else parts.dtype, device=parts.device)
+    h_scales = torch.empty((inner // GROUP, pairs), dtype=torch.float32, device=parts.device) if fused else None
+    _product(given, first, order, starts, k, None, h, h_scales, second.powers, cut[0])
+    rows = (h, h_scales) if fused else _rows(h, second)
+    _product(rows, second, order, starts, k, weights, parts, None, False, cut[1])
 
 
 def _rows(x: Tensor, stack: Stack) -> tuple[Tensor, Tensor | None]:
@@ -172,25 +193,6 @@ def _product(given: tuple[Tensor, Tensor | None], stack: Stack, order: Tensor, s
         0 if scales is None or not stack.block else scales.stride(0), 0 if y_scales is None else y_scales.stride(0), k,
         experts, bucket(experts), width, depth, cut.rows, cut.cols, stack.block, stack.most, powers, gated, BAND,
         cut.stages, in_pdl, num_warps=cut.warps, num_stages=cut.stages, **pdl.options(in_pdl))
-
-
-@jit
-def _narrow(values, fixed, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
-            DEEP: tl.constexpr):
-    """Quantize values [ROWS, 1, DEEP] float32 by the rule; returns what the quantized numbers stand for.
-
-    fixed   the scale with RULE -1, broadcast to values
-    """
-    if RULE > 0:
-        parts = tl.reshape(values, [ROWS, 1, DEEP // 128, 128])
-        own = scale_of(tl.max(tl.abs(parts), 3, keep_dims=True), MOST, POWERS)
-        given = tl.reshape(to_eight_bits(parts, own, MOST).to(tl.float32) * own, [ROWS, 1, DEEP])
-    else:
-        own = fixed
-        if RULE == 0:
-            own = scale_of(tl.max(tl.abs(values), 2, keep_dims=True), MOST, POWERS)
-        given = to_eight_bits(values, own, MOST).to(tl.float32) * own
-    return given
 
 
 @jit
@@ -215,9 +217,9 @@ def _scaled_sum(tile, given, scales, col, J: tl.constexpr, N: tl.constexpr, K: t
 @jit
 def _few_up_kernel(
     x, gate_up, scales, fixed, ids, expert_map, h, stride, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr, POWERS: tl.constexpr,
-    MOST: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
-    """silu(gate) * up of BLOCK_N outputs of a pair. Grid (pairs, ceil(N / BLOCK_N)).
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
+    POWERS: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
+    """silu(gate) * up of STEPS times BLOCK_N outputs of a pair. Grid (pairs, ceil(N / (STEPS BLOCK_N))).
 
     x                  [T, K] bf16 or f16;  stride  elements from token to token
     gate_up            [experts, 2 N, K] e4m3 or int8 (if WORDS [.., K / 4] int32), contiguous, gate first
@@ -234,36 +236,48 @@ def _few_up_kernel(
     place = _place(ids, expert_map, pair, pair >= 0)
     if place < 0:
         return
-    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     WIDE: tl.constexpr = K // 4 if WORDS else K
     word = tl.arange(0, BLOCK_K // 4 if WORDS else BLOCK_K)[None, None, :]
-    at = gate_up + place.to(tl.int64) * (2 * N * WIDE) + tl.minimum(col, N - 1)[None, :, None] * WIDE + word
-    gate_tile = tl.load(at, mask=word < WIDE, other=0.0, eviction_policy="evict_first")
-    up_tile = tl.load(at + N * WIDE, mask=word < WIDE, other=0.0, eviction_policy="evict_first")
+    at = gate_up + place.to(tl.int64) * (2 * N * WIDE) + word
+    inside = word < WIDE
+    row = tl.minimum(first, N - 1)[None, :, None] * WIDE
+    gate_tile = tl.load(at + row, mask=inside, other=0.0, eviction_policy="evict_first")
+    up_tile = tl.load(at + N * WIDE + row, mask=inside, other=0.0, eviction_policy="evict_first")
     values = tl.load(x + (pair // TOP_K).to(tl.int64) * stride + lane, mask=lane < K, other=0.0).to(tl.float32)
     own = tl.zeros([1, 1, 1], tl.float32)
     if RULE < 0:
         own += tl.load(fixed + place)
-    given = _narrow(values, own, RULE, POWERS, MOST, 1, BLOCK_K)
+    given = quantized(values, own, RULE, POWERS, MOST, 1, BLOCK_K)
     if BLOCK:
         scales += place.to(tl.int64) * (2 * N // BLOCK * (K // 128))
         up_scales = scales + N // BLOCK * (K // 128)
     else:
         scales += place.to(tl.int64) * (2 * N)
         up_scales = scales + N
-    gate = _scaled_sum(gate_tile, given, scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-    up = _scaled_sum(up_tile, given, up_scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-    value = silu(gate) * up
-    tl.store(h + pair.to(tl.int64) * N + col[None, :], value.to(h.dtype.element_ty), mask=(col < N)[None, :])
+    for step in range(STEPS):
+        col = first + step * BLOCK_N
+        row = tl.minimum(col + BLOCK_N, N - 1)[None, :, None] * WIDE
+        more = inside & (step < STEPS - 1)
+        gate_now, up_now = gate_tile, up_tile
+        gate_tile = tl.load(at + row, mask=more, other=0.0, eviction_policy="evict_first")
+        up_tile = tl.load(at + N * WIDE + row, mask=more, other=0.0, eviction_policy="evict_first")
+        gate = _scaled_sum(gate_now, given, scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        up = _scaled_sum(up_now, given, up_scales, col, 1, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        value = silu(gate) * up
+        tl.store(h + pair.to(tl.int64) * N + col[None, :], value.to(h.dtype.element_ty), mask=(col < N)[None, :])
 
 
 @jit
 def _few_down_kernel(
     h, down, scales, fixed, ids, expert_map, weights, residual, y, TOP_K: tl.constexpr, J: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
-    RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr):
-    """BLOCK_N outputs of a token: weighted sum over its experts of down times h. Grid (tokens, ceil(N / BLOCK_N)).
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr):
+    """Weighted sum over a token's experts of down times h: STEPS times BLOCK_N outputs.
+
+    Grid (tokens, ceil(N / (STEPS BLOCK_N))).
 
     h                  [pairs, K] contiguous;  down  [experts, N, K], as gate_up
     scales, fixed      see `Stack`;  ids, expert_map  as in `_few_up_kernel`;  weights  [T, TOP_K] float32
@@ -272,7 +286,7 @@ def _few_down_kernel(
     N, K, BLOCK_K      outputs H and inputs I of an expert; I, padded to a power of two
     """
     token = tl.program_id(0)
-    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     turn = tl.arange(0, J)[:, None, None]
     pair = token * TOP_K + turn
@@ -280,27 +294,34 @@ def _few_down_kernel(
     there = place >= 0
     WIDE: tl.constexpr = K // 4 if WORDS else K
     word = tl.arange(0, BLOCK_K // 4 if WORDS else BLOCK_K)[None, None, :]
-    at = down + place.to(tl.int64) * (N * WIDE) + tl.minimum(col, N - 1)[None, :, None] * WIDE + word
-    tile = tl.load(at, mask=there & (word < WIDE), other=0.0, eviction_policy="evict_first")
-    weight = tl.load(weights + pair, mask=there, other=0.0)
+    at = down + place.to(tl.int64) * (N * WIDE) + word
+    inside = there & (word < WIDE)
+    row = tl.minimum(first, N - 1)[None, :, None] * WIDE
+    tile = tl.load(at + row, mask=inside, other=0.0, eviction_policy="evict_first")
+    weight = tl.reshape(tl.load(weights + pair, mask=there, other=0.0), [J, 1])
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     values = tl.load(h + pair * K + lane, mask=there & (lane < K), other=0.0).to(tl.float32)
     own = tl.zeros([J, 1, 1], tl.float32)
     if RULE < 0:
-        own = tl.load(fixed + tl.maximum(place, 0))
-    given = _narrow(values, own, RULE, POWERS, MOST, J, BLOCK_K)
+        own += tl.load(fixed + tl.maximum(place, 0))
+    given = quantized(values, own, RULE, POWERS, MOST, J, BLOCK_K)
     if BLOCK:
         scales += tl.maximum(place, 0).to(tl.int64) * (N // BLOCK * (K // 128))
     else:
         scales += tl.maximum(place, 0).to(tl.int64) * N
-    sums = _scaled_sum(tile, given, scales, col, J, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-    out = tl.sum(sums * tl.reshape(weight, [J, 1]), 0)
-    to = token.to(tl.int64) * N + col
-    if residual is not None:
-        out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
-    tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
+    for step in range(STEPS):
+        col = first + step * BLOCK_N
+        row = tl.minimum(col + BLOCK_N, N - 1)[None, :, None] * WIDE
+        now = tile
+        tile = tl.load(at + row, mask=inside & (step < STEPS - 1), other=0.0, eviction_policy="evict_first")
+        sums = _scaled_sum(now, given, scales, col, J, N, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+        out = tl.sum(sums * weight, 0)
+        to = token.to(tl.int64) * N + col
+        if residual is not None:
+            out += tl.load(residual + to, mask=col < N, other=0.0).to(tl.float32)
+        tl.store(y + to, out.to(y.dtype.element_ty), mask=col < N)
 
 
 @jit

@@ -17,28 +17,28 @@ enum { HEADS_ROWS = 4 }; /* tokens of a task */
 INLINE void rotate(const HeadsJob *job, const void *x, const void *norm,
                                                          const void *cos, const void *sin, void *to, int half) {
     const long dim = job->dim, pairs = dim / 2;
-    __m512 scale = _mm512_set1_ps(1.0f);
+    Vec scale = fill(1.0f);
     if (norm) {
-        __m512 squares = _mm512_setzero_ps();
-        for (long i = 0; i < dim; i += 16) {
-            const __m512 value = load(x, i, mask_of(dim - i), half);
-            squares = _mm512_fmadd_ps(value, value, squares);
+        Vec squares = zeros();
+        for (long i = 0; i < dim; i += W) {
+            const Vec value = load(x, i, lanes_of(dim - i), half);
+            squares = madd(value, value, squares);
         }
-        scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)dim + job->eps));
+        scale = fill(1.0f / sqrtf(sum_of(squares) / (float)dim + job->eps));
     }
-    for (long i = 0; i < pairs; i += 16) {
-        const __mmask16 mask = mask_of(pairs - i);
+    for (long i = 0; i < pairs; i += W) {
+        const Lanes lanes = lanes_of(pairs - i);
         const long j = i + pairs;
-        __m512 first = _mm512_mul_ps(load(x, i, mask, half), scale);
-        __m512 second = _mm512_mul_ps(load(x, j, mask, half), scale);
+        Vec first = load(x, i, lanes, half) * scale;
+        Vec second = load(x, j, lanes, half) * scale;
         if (norm) {
-            first = _mm512_mul_ps(first, load(norm, i, mask, half));
-            second = _mm512_mul_ps(second, load(norm, j, mask, half));
+            first = first * load(norm, i, lanes, half);
+            second = second * load(norm, j, lanes, half);
         }
-        const __m512 low = _mm512_mul_ps(second, load(sin, i, mask, half));
-        const __m512 high = _mm512_mul_ps(first, load(sin, j, mask, half));
-        store(to, i, mask, _mm512_fmadd_ps(first, load(cos, i, mask, half), low), half);
-        store(to, j, mask, _mm512_fmadd_ps(second, load(cos, j, mask, half), high), half);
+        const Vec low = second * load(sin, i, lanes, half);
+        const Vec high = first * load(sin, j, lanes, half);
+        store(to, i, lanes, madd(first, load(cos, i, lanes, half), low), half);
+        store(to, j, lanes, madd(second, load(cos, j, lanes, half), high), half);
     }
 }
 
@@ -83,5 +83,5 @@ void quire_heads(const void *qkv, const void *norm, const void *cos, const void 
                     .sin = sin, .q = q, .k = k, .v = v, .slots = slots, .rows = rows, .num_heads = num_heads,
                     .num_kv_heads = num_kv_heads, .dim = dim, .row_stride = row_stride, .block_size = block_size,
                     .block_stride = block_stride, .head_stride = head_stride, .eps = eps, .half = half};
-    RUN(heads_tasks, &job, row_stride * rows < SMALL ? 1 : threads, half && OWN_THREADS);
+    RUN(heads_tasks, &job, row_stride * rows < SMALL ? 1 : threads);
 }

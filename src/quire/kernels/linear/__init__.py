@@ -18,5 +18,6 @@ norm     run_norm(x, norm_weight [K], eps, packed, bias) -> [T, N]: `run` of the
          (`quire.kernels.norm`); run_norm_gated: `run_gated` of it, if the implementation has "gated", too
 out      run_float(x, packed, bias, out [T, N] float32) -> out
 plain    the packed weight is the weight itself, [N, K]
-rows     rows(packed, ids [T] int64) -> [T, K]: rows of the weight, unchanged; NaN for ids outside [0, N)
+stored   takes weights of another type than x's, bfloat16 or float32, and keeps them in it; the arithmetic is float32
+rows     rows(packed, ids [T] int64) -> [T, K]: rows of the weight, perhaps in float32; NaN for ids outside [0, N)
 """

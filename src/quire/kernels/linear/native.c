@@ -79,7 +79,7 @@ static inline void expect(const LinearJob *job, long row, long rows, long group)
 static void finish(const LinearJob *job, const float *sums, long row, long rows, long group) {
     const long width = job->out == OUT_GATED ? GROUP / 2 : GROUP;
     const long at = group * width, left = job->cols - at;
-    const __mmask16 low = mask_of(left), high = mask_of(left - 16);
+    const Lanes low = lanes_of(left), high = lanes_of(left - 16);
     __m512 bias_low = _mm512_setzero_ps(), bias_high = _mm512_setzero_ps();
     if (job->bias) {
         bias_low = load(job->bias, at, low, 1);
@@ -98,7 +98,7 @@ static void finish(const LinearJob *job, const float *sums, long row, long rows,
             _mm512_mask_storeu_ps((float *)job->y + to, low, a);
             _mm512_mask_storeu_ps((float *)job->y + to + 16, high, b);
         } else if (job->out == OUT_GATED) {
-            store(job->y, to, low, silu_mul_ps(a, b), 1);
+            store(job->y, to, low, silu_mul_of(a, b), 1);
         } else {
             store(job->y, to, low, a, 1);
             store(job->y, to + 16, high, b, 1);
@@ -177,7 +177,7 @@ void quire_linear_bf16(const bf16 *x, const bf16 *weight, const bf16 *bias, cons
     if (job.block_rows > MAX_BLOCK) job.block_rows = MAX_BLOCK;
     const int many = rows > PANEL;
     job.tasks.count = job.num_groups * (many ? (rows + job.block_rows - 1) / job.block_rows : 1);
-    RUN(many ? many_rows_tasks : few_rows_tasks, &job, threads, OWN_THREADS);
+    RUN(many ? many_rows_tasks : few_rows_tasks, &job, threads);
 }
 
 typedef struct PackJob {
@@ -216,7 +216,7 @@ void quire_pack_bf16(const bf16 *weight, bf16 *packed, long cols, long inner, in
     PackJob job = {.weight = weight, .packed = packed, .cols = cols, .inner = inner,
                    .steps = (inner + STEP - 1) / STEP, .gated = gated};
     job.tasks.count = groups;
-    RUN(pack_tasks, &job, threads, OWN_THREADS);
+    RUN(pack_tasks, &job, threads);
 }
 
 typedef struct RowsJob {
@@ -252,7 +252,7 @@ static void rows_tasks(void *argument) {
 void quire_rows_bf16(const bf16 *packed, const int64_t *ids, bf16 *y, long rows, long cols, long inner, int threads) {
     RowsJob job = {.tasks.count = rows, .packed = packed, .ids = ids, .y = y, .cols = cols, .inner = inner,
                    .steps = (inner + STEP - 1) / STEP};
-    RUN(rows_tasks, &job, rows < 8 ? 1 : threads, OWN_THREADS);
+    RUN(rows_tasks, &job, rows < 8 ? 1 : threads);
 }
 
 #endif

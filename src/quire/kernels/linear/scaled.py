@@ -11,7 +11,7 @@ whose N is no multiple of 64 runs the reference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,11 @@ from quire.kernels.activation.triton import silu_mul
 from quire.kernels.linear import quantized_ref, scaled_few, scaled_many, scaled_some
 from quire.kernels.norm.triton import rms_norm
 from quire.kernels.quantize.triton import FIXED, GROUP, TOKEN, quantize
+from quire.kernels.triton_runtime import INTERPRETED, missing
 from quire.quantization.pack.matrix import QuantizedMatrix
 
-RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
 FEW_ROWS = 1
+RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,18 @@ class Scaled:
         """Largest magnitude in 8 bits."""
         return 127 if self.values.dtype == torch.int8 else 448
 
-    def to(self, device: torch.device) -> Scaled:
-        """Return the weight on another device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
-
 
 Packed = Scaled | QuantizedMatrix
+
+
+def unsupported() -> str:
+    """Return the reason why these products cannot run in this process, or ""."""
+    if (why := missing()) or INTERPRETED:
+        return why
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        return f"FP8 products need compute capability 9.0, this GPU has {major}.{minor}"
+    return "" if hasattr(F, "scaled_mm") else "this PyTorch has no torch.nn.functional.scaled_mm"
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
@@ -131,7 +137,7 @@ def _product(
         y = residual
     if not rows:
         return y
-    if rows <= FEW_ROWS and x.shape[1] <= scaled_few.WIDEST:
+    if rows <= FEW_ROWS:
         return scaled_few.product(
             x, packed.values, packed.scales, bias, y, rule=packed.rule, powers=packed.powers, most=packed.most,
             given=packed.fixed, block=packed.block, residual=residual, norm=norm, eps=eps, gated=gated)
@@ -151,7 +157,15 @@ def _product(
 
 
 def _cublas(q: Tensor, scales: Tensor, packed: Scaled, dtype: torch.dtype) -> Tensor:
-    """Multiply all rows of q [R, K], R a multiple of 4, with the weight -> [R, N]."""
+    """Multiply all rows of q [R, K], R a multiple of 4, with the weight -> [R, N].
+
+    In Triton's interpreter, where there is no cuBLASLt, in float32.
+    """
+    if INTERPRETED:
+        x = q.float() * (scales.t().repeat_interleave(GROUP, 1) if packed.block else scales.view(-1, 1))
+        high = packed.scales.repeat_interleave(packed.block, 0)[: len(packed.values)] if packed.block else packed.scales
+        weight = packed.values.float() * (high.repeat_interleave(GROUP, 1) if packed.block else high.view(-1, 1))
+        return (x @ weight.t()).to(dtype)
     kinds = F.ScalingType
     if packed.block:
         recipe = kinds.BlockWise128x128 if packed.block == GROUP else kinds.BlockWise1x128

@@ -14,25 +14,29 @@ from torch import Tensor
 from quire.kernels import pdl
 from quire.kernels.attention.triton_plan import multiprocessors
 from quire.kernels.linear.gemv import _finish, bucket
-from quire.kernels.quantize.triton import scale_of, sums_of_16, to_eight_bits
+from quire.kernels.quantize.triton import quantized, scale_of, sums_of_16
 from quire.kernels.triton_runtime import INTERPRETED, jit, tl
 
 MOST_FEW = 4  # rows
-WIDEST = 16384  # inputs, which a program keeps in registers
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Outputs of a program at a time, warps, and programs of a multiprocessor."""
+    """Outputs that a program computes at a time, inputs of a chunk, warps, and programs of a multiprocessor."""
 
     block_n: int
+    block_k: int
     warps: int
     programs: int
 
 
 def walk_of(rows: int, n: int, k: int, gated: bool) -> Walk:
-    """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs."""
-    return Walk(2 if gated or k > 8192 else 4, max(1, min(16, bucket(k) // 512)), 2 if k > 8192 else 3)
+    """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs.
+
+    It is the best of many, measured on an H200 for the products of Qwen3 8B and 30B-A3B (docs/log.md).
+    """
+    deep = bucket(k) if k <= 8192 else 4096
+    return Walk(2 if gated else 4, deep, max(1, deep // 1024 if deep > 2048 else deep // 512), 4)
 
 
 def product(
@@ -52,46 +56,57 @@ def product(
     in_pdl = pdl.in_use()
     blocks = -(-n // walk.block_n)
     steps = -(-blocks // (walk.programs * multiprocessors()))
-    grid = -(-blocks // steps)
-    _few_kernel[(grid,)](
-        x, weight if INTERPRETED else weight.view(torch.int32), scales, bias, residual, norm, given, y, rows, n, x.stride(0), eps, k, size, walk.block_n,
-        bucket(k), steps, block, rule, powers, most, gated, not INTERPRETED,
-        in_pdl, num_warps=walk.warps, **pdl.options(in_pdl))
+    _few_kernel[(-(-blocks // steps),)](
+        x, weight if INTERPRETED else weight.view(torch.int32), scales, bias, residual, norm, given, y, rows, n,
+        x.stride(0), eps, k, size, walk.block_n, walk.block_k, steps, bucket(steps), block, rule, powers, most, gated,
+        not INTERPRETED, in_pdl, num_warps=walk.warps, **pdl.options(in_pdl))
     return y
 
 
 @jit
-def _tile(weight, col, n, K: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr):
-    """Load the weights of the outputs `col` [BLOCK_N], [1, BLOCK_N, BLOCK_K], or a quarter as many words."""
+def _tile(weight, col, n, start, K: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr):
+    """Load BLOCK_K weights of the outputs `col` [BLOCK_N] from input `start` on, a quarter as many words if WORDS."""
     EACH: tl.constexpr = 4 if WORDS else 1
-    lane = tl.arange(0, BLOCK_K // EACH)[None, None, :]
+    lane = start // EACH + tl.arange(0, BLOCK_K // EACH)[None, None, :]
     mask = (col < n)[None, :, None] & (lane < K // EACH)
     return tl.load(weight + col.to(tl.int64)[None, :, None] * (K // EACH) + lane, mask=mask, other=0.0,
                    eviction_policy="evict_first")
 
 
 @jit
-def _sum(tile, given, scales, col, n, M: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-         BLOCK: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr):
-    """Products [M, BLOCK_N] of a tile of weights and the inputs `given`, with the weights' scales."""
+def _sum(tile, given, scales, col, n, start, M: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+         BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, WORDS: tl.constexpr):
+    """Products [M, BLOCK_N] of a tile of weights and the inputs `given`, with the scales of blocks."""
     part = sums_of_16(tile, given, M, BLOCK_N, BLOCK_K, MOST, WORDS)
     if BLOCK:
-        group = tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
+        group = start // 128 + tl.arange(0, BLOCK_K // 16)[None, None, :] // 8
         at = tl.minimum(col, n - 1)[None, :, None] // BLOCK * (K // 128) + group
         part *= tl.load(scales + at, mask=group < K // 128, other=0.0)
-    out = tl.sum(part, 2)
-    if BLOCK == 0:
-        out *= tl.load(scales + col, mask=col < n, other=0.0)[None, :]
-    return out
+    return tl.sum(part, 2)
+
+
+@jit
+def _inputs(x, norm, inverse, row, rows, stride, at, K: tl.constexpr):
+    """Inputs `at` [1, 1, BLOCK_K] of M rows in float32; with a norm, as the norm rounds them."""
+    raw = tl.load(x + row * stride + at, mask=(row < rows) & (at < K), other=0.0)
+    values = raw.to(tl.float32)
+    if norm is not None:
+        factor = tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
+        values = (values * inverse * factor).to(raw.dtype).to(tl.float32)
+    return values
 
 
 @jit(do_not_specialize=["rows"])
 def _few_kernel(
     x, weight, scales, bias, residual, norm, fixed, y, rows, n, stride, eps, K: tl.constexpr, M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
-    POWERS: tl.constexpr, MOST: tl.constexpr, GATED: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, GATED: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of up to M <= MOST_FEW rows in each of STEPS steps. Grid (ceil(n / (BLOCK_N STEPS)),).
+    """STEPS * BLOCK_N outputs of up to M <= MOST_FEW rows. Grid (ceil(n / (BLOCK_N STEPS)),).
+
+    A program quantizes a chunk of BLOCK_K inputs, multiplies it with BLOCK_N outputs after the other, and goes on with
+    the next chunk; the next weights are loaded meanwhile.
 
     x                   [rows, K];  stride  elements from row to row
     weight              [n, K] e4m3 or int8 (if WORDS [n, K / 4] int32), contiguous; twice the rows if GATED, gate first
@@ -101,50 +116,64 @@ def _few_kernel(
     norm, eps           [K] weight of an RMS norm of x, or None; added to the mean square
     fixed               scale of x with RULE -1, one number
     M                   rows, padded to a power of two
-    BLOCK_N, BLOCK_K    outputs of a step; K, padded to a power of two
+    STEPS, ROOM         times BLOCK_N outputs; STEPS, padded to a power of two
     RULE, POWERS, MOST  see `quantize.triton._quantize_kernel`;  WORDS  four weights are an int32
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) * (STEPS * BLOCK_N) + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)[None, None, :]
     row = tl.arange(0, M)[:, None, None]
-    tile = _tile(weight, col, n, K, BLOCK_K, WORDS)
+    tile = _tile(weight, first, n, 0, K, BLOCK_K, WORDS)
     up_weight = weight + n.to(tl.int64) * (K // 4 if WORDS else K)
     up_tile = tile
     if GATED:
-        up_tile = _tile(up_weight, col, n, K, BLOCK_K, WORDS)
+        up_tile = _tile(up_weight, first, n, 0, K, BLOCK_K, WORDS)
     up_scales = scales + (n // BLOCK * (K // 128) if BLOCK else n)
-    factor = tl.zeros([1, 1, BLOCK_K], tl.float32)
-    if norm is not None:
-        factor = tl.load(norm + lane, mask=lane < K, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    raw = tl.load(x + row * stride + lane, mask=(row < rows) & (lane < K), other=0.0)
-    values = raw.to(tl.float32)
+    inverse = tl.zeros([M, 1, 1], tl.float32)
+    own = tl.zeros([M, 1, 1], tl.float32)
     if norm is not None:
-        inverse = tl.rsqrt(tl.sum(values * values, 2, keep_dims=True) / K + eps)
-        values = (values * inverse * factor).to(raw.dtype).to(tl.float32)
-    if RULE > 0:
-        parts = tl.reshape(values, [M, 1, BLOCK_K // 128, 128])
-        own = scale_of(tl.max(tl.abs(parts), 3, keep_dims=True), MOST, POWERS)
-        given = tl.reshape(to_eight_bits(parts, own, MOST).to(tl.float32) * own, [M, 1, BLOCK_K])
-    else:
-        if RULE == 0:
-            own = scale_of(tl.max(tl.abs(values), 2, keep_dims=True), MOST, POWERS)
-        else:
-            own = tl.load(fixed)
-        given = to_eight_bits(values, own, MOST).to(tl.float32) * own
-    out_row = tl.arange(0, M)[:, None]
-    for _step in range(STEPS):
-        upcoming = col + tl.num_programs(0) * BLOCK_N
-        now, up_now = tile, up_tile
-        tile = _tile(weight, upcoming, n, K, BLOCK_K, WORDS)
-        out = _sum(now, given, scales, col, n, M, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-        other = out
+        for start in tl.static_range(0, K, BLOCK_K):
+            values = tl.load(x + row * stride + start + lane, mask=(row < rows) & (start + lane < K), other=0.0)
+            values = values.to(tl.float32)
+            inverse += tl.sum(values * values, 2, keep_dims=True)
+        inverse = tl.rsqrt(inverse / K + eps)
+    if RULE == 0 and BLOCK_K < K:
+        for start in tl.static_range(0, K, BLOCK_K):
+            values = _inputs(x, norm, inverse, row, rows, stride, start + lane, K)
+            own = tl.maximum(own, tl.max(tl.abs(values), 2, keep_dims=True))
+        own = scale_of(own, MOST, POWERS)
+    if RULE < 0:
+        own += tl.load(fixed)
+    out = tl.zeros([M, ROOM, BLOCK_N], tl.float32)
+    other = out
+    turn = tl.arange(0, ROOM)[None, :, None]
+    for start in tl.static_range(0, K, BLOCK_K):
+        values = _inputs(x, norm, inverse, row, rows, stride, start + lane, K)
+        given = quantized(values, own, -1 if RULE == 0 and BLOCK_K < K else RULE, POWERS, MOST, M, BLOCK_K)
+        for step in range(STEPS):
+            col = first + step * BLOCK_N
+            now, up_now = tile, up_tile
+            last = step == STEPS - 1
+            upcoming = tl.where(last, first, col + BLOCK_N)
+            beyond = start + tl.where(last, BLOCK_K, 0)
+            tile = _tile(weight, upcoming, n, beyond, K, BLOCK_K, WORDS)
+            part = _sum(now, given, scales, col, n, start, M, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+            out += tl.where(turn == step, part[:, None, :], 0.0)
+            if GATED:
+                up_tile = _tile(up_weight, upcoming, n, beyond, K, BLOCK_K, WORDS)
+                part = _sum(up_now, given, up_scales, col, n, start, M, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
+                other += tl.where(turn == step, part[:, None, :], 0.0)
+    col = tl.arange(0, ROOM * BLOCK_N)
+    inside = col < STEPS * BLOCK_N
+    col = (tl.program_id(0) * (STEPS * BLOCK_N) + col)[None, :]
+    inside = inside[None, :] & (col < n)
+    out, other = tl.reshape(out, [M, ROOM * BLOCK_N]), tl.reshape(other, [M, ROOM * BLOCK_N])
+    if BLOCK == 0:
+        out *= tl.load(scales + col, mask=inside, other=0.0)
         if GATED:
-            up_tile = _tile(up_weight, upcoming, n, K, BLOCK_K, WORDS)
-            other = _sum(up_now, given, up_scales, col, n, M, K, BLOCK_N, BLOCK_K, BLOCK, MOST, WORDS)
-        inside = (out_row < rows) & (col < n)[None, :]
-        _finish(out, other, bias, residual, y, out_row, col[None, :], n, inside, GATED)
-        col = upcoming
+            other *= tl.load(scales + n + col, mask=inside, other=0.0)
+    row = tl.arange(0, M)[:, None]
+    _finish(out, other, bias, residual, y, row, col, n, (row < rows) & inside, GATED)

@@ -23,10 +23,11 @@ def product(
     x_scales   [1, R] or one number;  scales  [N] float32;  residual, gated  as in `gemv.product`
     """
     rows, n, k = y.shape[0], weight.shape[0] >> gated, weight.shape[1]
-    high, cols, in_pdl = 128, 128 if gated else 256, pdl.in_use()
+    high, cols, warps, stages = (64, 128, 4, 4) if rows <= 256 else (128, 128 if gated else 256, 8, 3 if gated else 4)
+    in_pdl = pdl.in_use()
     _many_kernel[(-(-rows // high) * -(-n // cols),)](
         q, x_scales, weight, scales, bias, residual, y, rows, n, q.stride(0), k, high, cols, 128, x_scales.numel() == 1,
-        gated, BAND, in_pdl, num_warps=8, num_stages=3 if gated else 4, **pdl.options(in_pdl))
+        gated, BAND, in_pdl, num_warps=warps, num_stages=stages, **pdl.options(in_pdl))
     return y
 
 

@@ -6,7 +6,7 @@ the product, which cuBLAS runs. A weight whose groups of inputs are no multiple 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,6 @@ class WeightOnly:
     counters: Tensor
     outputs: int
     bits: int
-
-    def to(self, device: torch.device) -> WeightOnly:
-        """Return the weight on another device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
 
 
 Packed = WeightOnly | QuantizedMatrix

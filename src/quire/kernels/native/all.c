@@ -1,7 +1,8 @@
 /* Every native kernel in one translation unit: reading the intrinsics' header takes longer than compiling them. */
 
 #include "parallel.h"
-#include "tape.h"
+#include "vectors.h"
+#include "recording.h"
 #include "tiles.h"
 
 #include "../activation/native.c"
@@ -9,4 +10,6 @@
 #include "../attention/native_chunks.c"
 #include "../heads/native.c"
 #include "../linear/native.c"
+#include "../linear/panels.c"
+#include "../linear/panels_pack.c"
 #include "../norm/native.c"

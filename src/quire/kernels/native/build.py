@@ -26,10 +26,10 @@ KERNELS = Path(__file__).resolve().parents[1]
 SOURCE = KERNELS / "native" / "all.c"
 COMPILERS = ("cc", "gcc", "clang")
 BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
-NEEDED = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl"}
-USED = {  # /proc/cpuinfo -> flag
-    "avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "3dnowprefetch": "-mprfchw",
-}  # fmt: skip
+NEEDED = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c"}  # /proc/cpuinfo -> flag
+WIDE = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl"}
+USED = {"3dnowprefetch": "-mprfchw"}
+USED_WIDE = {"avx512_bf16": "-mavx512bf16", "amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}
 NEW = ("-mavx512bf16", "-mamx-tile", "-mamx-bf16")  # an older compiler may lack them: the kernels do without
 TRAILER = hashlib.sha256().digest_size  # bytes of the hash after the library; the loader does not read them
 ROOM = 1 << 20  # free bytes on the disk that a build needs; a library is much smaller
@@ -60,7 +60,7 @@ def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Pa
     if not compilers:
         raise CannotBuild("there is no C compiler (cc, gcc or clang): install one")
     _make_folder(folder)
-    flags = [*BASE_FLAGS, "-mfma", "-mf16c", *NEEDED.values(), *(USED[f] for f in USED if f in cpu_flags)]
+    flags = [*BASE_FLAGS, *units(cpu_flags)]
     old_flags = [flag for flag in flags if flag not in NEW]
     end, failures = time.monotonic() + COMPILE_SECONDS, []
     for some, compiler in itertools.product([flags] if flags == old_flags else [flags, old_flags], compilers):
@@ -71,6 +71,15 @@ def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Pa
         if time.monotonic() > end:
             break
     raise failures[0]
+
+
+def units(cpu_flags: frozenset[str]) -> list[str]:
+    """Return the compiler's flags for the vectors of a CPU with these flags.
+
+    AVX-512 is used when all of WIDE is there, and only then its extensions; else AVX2 (see vectors.h).
+    """
+    known = NEEDED | USED | (WIDE | USED_WIDE if cpu_flags >= WIDE.keys() else {})
+    return [known[flag] for flag in known if flag in cpu_flags]
 
 
 def _built(folder: Path, compiler: str, flags: list[str], fresh: bool) -> Path:

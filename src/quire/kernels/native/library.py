@@ -1,6 +1,5 @@
 """The loaded library of native kernels: one per process, or the reason why there is none.
 
-Threads: kernels that run beside PyTorch's operations use its OpenMP runtime, through its entry point (see parallel.h).
 Pointers and sizes are passed as integers. The caller must check them, with `raise`: `python -O` removes `assert`.
 """
 
@@ -13,23 +12,25 @@ from quire.config.env import cache_folder
 from quire.kernels.native.build import CannotBuild, build
 from quire.platforms.cpu import read_cpu_flags
 
-RUNTIMES = ("libgomp", "libiomp5", "libomp")  # file names of the OpenMP runtimes that have GOMP_parallel
-MAPS = Path("/proc/self/maps")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
 # Function -> its parameters: p pointer, l long, i int, f float. The C function documents their order and meaning.
 FUNCTIONS = {
     "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
     "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
-    "quire_tape_attend_rows": "ppppp" + "lll",
-    "quire_tape_record": "p",
-    "quire_tape_play": "p",
+    "quire_retarget_rows": "ppppp" + "lll",
+    "quire_record": "p",
+    "quire_replay": "p",
     "quire_heads": "pppppppp" + "llllllll" + "fii",
     "quire_rms_norm": "ppp" + "llll" + "fii",
     "quire_silu_mul": "pp" + "lll" + "ii",
     "quire_pack_bf16": "ppllii",
     "quire_rows_bf16": "pppllli",
     "quire_linear_bf16": "ppppp" + "llll" + "ii",
+    "quire_linear_panels": "pppppppp" + "lll" + "iiiiiii",
+    "quire_linear_rows": "ppppp" + "llll" + "iiiif",
+    "quire_linear_pack": "pp" + "lll" + "iii",
+    "quire_linear_unpack_rows": "ppp" + "llll" + "iii",
 }
 
 
@@ -42,17 +43,8 @@ def library() -> ctypes.CDLL | str:
         return str(reason)
 
 
-@functools.cache
-def compiled() -> ctypes.CDLL | str:
-    """Return the library as `library` does, without PyTorch and its threads: for questions, not for computing."""
-    try:
-        return _open(cache_folder() / "kernels")
-    except CannotBuild as reason:
-        return str(reason)
-
-
 def missing(found: Callable[[], ctypes.CDLL | str] = library) -> str:
-    """Return the reason why native kernels cannot run here, or "". `found`: `library` or `compiled`."""
+    """Return the reason why native kernels cannot run here, or ""."""
     library = found()
     return library if isinstance(library, str) else ""
 
@@ -90,34 +82,13 @@ def _open(folder: Path) -> ctypes.CDLL:
 
 
 def _load(folder: Path) -> ctypes.CDLL:
-    found, region = _open(folder), _parallel_region()
+    found = _open(folder)
     for name, letters in FUNCTIONS.items():
         if hasattr(found, name):  # without AMX there are no linears
             function = getattr(found, name)
             function.argtypes, function.restype = [_LETTERS[letter] for letter in letters], None
     try:
-        found.quire_tape_bytes.argtypes, found.quire_tape_bytes.restype = [_LONG], _LONG
-        found.quire_set_parallel_region(region)
+        found.quire_recording_bytes.argtypes, found.quire_recording_bytes.restype = [_LONG], _LONG
     except AttributeError:
         raise CannotBuild("the compiled kernels lack a function: the compiler left it out") from None
     return found
-
-
-def _parallel_region() -> ctypes.c_void_p:
-    """Return the address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded."""
-    import torch  # noqa: F401
-
-    try:
-        runtimes = openmp_runtimes(MAPS.read_text(errors="surrogateescape"))
-        if runtimes:
-            return ctypes.cast(ctypes.CDLL(runtimes[0]).GOMP_parallel, _POINTER)
-    except (OSError, AttributeError) as error:
-        raise CannotBuild(f"PyTorch's OpenMP runtime cannot be shared ({error})") from None
-    raise CannotBuild("PyTorch has loaded no OpenMP runtime to share")
-
-
-def openmp_runtimes(maps: str) -> list[str]:
-    """Return the paths of OpenMP runtimes in the text of /proc/self/maps: address, access, offset, device, inode, path.
-    """
-    paths = [path.removesuffix(" (deleted)") for line in maps.splitlines() for path in line.split(maxsplit=5)[5:]]
-    return [path for path in dict.fromkeys(paths) if path.rpartition("/")[2].startswith(RUNTIMES)]

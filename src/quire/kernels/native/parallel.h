@@ -1,15 +1,11 @@
-/* Shared by all native kernels: threads, vector types and the few functions on them.
+/* Threads of all native kernels.
 
    All kernels are compiled as one file (see build.py), so everything here is static.
 
-   Threads claim tasks one by one from a counter; a result never depends on the thread that ran a task. There are two
-   sources of threads:
-
-   - PyTorch's OpenMP runtime, if a step also has operations of PyTorch (float32, whose linears are oneDNN's). Its entry
-     point is passed once. A second pool would compete with its threads, which spin on after their work.
-   - our own pool, if a whole step consists of these kernels (bfloat16 on AMX). An OpenMP region ends when every thread
-     has ended, even one that never got a core; a region of this pool ends when every task is done. Beside one busy
-     process on 2 cores, a decode step took 85 ms instead of 300 to 1,000. */
+   Threads claim tasks one by one from a counter; a result never depends on the thread that ran a task. The threads are
+   our own, not PyTorch's: an OpenMP region ends when every thread has ended, even one that never got a core, but a
+   region of this pool ends when every task is done. Beside one busy process on 2 cores, a decode step took 85 ms
+   instead of 300 to 1,000. */
 
 #include <errno.h>
 #include <linux/futex.h>
@@ -23,8 +19,6 @@
 #include <stdint.h>
 #include <string.h>
 
-typedef uint16_t bf16;
-#define INLINE static inline __attribute__((always_inline))
 enum { SMALL = 16384 }; /* elements of a row-wise operation that one thread does sooner than two */
 
 /* A counter of tasks. A job starts with one. */
@@ -38,16 +32,6 @@ static inline long claim(Tasks *tasks) {
     long task = __atomic_fetch_add(&tasks->next, 1, __ATOMIC_RELAXED);
     return task < tasks->count ? task : -1;
 }
-
-/* -- PyTorch's threads -- */
-
-typedef void (*ParallelRegion)(void (*body)(void *), void *job, unsigned threads, unsigned flags);
-
-static ParallelRegion parallel_region;
-
-void quire_set_parallel_region(ParallelRegion region) { parallel_region = region; }
-
-/* -- Our own threads -- */
 
 enum { MOST_THREADS = 256, SPINS = 4000 }; /* SPINS: about 100 us, longer than Python takes between two operations */
 
@@ -135,78 +119,9 @@ static void run_on_own_threads(void (*body)(void *), void *job, int threads) {
     pthread_mutex_unlock(&pool.owner);
 }
 
-/* Run body(job) on up to `threads` threads; each claims tasks until none is left. `own`: use our own pool. */
-static void run_parallel(void (*body)(void *), void *job, long tasks, int threads, int own) {
+/* Run body(job) on up to `threads` threads; each claims tasks until none is left. */
+static void run_parallel(void (*body)(void *), void *job, long tasks, int threads) {
     if (tasks < threads) threads = (int)tasks;
     if (threads <= 1) body(job);
-    else if (own) run_on_own_threads(body, job, threads);
-    else if (parallel_region) parallel_region(body, job, (unsigned)threads, 0);
-    else body(job);
-}
-
-static inline __mmask16 mask_of(long count) {
-    return count >= 16 ? 0xFFFF : count <= 0 ? 0 : (__mmask16)((1u << count) - 1);
-}
-
-/* bfloat16 is the upper half of a float32. */
-static inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-
-/* Round to nearest, ties to even. */
-static inline __m256i narrow(__m512 x) {
-#ifdef __AVX512BF16__
-    return (__m256i)_mm512_cvtneps_pbh(x);
-#else
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    const __m512i sound = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(sound, 16));
-#endif
-}
-
-/* Tensors are bfloat16 where `half` says so and float32 otherwise; `half` is a constant wherever these are inlined. */
-INLINE const void *element(const void *base, long at, int half) {
-    return (const char *)base + at * (half ? 2 : 4);
-}
-
-INLINE __m512 load(const void *base, long at, __mmask16 mask, int half) {
-    return half ? widen(_mm256_maskz_loadu_epi16(mask, (const bf16 *)base + at))
-                : _mm512_maskz_loadu_ps(mask, (const float *)base + at);
-}
-
-/* Store x; return the stored value, which is x rounded. */
-INLINE __m512 store(void *base, long at, __mmask16 mask, __m512 x, int half) {
-    if (!half) {
-        _mm512_mask_storeu_ps((float *)base + at, mask, x);
-        return x;
-    }
-    const __m256i rounded = narrow(x);
-    _mm256_mask_storeu_epi16((bf16 *)base + at, mask, rounded);
-    return widen(rounded);
-}
-
-/* e^x within 2 units in the last place, 0 far below, infinite far above, NaN for NaN (minimum and maximum return their
-   second operand when either is NaN): 2^n * e^r with n = round(x / ln 2) and |r| <= ln 2 / 2, where the Taylor
-   polynomial of degree 6 is exact to 1e-8 relative. ln 2 is split in two so that r keeps its bits. */
-static inline __m512 exp_ps(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), x));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-    __m512 p = _mm512_set1_ps(1.0f / 720);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
-}
-
-/* gate * sigmoid(gate) * up */
-static inline __m512 silu_mul_ps(__m512 gate, __m512 up) {
-    __m512 minus = _mm512_xor_ps(gate, _mm512_set1_ps(-0.0f));
-    __m512 sigmoid = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_ps(minus)));
-    return _mm512_mul_ps(sigmoid, up);
+    else run_on_own_threads(body, job, threads);
 }

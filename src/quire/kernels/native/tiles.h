@@ -3,9 +3,6 @@
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define HAVE_TILES 1
-enum { OWN_THREADS = 1 }; /* of bfloat16 kernels: see parallel.h */
-#else
-enum { OWN_THREADS = 0 };
 #endif
 
 enum { STEP = 32, TILE = 512 }; /* inputs per tile, its bfloat16 elements */

@@ -1,4 +1,4 @@
-/* RMS normalization of rows. Sums of squares in float32, 16 lanes. */
+/* RMS normalization of rows. Sums of squares in float32, a sum per lane. */
 
 typedef struct NormJob {
     Tasks tasks;
@@ -16,16 +16,16 @@ INLINE void norm_row(const NormJob *job, long row, int half) {
     const void *x = element(job->x, row * job->x_stride, half);
     const void *weight = element(job->weight, row % job->weight_rows * dim, half);
     void *y = (void *)element(job->y, row * dim, half);
-    __m512 squares = _mm512_setzero_ps();
-    for (long i = 0; i < dim; i += 16) {
-        const __m512 value = load(x, i, mask_of(dim - i), half);
-        squares = _mm512_fmadd_ps(value, value, squares);
+    Vec squares = zeros();
+    for (long i = 0; i < dim; i += W) {
+        const Vec value = load(x, i, lanes_of(dim - i), half);
+        squares = madd(value, value, squares);
     }
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)dim + job->eps));
-    for (long i = 0; i < dim; i += 16) {
-        const __mmask16 mask = mask_of(dim - i);
-        const __m512 value = _mm512_mul_ps(load(x, i, mask, half), scale);
-        store(y, i, mask, _mm512_mul_ps(value, load(weight, i, mask, half)), half);
+    const Vec scale = fill(1.0f / sqrtf(sum_of(squares) / (float)dim + job->eps));
+    for (long i = 0; i < dim; i += W) {
+        const Lanes lanes = lanes_of(dim - i);
+        const Vec value = load(x, i, lanes, half) * scale;
+        store(y, i, lanes, value * load(weight, i, lanes, half), half);
     }
 }
 
@@ -47,5 +47,5 @@ void quire_rms_norm(const void *x, const void *weight, void *y, long rows, long 
                     float eps, int half, int threads) {
     NormJob job = {.tasks.count = (rows + NORM_ROWS - 1) / NORM_ROWS, .x = x, .weight = weight, .y = y, .rows = rows,
                    .dim = dim, .x_stride = x_stride, .weight_rows = weight_rows, .eps = eps, .half = half};
-    RUN(norm_tasks, &job, rows * dim < SMALL ? 1 : threads, half && OWN_THREADS);
+    RUN(norm_tasks, &job, rows * dim < SMALL ? 1 : threads);
 }

@@ -62,7 +62,7 @@ def to_eight_bits(x, scale, MOST: tl.constexpr):
         narrow = tl.minimum(tl.maximum(quotient, -448.0), 448.0).to(tl.float8e4nv, fp_downcast_rounding="rtne")
     else:
         magic: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer, half to even
-        narrow = tl.minimum(tl.maximum(quotient + magic - magic, -127.0), 127.0).to(tl.int8)
+        narrow = tl.minimum(tl.maximum(quotient + magic - magic, -128.0), 127.0).to(tl.int8)
     return narrow
 
 
@@ -117,6 +117,24 @@ def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
         bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
         scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
+
+
+@jit
+def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+              DEEP: tl.constexpr):
+    """Quantize values [ROWS, 1, DEEP] float32; returns the numbers that the 8 bits stand for, in float32.
+
+    own   [ROWS, 1, 1] scales, which the rule FIXED uses;  RULE, POWERS, MOST  see `_quantize_kernel`
+    """
+    if RULE > 0:
+        parts = tl.reshape(values, [ROWS, 1, DEEP // RULE, RULE])
+        scales = scale_of(tl.max(tl.abs(parts), 3, keep_dims=True), MOST, POWERS)
+        given = tl.reshape(to_eight_bits(parts, scales, MOST).to(tl.float32) * scales, [ROWS, 1, DEEP])
+    else:
+        if RULE == 0:
+            own = scale_of(tl.max(tl.abs(values), 2, keep_dims=True), MOST, POWERS)
+        given = to_eight_bits(values, own, MOST).to(tl.float32) * own
+    return given
 
 
 @jit

@@ -3,7 +3,7 @@
     rows.py            a slot's parameters as int32 words; the mode that a batch of rows needs
     noise.py           noise keyed by (seed, position, stream, global vocabulary id), from exact integers
     edits.py           logits processors: masks, bias, penalties, in place, before a token is drawn
-    draw.py            three ways to draw: greedy, plain (noise, no filters), filtered
+    draw.py            three ways to draw: greedy, unfiltered (noise), filtered
     order.py           rows sorted by (value descending, id ascending)
     logprobs.py        log-probabilities of raw logits
     specification.py   all of it for one row in float64, sorted and slow

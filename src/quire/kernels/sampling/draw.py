@@ -1,12 +1,12 @@
 """Draws of tokens from logits: three paths with the same meaning. A cheaper path leaves out what a row does not need.
 
-    greedy     the largest logit, the lowest id among equals
-    plain      argmax(logits / temperature + Gumbel noise)
-    filtered   the same over the ids that min-p, top-k and top-p leave
+    greedy       the largest logit, the lowest id among equals
+    unfiltered   argmax(logits / temperature + Gumbel noise)
+    filtered     the same over the ids that min-p, top-k and top-p leave
 
 A row's token depends on that row alone: no reduction changes its order with the number of rows, and noise is keyed by
 the row. Edits and penalties are already applied. A row whose largest logit is NaN or infinite gives a meaningless
-token: callers check `best` (greedy, plain), or remove such rows before (filtered).
+token: callers check `best` (greedy, unfiltered), or remove such rows before (filtered).
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from quire.kernels.sampling.noise import NoiseKey, gumbel, gumbel_at
 from quire.kernels.sampling.order import largest
 
 _WIDTH = 256  # candidates looked at before the whole row is sorted
-_CHUNK = 1 << 18  # logits per pass of the plain path: 1 MiB of float32
+_CHUNK = 1 << 18  # logits per pass of the unfiltered path: 1 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def draw_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, best
 
 
-def draw_plain(logits: Tensor, temperature: Tensor, key: NoiseKey, first_id: int = 0) -> tuple[Tensor, Tensor]:
+def draw_unfiltered(logits: Tensor, temperature: Tensor, key: NoiseKey, first_id: int = 0) -> tuple[Tensor, Tensor]:
     """Draw from logits [R, V] float32 of the global ids from `first_id` on -> (tokens [R] global ids, best [R] scores).
 
     `best` compares across shards of a vocabulary: the shard with the largest score holds the token.
@@ -118,8 +118,8 @@ def _kept(values: Tensor, filters: Filters, mass: Tensor) -> tuple[Tensor, Tenso
 def _exp_in_place(values: Tensor) -> Tensor:
     """Replace a float64 tensor by its exp; return it. On a CPU NumPy does it, without threads: see `log_in_place`."""
     if values.device.type == "cpu":
-        plain = values.numpy()
-        np.exp(plain, out=plain)
+        array = values.numpy()
+        np.exp(array, out=array)
         return values
     return values.exp_()
 

@@ -143,7 +143,7 @@ def log_in_place(values: Tensor) -> Tensor:
     million compared); elsewhere they may differ in the last unit, see the top of this file.
     """
     if values.device.type == "cpu" and values.numel() < _FEW:
-        plain = values.numpy()
-        np.log(plain, out=plain)
+        array = values.numpy()
+        np.log(array, out=array)
         return values
     return values.log_()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.contracts.step import I32
 from quire.kernels.sampling import Rows
-from quire.kernels.sampling.draw import Filters, draw_filtered, draw_greedy, draw_plain
+from quire.kernels.sampling.draw import Filters, draw_filtered, draw_greedy, draw_unfiltered
 from quire.kernels.sampling.edits import Penalties, RowEdits, edit_row, mask_row, penalize
 from quire.kernels.sampling.noise import NoiseKey
 from quire.kernels.sampling.rows import Mode, Needs
@@ -21,12 +21,12 @@ _REWRITES = Needs.EDITS | Needs.PENALTIES | Needs.GRAMMAR
 _SOUND, _NAN, _NONE = 0, 1, 2
 
 
-def operations(max_rows: int, vocab: int, device: torch.device) -> "PlainSampling":
+def operations(max_rows: int, vocab: int, device: torch.device) -> "TorchSampling":
     """Make the sampler operations; `max_rows` and `vocab` are not used."""
-    return PlainSampling(device)
+    return TorchSampling(device)
 
 
-class PlainSampling:
+class TorchSampling:
     """See `SamplerOperations`. tokens and codes have exactly the rows of the last batch."""
 
     def __init__(self, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class _Batch:
         codes = _codes(peak)
         sound = (codes == _SOUND).tolist()
         draws: tuple[tuple[bool, Callable[[Tensor, Tensor, NoiseKey], Tensor]], ...] = (
-            (False, _plain), (True, _filtered))  # fmt: skip
+            (False, _unfiltered), (True, _filtered))  # fmt: skip
         for narrow, draw in draws:
             rows = [row for row, need in enumerate(self.needs)
                     if sound[row] and need & Needs.NOISE and bool(need & Needs.FILTERS) is narrow]  # fmt: skip
@@ -149,8 +149,8 @@ class _Batch:
         return NoiseKey(params.view(torch.int64)[:, 2], positions)
 
 
-def _plain(logits: Tensor, params: Tensor, key: NoiseKey) -> Tensor:
-    return draw_plain(logits, params.view(torch.float32)[:, 1], key)[0]
+def _unfiltered(logits: Tensor, params: Tensor, key: NoiseKey) -> Tensor:
+    return draw_unfiltered(logits, params.view(torch.float32)[:, 1], key)[0]
 
 
 def _filtered(logits: Tensor, params: Tensor, key: NoiseKey) -> Tensor:

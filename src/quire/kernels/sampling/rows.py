@@ -44,13 +44,13 @@ class Needs(IntFlag):
 class Mode(IntEnum):
     """Sampling mode of a batch of rows; each mode includes those before it.
 
-    PLAIN      greedy, or a draw with noise and without filters
-    FILTERED   also min-p, top-k and top-p
-    FULL       also logits processors: masks, bias, penalties
+    UNFILTERED   greedy, or a draw with noise and without filters
+    FILTERED     also min-p, top-k and top-p
+    FULL         also logits processors: masks, bias, penalties
     """
 
     GREEDY = 0
-    PLAIN = 1
+    UNFILTERED = 1
     FILTERED = 2
     FULL = 3
 
@@ -73,7 +73,7 @@ def mode_of(needs: int) -> Mode:
     """Return the cheapest mode for rows with these bits of `Needs`."""
     if needs >= Needs.EDITS:
         return Mode.FULL
-    return Mode.FILTERED if needs >= Needs.FILTERS else Mode(needs)  # NOISE alone is PLAIN
+    return Mode.FILTERED if needs >= Needs.FILTERS else Mode(needs)  # NOISE alone is UNFILTERED
 
 
 def encode_row(spec: SamplerSpec, edits_address: int) -> I32:

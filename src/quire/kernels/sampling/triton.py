@@ -22,7 +22,7 @@ from quire.kernels.triton_runtime import INTERPRETED, triton
 
 PARTS = 256  # most programs that read a row
 PROGRAMS = 4096  # rows are cut until there are about so many programs
-TILE = 1024  # ids per pass of a greedy or plain program of 4 warps
+TILE = 1024  # ids per pass of a greedy or unfiltered program of 4 warps
 WIDE = 2048  # ids per pass of a filtering program of 4 warps, and per sum of weights
 FEW, LIST = 512, 16_384  # see triton_select.py
 SELECT_WARPS, SELECT_TILE = 4, 1024  # three programs fit a multiprocessor: 256 rows run at once
@@ -123,14 +123,14 @@ class TritonSampling:
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
         """See `SamplerOperations`. logits: float32, or the dtype that the head computes in."""
         if mode < Mode.FILTERED:
-            self._pick(logits, rows, noise=mode == Mode.PLAIN)
+            self._pick(logits, rows, noise=mode == Mode.UNFILTERED)
             return
         if mode == Mode.FULL:
             self._rewrite(logits, rows)
         self._filtered(logits, rows, rewritten=mode == Mode.FULL)
 
     def _pick(self, logits: Tensor, rows: Rows, *, noise: bool) -> None:
-        """Draw greedy tokens; with `noise` also plain ones, for rows that need noise. Reads no masks and no filters."""
+        """Draw greedy tokens; with `noise` also random ones, for rows that need noise. Reads no masks, no filters."""
         count, vocab = logits.shape
         parts, size = cut(count, vocab, TILE)
         pick_kernel[(parts, count)](

@@ -1,4 +1,4 @@
-"""Kernels that read a row of logits once: greedy and plain draws, and the statistics of a row for the filters.
+"""Kernels that read a row of logits once: greedy and unfiltered draws, and the statistics of a row for the filters.
 
 A row is cut into parts, one program each. The result does not depend on the cuts, so a row's token does not depend on
 the number of rows. Plain draws (noise, no filters) first compute approximate scores. Then they compute the float64
@@ -114,7 +114,7 @@ def pick_kernel(
     logits, slots, positions, table, partial, counters, tokens, codes, vocab, stride, part_size,
     NOISE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Draw greedy or plain tokens. Grid (parts, rows). The last part of a row to finish merges all parts.
+    """Draw greedy or unfiltered tokens. Grid (parts, rows). The last part of a row to finish merges all parts.
 
     logits               [R, vocab]; stride  elements from row to row
     slots, positions     [R] int64, see `Rows`;  table  [slots, 16] int32. Not read without NOISE

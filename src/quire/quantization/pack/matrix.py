@@ -3,6 +3,7 @@
 N: rows (outputs), K: columns (inputs).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,13 +74,22 @@ class QuantizedMatrix:
         return self
 
 
-def empty(scheme: Scheme, shape: tuple[int, int], device: torch.device | str) -> QuantizedMatrix:
-    """Allocate a matrix of unset numbers; on the device "meta" only its shapes."""
+Room = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]  # allocates memory
+
+
+def torch_room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate memory by PyTorch."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def empty(scheme: Scheme, shape: tuple[int, int], device: torch.device | str,
+          room: Room = torch_room) -> QuantizedMatrix:
+    """Allocate a matrix of unset numbers; on the device "meta" only its shapes. room: allocates the values."""
     rows, columns = shape
     scales, width = scheme.scales(rows, columns), columns // 2 if scheme.values == "w4" else columns
     return QuantizedMatrix(
         scheme,
-        torch.empty(rows, width, dtype=TYPES[scheme.values], device=device),
+        room((rows, width), TYPES[scheme.values], torch.device(device)),
         torch.empty(scales, dtype=torch.float32, device=device),
         torch.empty(scales, dtype=torch.uint8, device=device) if scheme.zeros else None,
         torch.empty(columns, dtype=torch.int32, device=device) if scheme.order else None,

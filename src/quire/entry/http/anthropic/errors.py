@@ -17,7 +17,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
          504: "timeout_error", 529: "overloaded_error"}
 
 
-def own_form(status: int, body: bytes, request_id: str | None) -> tuple[int, bytes]:
+def anthropic_error(status: int, body: bytes, request_id: str | None) -> tuple[int, bytes]:
     """Convert an error body of OpenAI's format. Return the status and the body in Anthropic's format."""
     error = msgspec.json.decode(body, type=ErrorResponse).error
     if status == 429 and error.code == "engine_overloaded":
@@ -41,7 +41,7 @@ def own_errors(app: ASGIApp) -> ASGIApp:
                     return held.append(message)
             elif held:
                 start = held.pop()
-                start["status"], message["body"] = own_form(start["status"], message["body"], request_id)
+                start["status"], message["body"] = anthropic_error(start["status"], message["body"], request_id)
                 start["headers"] = [header for header in start["headers"] if header[0] != b"content-length"]
                 start["headers"].append((b"content-length", b"%d" % len(message["body"])))
                 await send(start)

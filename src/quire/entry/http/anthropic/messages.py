@@ -9,7 +9,7 @@ import msgspec
 
 from quire.contracts.errors import InvalidParameter, shown
 from quire.contracts.output import CompletionOutput, RequestOutput
-from quire.entry.http.anthropic.errors import own_form
+from quire.entry.http.anthropic.errors import anthropic_error
 from quire.entry.http.anthropic.schema import Block, Content, InputMessage, MessagesRequest
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import not_implemented
@@ -39,7 +39,7 @@ SHOWN: dict[type[Event], tuple[dict[str, Any], str, str]] = {  # event -> (empty
 
 async def messages(context: ServerContext, exchange: Exchange) -> None:
     """Answer one request. `max_tokens` beyond the context is accepted: the answer then ends at the context's end."""
-    exchange.ending = lambda *error: b"event: error\ndata: %b\n\n" % own_form(*error, exchange.request_id)[1]
+    exchange.ending = lambda *error: b"event: error\ndata: %b\n\n" % anthropic_error(*error, exchange.request_id)[1]
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     if (longest := request.max_tokens) is None:

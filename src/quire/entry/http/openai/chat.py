@@ -74,9 +74,9 @@ class ChatWriter(ChunkWriter):
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
         """Return an event with the text, then one with the finish reason when the choice has ended."""
-        if self._plain and not usage and piece.finish_reason is None:
+        if self._text_only and not usage and piece.finish_reason is None:
             return self._heads[choice] + b'"content":' + ENCODE(piece.text) + self._going_on if piece.text else b""
-        shown = bool(piece.text or (piece.token_ids and not self._plain))
+        shown = bool(piece.text or (piece.token_ids and not self._text_only))
         deltas = [b'"content":' + ENCODE(piece.text)] if shown else []
         return self._chunks(choice, piece, deltas, piece.finish_reason, usage)
 
@@ -133,9 +133,9 @@ class ChatEventWriter(ChatWriter):
         """Return an event for each event of the parser, then one with the finish reason when the choice has ended."""
         parser = self._parsers[choice]
         deltas = [_delta(event) for event in parser.events(piece)]
-        if self._plain and not usage and piece.finish_reason is None:
+        if self._text_only and not usage and piece.finish_reason is None:
             return b"".join([self._heads[choice] + delta + self._going_on for delta in deltas])
-        if piece.token_ids and not (deltas or self._plain):
+        if piece.token_ids and not (deltas or self._text_only):
             deltas = [b""]
         return self._chunks(choice, piece, deltas, parser.finish_reason(piece), usage)
 

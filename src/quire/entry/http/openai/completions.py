@@ -65,7 +65,7 @@ class CompletionWriter(ChunkWriter):
 
     def piece(self, choice: int, piece: CompletionOutput, usage: bytes) -> bytes:
         """Return the event of a piece."""
-        if self._plain and not usage and piece.finish_reason is None:
+        if self._text_only and not usage and piece.finish_reason is None:
             return self._heads[choice] + ENCODE(piece.text) + self._going_on if piece.text else b""
         if not (piece.token_ids or piece.text or piece.finish_reason):
             return b""
@@ -95,13 +95,13 @@ class CompletionWriter(ChunkWriter):
             rows: list[LogprobsByToken] = completion.logprobs or []
             after = self._choice_columns(choice, len(echoed)).rows(completion.token_ids[: len(rows)], rows)
             logprobs = after if before is None else joined(before, after)
-        plain = schema.CompletionChoice(index=choice, text=echoed + completion.text, logprobs=logprobs,
-                                        finish_reason=completion.finish_reason, stop_reason=completion.stop_reason)
+        made = schema.CompletionChoice(index=choice, text=echoed + completion.text, logprobs=logprobs,
+                                       finish_reason=completion.finish_reason, stop_reason=completion.stop_reason)
         if self._with_ids or self._with_prompt_logprobs:
-            plain.prompt_logprobs = output.prompt_logprobs if self._with_prompt_logprobs else None
-            plain.prompt_token_ids, plain.token_ids = (
+            made.prompt_logprobs = output.prompt_logprobs if self._with_prompt_logprobs else None
+            made.prompt_token_ids, made.token_ids = (
                 (output.prompt_token_ids, completion.token_ids) if self._with_ids else (None, None))
-        return plain
+        return made
 
     def _choice_columns(self, choice: int, offset: int = 0) -> LegacyColumns:
         columns = self._columns.get(choice)

@@ -39,7 +39,7 @@ TOKEN_ID = re.compile("0|[1-9][0-9]*")
 FRACTION = re.compile(r"Expected `int.*`, got `float` - at `\$\.(\w+)`")
 MAX_BIAS = 100
 MAX_WHOLE = 2**53  # from here on a float does not determine the integer
-FORMS = ("response_format", "structured_outputs")
+STRUCTURED_FIELDS = ("response_format", "structured_outputs")
 STRUCTURAL = 'send tools with "strict": true, or structured_outputs with a grammar.'
 JSON_KINDS = {"int": "an integer", "float": "a fraction", "str": "a string", "bool": "true or false", "null": "null",
               "array": "a list", "object": "an object"}
@@ -132,7 +132,7 @@ class RequestDecoder(Generic[T]):
             if fault.param == "logit_bias" and (wrong := _bad_biases(value_again(names[fault.param]))):
                 words = f"logit_bias at {listed(wrong)}: keys must be token ids, values numbers in [-100, 100]."
                 raise InvalidParameter(words, param=fault.param) from error
-            if fault.param in FORMS and _is_structural(value_again(names[fault.param])):
+            if fault.param in STRUCTURED_FIELDS and _is_structural(value_again(names[fault.param])):
                 raise not_implemented(f"{fault.param}: structural_tag", STRUCTURAL, fault.param) from error
             raise fault from error
         except msgspec.DecodeError as error:
@@ -218,8 +218,9 @@ def _bad_biases(given: Any) -> list[str]:
         not isinstance(bias, int | float) or abs(bias) > MAX_BIAS)] if isinstance(given, dict) else []
 
 
-def _is_structural(form: Any) -> bool:
-    return isinstance(form, dict) and (form.get("type") == "structural_tag" or form.get("structural_tag") is not None)
+def _is_structural(value: Any) -> bool:
+    return isinstance(value, dict) and (
+        value.get("type") == "structural_tag" or value.get("structural_tag") is not None)
 
 
 def _depth(body: bytes) -> int:

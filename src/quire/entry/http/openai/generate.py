@@ -23,7 +23,7 @@ from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.choice_parser import ChoiceParser, ParserPlan
 from quire.entry.http.openai.logprobs import TokenNames
 from quire.entry.http.openai.prompts import away, spell_bad_words
-from quire.entry.http.openai.sampling import form_fault, request_timeout
+from quire.entry.http.openai.sampling import grammar_error, request_timeout
 from quire.entry.http.openai.schema import CachedTokens, ReasoningTokens, SamplingFields, StreamOptions, Usage
 from quire.entry.http.request_response import Exchange, Watch
 from quire.entry.http.request_stream import Batch, RequestStream
@@ -110,7 +110,7 @@ class ChunkWriter(Writer):
         self._job, self._with_logprobs = job, with_logprobs
         self._with_prompt_logprobs = request.prompt_logprobs is not None
         self._with_ids = bool(request.return_token_ids)
-        self._plain = not (self._with_logprobs or self._with_ids)
+        self._text_only = not (self._with_logprobs or self._with_ids)
         self._names = TokenNames(tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
         self._shared: dict[str, Any] = {"id": f"{prefix}-{job.request_id}", "created": job.created, "model": job.model}
         head = {"id": self._shared["id"], "object": kind, "created": job.created, "model": job.model}
@@ -155,12 +155,12 @@ async def answer(
               include_usage=bool(options.include_usage) or serve.enable_force_include_usage,
               running_usage=bool(options.continuous_usage_stats))
     try:
-        if (form := params.structured_outputs) is not None:
-            if found := await away(context, exchange.size, lambda: notes(form)):
+        if (structured := params.structured_outputs) is not None:
+            if found := await away(context, exchange.size, lambda: notes(structured)):
                 exchange.warn(f"not enforced: {_told(found)}")
         await generate(context, exchange, job, writer(job, request, text.tokenizer))
     except (RequestFailed, InvalidParameter) as error:
-        raise form_fault(error, request, params, bool(plan.tools)) from error
+        raise grammar_error(error, request, params, bool(plan.tools)) from error
 
 
 def _told(notes: list[str]) -> str:

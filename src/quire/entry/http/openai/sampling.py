@@ -41,8 +41,8 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
         given["output_kind"] = OutputKind.DELTA
     else:
         given["output_kind"] = OutputKind.FINAL_ONLY
-    if (form := structured(request)) is not None:
-        given["structured_outputs"] = form
+    if (constraint := structured(request)) is not None:
+        given["structured_outputs"] = constraint
     if request.logprob_token_ids and logprobs is None and request.prompt_logprobs is None:
         raise InvalidParameter("logprob_token_ids needs logprobs.", param="logprob_token_ids")
     return defaults.clone(**given, max_tokens=max_tokens, logprobs=logprobs)
@@ -50,37 +50,37 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
 
 def structured(request: SamplingFields) -> StructuredOutputsParams | None:
     """Return the structured output that a request asks for; None for free text."""
-    form, asked = request.response_format, request.structured_outputs
+    wanted, asked = request.response_format, request.structured_outputs
     given = {name: value for name in KINDS if (value := getattr(asked, name, None)) is not None}
-    free = form is None or form.type == "text"
+    free = wanted is None or wanted.type == "text"
     if given.get("json_object") is False and (len(given) > 1 or not free):
         del given["json_object"]
-    if form is None or free:
+    if wanted is None or free:
         tight = asked is not None and bool(asked.disable_any_whitespace)
         return StructuredOutputsParams(**given, disable_any_whitespace=tight) if given else None
     if given:
         raise InvalidParameter("response_format and structured_outputs both set the format of the answer: send one of "
                                "them.", param="structured_outputs")
-    if form.type == "json_object":
+    if wanted.type == "json_object":
         return StructuredOutputsParams(json_object=True)
-    if form.json_schema is None:
+    if wanted.json_schema is None:
         raise InvalidParameter("response_format of type json_schema needs the field json_schema, with a schema.",
                                param="response_format")
-    return StructuredOutputsParams(json=form.json_schema.schema)
+    return StructuredOutputsParams(json=wanted.json_schema.schema)
 
 
-def form_fault(error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams,
-               tools: bool) -> QuireError:
+def grammar_error(error: RequestFailed | InvalidParameter, request: SamplingFields, params: SamplingParams,
+                  tools: bool) -> QuireError:
     """Rewrite an engine error about the grammar or the allowed tokens so that it names fields of the request.
     The engine knows one grammar only, which may have been made from schemas in the request. Other errors are returned
     unchanged. `tools`: the model may call some."""
-    form = request.response_format
-    names = ["tools"] * tools + ["response_format"] * (form is not None and form.type != "text") + (
+    wanted = request.response_format
+    names = ["tools"] * tools + ["response_format"] * (wanted is not None and wanted.type != "text") + (
         ["structured_outputs"] * (request.structured_outputs is not None))
     code = error.code if isinstance(error, RequestFailed) else "" if error.param == "structured_outputs" else None
     if code == "no_token":
-        form_names = (names or ["thinking_token_budget"]) if params.structured_outputs is not None else []
-        given = [*(name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)), *form_names]
+        grammar_names = (names or ["thinking_token_budget"]) if params.structured_outputs is not None else []
+        given = [*(name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)), *grammar_names]
         if given:
             given += ["min_tokens"] * bool(params.min_tokens)
             return HttpError(400, f"{' and '.join(given)}: no token is left that could come next in the answer. Allow "

@@ -87,31 +87,31 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 def plan_parser(request: ChatRequest, use: ToolUse, params: SamplingParams, text: TextSide, prompt: str) -> ParserPlan:
     """Return the plan for parsing the answer to the rendered `prompt`. Sets the grammar of the answer in `params`.
     Raises 400 for a structured output that cannot be combined with tool calls."""
-    styles, row, form = text.styles, text.styles.reasoning, params.structured_outputs
+    styles, row, structured = text.styles, text.styles.reasoning, params.structured_outputs
     plan = ParserPlan(styles=styles, tools=use.callable, thinking=thinking_at_end(prompt, styles), must=use.must,
                       named=use.named, parallel=request.parallel_tool_calls is not False and not use.named,
                       thoughts=request.include_reasoning is not False)
-    schema = _schema_beside_calls(form) if form is not None and use.callable else None
-    if use.callable and (use.bound or styles.tools is None) and (form is None or use.must):
-        form = StructuredOutputsParams(grammar=tool_grammar(
+    schema = _schema_beside_calls(structured) if structured is not None and use.callable else None
+    if use.callable and (use.bound or styles.tools is None) and (structured is None or use.must):
+        structured = StructuredOutputsParams(grammar=tool_grammar(
             styles, use.callable, "required" if use.must else "auto", parallel=plan.parallel, thinking=plan.thinking),
             inside=True)
     elif schema is not None:
-        form = _calls_or(schema, styles, plan)
+        structured = _calls_or(schema, styles, plan)
     if plan.thinking and row is not None:
         budget = None if request.thinking_token_budget == NO_BUDGET else request.thinking_token_budget
-        if form is not None:
-            form.after, form.budget = row.end, budget
+        if structured is not None:
+            structured.after, structured.budget = row.end, budget
         elif budget is not None:
-            form = StructuredOutputsParams(after=row.end, budget=budget)
-    params.structured_outputs = form
+            structured = StructuredOutputsParams(after=row.end, budget=budget)
+    params.structured_outputs = structured
     params.shown_special_ids = text.tag_ids[bool(use.callable)] or None  # the parser needs the tags in the text
     return plan
 
 
-def _schema_beside_calls(form: StructuredOutputsParams) -> dict[str, Any]:
+def _schema_beside_calls(structured: StructuredOutputsParams) -> dict[str, Any]:
     """Return the JSON schema of structured output beside tools. Errors: 400 for every other kind of grammar."""
-    schema = {"type": "object"} if form.json_object else {} if form.json is True else form.json
+    schema = {"type": "object"} if structured.json_object else {} if structured.json is True else structured.json
     if not isinstance(schema, dict):
         raise InvalidParameter("where tools may be called, the answer's format can only be a JSON schema: send "
                                'tool_choice="none" with another one.', param="tools")
@@ -123,4 +123,4 @@ def _calls_or(schema: dict[str, Any], styles: OutputStyles, plan: ParserPlan) ->
     styles = msgspec.structs.replace(styles, reasoning=None)  # `after` of the structured output skips reasoning
     calls = tool_grammar(styles, plan.tools, "required", parallel=plan.parallel).replace("start: ", "calls: ", 1)
     text = msgspec.json.encode(schema).decode()
-    return StructuredOutputsParams(grammar=f"start: form | calls\nform: %json {text}\n{calls}")
+    return StructuredOutputsParams(grammar=f"start: answer | calls\nanswer: %json {text}\n{calls}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.entry.http.anthropic.errors import OWN_PATHS, own_form
+from quire.entry.http.anthropic.errors import OWN_PATHS, anthropic_error
 from quire.entry.http.engine import EngineState
 from quire.entry.http.errors import error_json
 
@@ -34,15 +34,15 @@ def kind(reply: Reply) -> str:
     (415, "invalid_request_error"), (429, "rate_limit_error"), (431, "invalid_request_error"), (500, "api_error"),
     (503, "overloaded_error"), (504, "timeout_error")])
 def test_types_by_status(status: int, found: str) -> None:
-    own, body = own_form(status, error_json(status, 'with "quotes"', "code"), None)
+    own, body = anthropic_error(status, error_json(status, 'with "quotes"', "code"), None)
     assert own == status
     error = {"type": found, "message": 'with "quotes"'}
     assert json.loads(body) == {"type": "error", "error": error, "request_id": None}
 
 
 def test_only_a_full_queue_has_another_status() -> None:
-    assert own_form(429, error_json(429, "full", "engine_overloaded"), "r")[0] == 529
-    assert own_form(503, error_json(503, "too many connections", "engine_overloaded"), "r")[0] == 503
+    assert anthropic_error(429, error_json(429, "full", "engine_overloaded"), "r")[0] == 529
+    assert anthropic_error(503, error_json(503, "too many connections", "engine_overloaded"), "r")[0] == 503
 
 
 @pytest.mark.parametrize("path", [PATH, COUNT])

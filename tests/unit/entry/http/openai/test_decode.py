@@ -185,8 +185,8 @@ def test_fields_of_fields_are_known_or_refused(fields: dict[str, Any], words: st
         CHAT.decode(json.dumps({"messages": USER} | fields).encode())
     assert words in str(caught.value) and caught.value.param == next(iter(fields))
     named = {"name": "n", "schema": {}, "strict": True, "description": "d"}
-    form = {"type": "json_schema", "json_schema": named}
-    CHAT.decode(json.dumps({"messages": USER, "response_format": form}).encode())
+    structured = {"type": "json_schema", "json_schema": named}
+    CHAT.decode(json.dumps({"messages": USER, "response_format": structured}).encode())
 
 
 @pytest.mark.parametrize("given", ["-1e400", '{"5": 1e400}', '{"type": 1e400}', '{"json": {"a": 1e400}, "regex": 1}'])

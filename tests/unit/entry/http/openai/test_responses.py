@@ -139,15 +139,16 @@ def test_tools_and_forms_reach_the_engine(
     scripted.ready = msgspec.structs.replace(scripted.ready, max_model_len=1000)
 
     async def scenario() -> None:
-        form, text = await asked(tools=[TOOL, {**TOOL, "name": "sub"}])
-        assert form is None and '"add"' in text and '"sub"' in text
+        structured, text = await asked(tools=[TOOL, {**TOOL, "name": "sub"}])
+        assert structured is None and '"add"' in text and '"sub"' in text
         for choice in ({"type": "function", "name": "sub"},
                        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "sub"}]}):
-            form, text = await asked(tools=[TOOL, {**TOOL, "name": "sub"}], tool_choice=choice)
-            assert "sub" in form.grammar and "add" not in form.grammar
+            structured, text = await asked(tools=[TOOL, {**TOOL, "name": "sub"}], tool_choice=choice)
+            assert "sub" in structured.grammar and "add" not in structured.grammar
         schema = {"type": "object", "properties": {"a": {"type": "number"}}}
-        form, _ = await asked(text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}})
-        assert form.json == schema
+        wanted = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+        structured, _ = await asked(text={"format": wanted})
+        assert structured.json == schema
         assert (await asked(text={"format": {"type": "json_object"}}))[0].json_object is True
         assert (await asked(text={"format": {"type": "text"}}))[0] is None
 
@@ -482,17 +483,17 @@ def test_what_a_retrieval_may_ask(client: Client, ask: Callable[..., Any], query
 
 def test_oldest_turns_are_left_out_however_much_too_long_they_are(
         mock_engine: Any, text_side: TextSide, make_client: Callable[..., Client]) -> None:
-    """Where rendering gives up, and where the answer has a form, before which reasoning is begun."""
+    """Where rendering gives up, and where the answer has a grammar, before which reasoning is begun."""
     source = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if not enable_thinking | default(true) %}<think>" \
              "{{ ' word' * 40 }}</think>{% endif %}"
     text = replace(text_side, chat_template=ChatTemplate({"default": source}), parsers=(None, "deepseek_r1"))
     mock_engine.text = text
     longest = mock_engine.ready.max_model_len
     talk = [{"role": role, "content": "word " * (longest // 40)} for _ in range(40) for role in ("user", "assistant")]
-    form = {"format": {"type": "json_object"}}
+    structured = {"format": {"type": "json_object"}}
     client = make_client(mock_engine)
     reply = asyncio.run(client.post(PATH, {"input": [*talk, {"role": "user", "content": "end"}], "truncation": "auto",
-                                           "text": form, "max_output_tokens": 4}))
+                                           "text": structured, "max_output_tokens": 4}))
     assert reply.status == 200, reply.body
     huge = [{"role": "user", "content": "x" * 7_000_000}, {"role": "assistant", "content": "a"}]
     mock_engine.text = replace(text, chat_template=ChatTemplate({"default": source.replace(

@@ -75,6 +75,6 @@ def test_forced_calls_and_forms_come_out(tiny_engine: Any, make_client: Callable
         (call,) = answer["message"]["tool_calls"]
         assert answer["finish_reason"] == finish and call["function"]["name"] in ("weather", "time")[finish == "stop" :]
         assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
-    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": city}}}
-    text = asyncio.run(client.post("/v1/chat/completions", body | form)).json["choices"][0]["message"]["content"]
+    structured = {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": city}}}
+    text = asyncio.run(client.post("/v1/chat/completions", body | structured)).json["choices"][0]["message"]["content"]
     assert json.loads(text)["city"] in ("Rome", "Oslo")

@@ -1,4 +1,4 @@
-"""What a request asks of its tools and of the form of its answer, and what is refused of that, by name."""
+"""What a request asks of its tools and of structured output, and what is refused of that, by name."""
 
 import asyncio
 from collections.abc import Callable
@@ -132,13 +132,13 @@ def test_bad_tools(refused: Callable[..., Any], fields: dict[str, Any], param: s
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", named("f")], ids=str)
-def test_beside_tools_only_json_is_a_form(refused: Callable[..., Any], sent: Callable[..., Any], choice: Any) -> None:
+def test_beside_tools_only_json_is_taken(refused: Callable[..., Any], sent: Callable[..., Any], choice: Any) -> None:
     fields = {"tools": [tool("f")], "tool_choice": choice}
-    for form in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, {"json": False}):
-        error = refused(**fields, structured_outputs=form)
-        assert error["param"] == "tools" and 'tool_choice="none"' in error["message"], form
-    for form in ({"json": CITY}, {"json": True}, {"json_object": True}):
-        assert sent(**fields, structured_outputs=form)[1].structured_outputs.grammar
+    for structured in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, {"json": False}):
+        error = refused(**fields, structured_outputs=structured)
+        assert error["param"] == "tools" and 'tool_choice="none"' in error["message"], structured
+    for structured in ({"json": CITY}, {"json": True}, {"json_object": True}):
+        assert sent(**fields, structured_outputs=structured)[1].structured_outputs.grammar
 
 
 def test_a_template_without_tools_says_so(
@@ -160,7 +160,7 @@ def test_a_reasoning_effort_of_none_switches_thinking_off(sent: Callable[..., An
                 chat_template_kwargs={"enable_thinking": 2})[0] == "hi 2"
 
 
-# --- the form of an answer ------------------------------------------------------------------------------------------
+# --- structured output ----------------------------------------------------------------------------------------------
 
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": CITY}}
 
@@ -204,31 +204,32 @@ def test_free_text_stays_free(sent: Callable[..., Any], fields: dict[str, Any]) 
     ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "yaml"),
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs",
      'structural_tag is not implemented yet: send tools with "strict": true, or structured_outputs with a grammar.'),
-    *(({"response_format": form}, "response_format", "structural_tag is not implemented yet")
-      for form in ({"type": "structural_tag", "format": {}}, {"structures": [], "type": "structural_tag"})),
+    *(({"response_format": structured}, "response_format", "structural_tag is not implemented yet")
+      for structured in ({"type": "structural_tag", "format": {}}, {"structures": [], "type": "structural_tag"})),
     ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "structured_outputs", "one of"),
     ({"guided_json": CITY}, "guided_json", 'structured_outputs instead: {"json"'),
 ], ids=str)
-def test_bad_forms(refused: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
+def test_bad_structured_outputs(refused: Callable[..., Any], fields: dict[str, Any], param: str, words: str) -> None:
     error = refused(**fields)
     assert error["param"] == param and words in error["message"], error
 
 
 def test_a_form_holds_after_the_reasoning(sent: Callable[..., Any]) -> None:
-    form = {"response_format": JSON_SCHEMA}
-    assert sent(**form)[1].structured_outputs.after is None
-    thinking = sent(**form, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs
+    structured = {"response_format": JSON_SCHEMA}
+    assert sent(**structured)[1].structured_outputs.after is None
+    thinking = sent(**structured, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs
     assert thinking.after == "</think>" and thinking.json == CITY
 
 
 SMALL = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"answer": {}}}}}
 
 
-def test_beside_tools_an_answer_is_calls_or_the_form(sent: Callable[..., Any], refused: Callable[..., Any]) -> None:
+def test_beside_tools_an_answer_is_calls_or_json(sent: Callable[..., Any], refused: Callable[..., Any]) -> None:
     both = {"tools": [tool("lookup")], "response_format": SMALL}
-    form = sent(**both)[1].structured_outputs
-    assert "start: form | calls" in form.grammar and '"answer"' in form.grammar and "lookup" in form.grammar
-    assert form.after is None
+    structured = sent(**both)[1].structured_outputs
+    grammar = structured.grammar
+    assert "start: answer | calls" in grammar and '"answer"' in grammar and "lookup" in grammar
+    assert structured.after is None
     assert sent(**both, chat_template_kwargs={"enable_thinking": True})[1].structured_outputs.after == "</think>"
     assert "answer" not in sent(**both, tool_choice="required")[1].structured_outputs.grammar
     assert sent(**both, tool_choice="none")[1].structured_outputs.json
@@ -237,7 +238,7 @@ def test_beside_tools_an_answer_is_calls_or_the_form(sent: Callable[..., Any], r
 
 
 @pytest.mark.parametrize("texts", [('{"answer": 1}',), ('<tool_call>\n{"name": "lookup", "arguments": {"city": "Rome"}}'
-                                                       "\n</tool_call>",)], ids=["form", "call"])
+                                                       "\n</tool_call>",)], ids=["structured", "call"])
 def test_the_grammar_of_both_takes_both(
     sent: Callable[..., Any], text_side: TextSide, texts: tuple[str, ...]
 ) -> None:
@@ -251,14 +252,14 @@ def test_the_grammar_of_both_takes_both(
 
 
 def test_reasoning_that_a_model_begins_by_itself_is_begun_for_it(sent: Callable[..., Any], scripted: Any) -> None:
-    """Its template shows how, where it switches it off; else nobody would know whether a form holds from the start."""
+    """Its template shows how, where it switches it off; else nobody would know if the grammar holds from the start."""
     source = "{{ messages[0].content }}:{% if enable_thinking is false %}{{ '\\n<think>\\n\\n</think>' }}{% endif %}"
     scripted.text = replace(scripted.text, chat_template=ChatTemplate({"default": source}))
-    form = {"response_format": SMALL}
-    prompt, params = sent(**form)
+    structured = {"response_format": SMALL}
+    prompt, params = sent(**structured)
     assert prompt == "hi:\n<think>" and params.structured_outputs.after == "</think>"
     assert sent()[0] == "hi:"
-    prompt, params = sent(**form, chat_template_kwargs={"enable_thinking": False})
+    prompt, params = sent(**structured, chat_template_kwargs={"enable_thinking": False})
     assert prompt.endswith("</think>") and params.structured_outputs.after is None
 
 
@@ -266,9 +267,9 @@ def test_a_budget_of_reasoning(sent: Callable[..., Any], scripted: Any, refused:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 100}
     for fields, inside in (({}, False), ({"response_format": SMALL}, False),
                            ({"tools": [tool()], "tool_choice": "required"}, True)):
-        form = sent(**thinking, **fields)[1].structured_outputs
-        assert (form.after, form.budget, form.inside, form.given) == ("</think>", 100, inside, form.given)
-        assert bool(form.given) == bool(fields)
+        structured = sent(**thinking, **fields)[1].structured_outputs
+        assert (structured.after, structured.budget, structured.inside) == ("</think>", 100, inside)
+        assert bool(structured.given) == bool(fields)
     assert sent(**thinking | {"thinking_token_budget": -1})[1].structured_outputs is None
     assert sent(thinking_token_budget=100)[1].structured_outputs is None  # told in a header: there is no reasoning
     assert refused(thinking_token_budget=-2)["param"] == "thinking_token_budget"
@@ -299,7 +300,7 @@ AS_FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n
 
 @pytest.fixture
 def failed(begin: Any, scripted: Any, make_client: Callable[..., Any]) -> Callable[..., Any]:
-    """The error of a request whose form the engine finds wrong, as the engine says it, or with another error of it."""
+    """The error of a request whose grammar the engine finds wrong, as it says it, or with another error of it."""
 
     def call(path: str = PATH, error: QuireError | None = None, **fields: Any) -> Any:
         async def main() -> Any:
@@ -335,8 +336,8 @@ def test_a_schema_that_cannot_be_used_is_the_fault_of_the_field_it_came_in(
 
 
 def test_routes_with_other_names_for_a_form_say_those(failed: Callable[..., Any]) -> None:
-    form = {"type": "json_schema", "name": "n", "schema": BANANA}
-    error = failed("/v1/responses", input="hi", text={"format": form})
+    structured = {"type": "json_schema", "name": "n", "schema": BANANA}
+    error = failed("/v1/responses", input="hi", text={"format": structured})
     assert error["param"] == "text" and error["message"].startswith("text.format: the schema cannot be used: Invalid")
 
 

@@ -1,4 +1,4 @@
-"""Layers from a tape against the same layers run one by one: the same bits, whatever the step looks like."""
+"""Layers from a recording against the same layers run one by one: the same bits, whatever the step looks like."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -9,29 +9,28 @@ from torch import Tensor
 
 from quire.config.checkpoint import parse_checkpoint_config
 from quire.kernels.attention import AttentionMeta, KVView
-from quire.kernels.native import tape as tape_module
-from quire.kernels.native.library import loaded, missing_amx
-from quire.kernels.native.tape import CHUNK, Buffers, Tape
+from quire.kernels.native import recording as recording_module
+from quire.kernels.native.library import loaded, missing
+from quire.kernels.native.recording import CHUNK, Buffers, KernelRecording
 from quire.kernels.norm import native as norm
 from quire.layers.context import StepContext
 from quire.layers.stack import Model, run_layers
 from quire.weights.dummy import load_dummy
-from quire.worker import tapes
-from quire.worker.tapes import LayerTapes, untaped
+from quire.worker import recordings
+from quire.worker.recordings import LayerRecordings, not_recordable
 
-from ...filled_models import built
+from ...filled_models import built, fill, normal
 
 BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
-AMX = missing_amx()
-needs_amx = pytest.mark.skipif(bool(AMX), reason=f"bfloat16 in native kernels: {AMX}")
+needs_native = pytest.mark.skipif(bool(missing()), reason=missing() or "runs")
 
 
-def make_model(dtype: str = "bfloat16", kind: str = "qwen3") -> Model:
+def make_model(dtype: str = "bfloat16", kind: str = "qwen3", forced: dict[str, str] | None = None) -> Model:
     config = {
         "model_type": kind, "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 4096,
     }  # fmt: skip
-    model = built(parse_checkpoint_config(config), dtype)
+    model = built(parse_checkpoint_config(config), dtype, forced=forced)
     load_dummy(model, 0)
     return model
 
@@ -52,17 +51,16 @@ def make_step(model: Model, kv: list[KVView], starts: Sequence[int], tokens: Seq
 def make_cache(model: Model, seed: int) -> list[KVView]:
     random = torch.Generator().manual_seed(seed)
     size = (2, BLOCKS + 1, HEADS, BLOCK, DIM)
-    dtype = torch.bfloat16 if "native" in model.kernels.linear.__name__ else torch.float32
-    return [KVView(*torch.randn(size, generator=random).to(dtype)) for _ in model.layers]
+    return [KVView(*torch.randn(size, generator=random).to(model.dtype)) for _ in model.layers]
 
 
 @pytest.fixture
-def plays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
-    """The tapes that were played, one entry each time."""
-    played: list[Tape] = []
-    play = Tape.play
-    monkeypatch.setattr(Tape, "play", lambda tape: (played.append(tape), play(tape))[1])
-    yield played
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelRecording]]:
+    """The recordings that were replayed, one entry each time."""
+    seen: list[KernelRecording] = []
+    replay = KernelRecording.replay
+    monkeypatch.setattr(KernelRecording, "replay", lambda recording: (seen.append(recording), replay(recording))[1])
+    yield seen
 
 
 STEPS = [
@@ -72,46 +70,73 @@ STEPS = [
 ]  # fmt: skip
 
 
-@needs_amx
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @torch.inference_mode()
-def test_a_replayed_step_has_the_bits_of_one_that_was_run(kind: str, plays: list[Tape]) -> None:
-    model = make_model(kind=kind)
-    direct, taped = make_cache(model, 0), make_cache(model, 0)
-    layers = LayerTapes()
+def test_a_replayed_step_has_the_bits_of_one_that_was_run(
+    kind: str, dtype: str, replays: list[KernelRecording]
+) -> None:
+    model = make_model(dtype, kind)
+    direct, replayed = make_cache(model, 0), make_cache(model, 0)
+    layers = LayerRecordings()
     random = torch.Generator().manual_seed(1)
     for starts, tokens in STEPS:
-        hidden = torch.randn(sum(tokens), HIDDEN, generator=random).bfloat16()
+        hidden = torch.randn(sum(tokens), HIDDEN, generator=random).to(model.dtype)
         expected = run_layers(model, hidden, make_step(model, direct, starts, tokens))
-        found = layers.run_layers(model, hidden, make_step(model, taped, starts, tokens))
+        found = layers.run_layers(model, hidden, make_step(model, replayed, starts, tokens))
         assert torch.equal(found, expected), (starts, tokens)
-        for one, other in zip(direct, taped, strict=True):
+        for one, other in zip(direct, replayed, strict=True):
             assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v), (starts, tokens)
-    assert layers.obstacles == {} and layers.counts == {"recorded": 2, "replayed": len(plays)}
-    assert len(plays) == len(STEPS) - 2  # all but the first of one row and of three
-    assert len({id(tape) for tape in plays}) == 2
+    assert layers.obstacles == {} and layers.counts == {"recorded": 2, "replayed": len(replays)}
+    assert len(replays) == len(STEPS) - 2  # all but the first of one row and of three
+    assert len({id(recording) for recording in replays}) == 2
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
-def test_prompts_and_many_rows_are_not_recorded(plays: list[Tape]) -> None:
+def test_weights_that_stay_bfloat16_give_the_bits_of_float32() -> None:
+    """Embedding, layers and a tied head."""
+    config = {
+        "model_type": "qwen3", "vocab_size": 70, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    args, found = parse_checkpoint_config(config), []
+    for weights in ("", "bfloat16"):
+        model = built(args, weights=weights)
+        numbers = normal(0.2)
+        fill(model, lambda raw, make=numbers: make(raw).bfloat16())
+        for starts, tokens in (([0], [9]), ([5, 7], [1, 1])):
+            ids = torch.arange(sum(tokens))
+            hidden = run_layers(model, model.embed(ids), make_step(model, make_cache(model, 0), starts, tokens))
+            found.append(model.head(model.norm(hidden)))
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(one, other) and one.dtype == torch.float32
+
+
+@needs_native
+@torch.inference_mode()
+def test_prompts_and_many_rows_are_not_recorded(replays: list[KernelRecording]) -> None:
     model = make_model()
-    layers, kv = LayerTapes(), make_cache(model, 0)
+    layers, kv = LayerRecordings(), make_cache(model, 0)
     for starts, tokens in [([0], [9]), ([0] * 17, [1] * 17)]:
         for _ in range(2):
             layers.run_layers(model, torch.zeros(sum(tokens), HIDDEN).bfloat16(), make_step(model, kv, starts, tokens))
-    assert plays == [] and layers.obstacles == {} and layers.counts == {"run": 4}
+    assert replays == [] and layers.obstacles == {} and layers.counts == {"run": 4}
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
-def test_another_number_of_threads_is_another_recording(plays: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_threads_is_another_recording(
+    replays: list[KernelRecording], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model()
-    layers, kv = LayerTapes(), make_cache(model, 0)
+    layers, kv = LayerRecordings(), make_cache(model, 0)
 
     def step() -> int:
         layers.run_layers(model, torch.zeros(1, HIDDEN).bfloat16(), make_step(model, kv, [4], [1]))
-        return len(plays)
+        return len(replays)
 
     assert [step(), step()] == [0, 1]
     threads = torch.get_num_threads()
@@ -119,51 +144,55 @@ def test_another_number_of_threads_is_another_recording(plays: list[Tape], monke
     assert [step(), step()] == [1, 2]
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
-def test_more_kernels_than_there_is_room_for_are_no_tape(monkeypatch: pytest.MonkeyPatch, plays: list[Tape]) -> None:
-    monkeypatch.setattr(tapes, "KERNELS", 2)
+def test_more_kernels_than_there_is_room_for_are_no_recording(
+    monkeypatch: pytest.MonkeyPatch, replays: list[KernelRecording]
+) -> None:
+    monkeypatch.setattr(recordings, "KERNELS", 2)
     model = make_model()
-    layers, direct, taped = LayerTapes(), make_cache(model, 0), make_cache(model, 0)
+    layers, direct, replayed = LayerRecordings(), make_cache(model, 0), make_cache(model, 0)
     hidden = torch.randn(1, HIDDEN).bfloat16()
     for _ in range(2):
         expected = run_layers(model, hidden, make_step(model, direct, [4], [1]))
-        assert torch.equal(layers.run_layers(model, hidden, make_step(model, taped, [4], [1])), expected)
-    assert plays == [] and "more kernels" in layers.unrecorded()["1 row"]
+        assert torch.equal(layers.run_layers(model, hidden, make_step(model, replayed, [4], [1])), expected)
+    assert replays == [] and "more kernels" in layers.unrecorded()["1 row"]
 
 
 @torch.inference_mode()
-def test_a_model_with_foreign_kernels_is_run_as_ever(plays: list[Tape]) -> None:
-    model = make_model("float32")
-    layers, direct, taped = LayerTapes(), make_cache(model, 0), make_cache(model, 0)
+def test_a_model_with_foreign_kernels_is_run_as_ever(replays: list[KernelRecording]) -> None:
+    model = make_model("float32", forced={"linear": "cpu"})
+    layers, direct, replayed = LayerRecordings(), make_cache(model, 0), make_cache(model, 0)
     hidden = torch.randn(1, HIDDEN)
     for _ in range(2):
         expected = run_layers(model, hidden, make_step(model, direct, [4], [1]))
-        assert torch.equal(layers.run_layers(model, hidden, make_step(model, taped, [4], [1])), expected)
-    assert plays == [] and "not native" in layers.unrecorded()["1 row"]
-    assert untaped(model.kernels, 1) == "linear is cpu, whose operations are PyTorch's"
+        assert torch.equal(layers.run_layers(model, hidden, make_step(model, replayed, [4], [1])), expected)
+    assert replays == [] and "not native" in layers.unrecorded()["1 row"]
+    assert not_recordable(model.kernels, 1) == "linear is cpu, whose operations are PyTorch's"
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
-def test_what_only_a_step_needs_is_not_kept_with_the_tape() -> None:
+def test_memory_of_one_step_is_not_kept_with_the_recording() -> None:
     """Room for the parts of long contexts was, once for each layer: it grows with the context, buffers do not."""
     model = make_model()
-    layers, kv = LayerTapes(), make_cache(model, 0)
+    layers, kv = LayerRecordings(), make_cache(model, 0)
     step = make_step(model, kv, [1500, 1200], [1, 1])
     layers.run_layers(model, torch.randn(2, HIDDEN).bfloat16(), step)
     (buffers,) = layers._buffers._used
     assert buffers < 2 * 3 * 4096
-    (plan,) = step.attention.plans.values()
+    (plan,) = step.attention[0].plans.values()
     assert plan.partial.nbytes == (3 + 3) * 4 * (DIM + 2) * 4
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
-def test_an_obstacle_belongs_to_steps_of_its_kind(monkeypatch: pytest.MonkeyPatch, plays: list[Tape]) -> None:
+def test_an_obstacle_belongs_to_steps_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch, replays: list[KernelRecording]
+) -> None:
     """Steps of one row, and of three, are replayed before and after one of two rows could not be recorded."""
     model = make_model()
-    layers, kv = LayerTapes(), make_cache(model, 0)
+    layers, kv = LayerRecordings(), make_cache(model, 0)
 
     def step(rows: int) -> None:
         context = make_step(model, kv, [4] * rows, [1] * rows)
@@ -171,66 +200,66 @@ def test_an_obstacle_belongs_to_steps_of_its_kind(monkeypatch: pytest.MonkeyPatc
 
     step(1)
     with monkeypatch.context() as few:
-        few.setattr(tapes, "KERNELS", 2)
+        few.setattr(recordings, "KERNELS", 2)
         step(2)
     for rows in (2, 1, 3, 3):
         step(rows)
-    assert list(layers.obstacles) == [(2, False)] and len(plays) == 2 == len(layers)
+    assert list(layers.obstacles) == [(2, False)] and len(replays) == 2 == len(layers)
     assert layers.counts == {"recorded": 2, "replayed": 2, "run": 2}
 
 
-@needs_amx
+@needs_native
 @torch.inference_mode()
 def test_nothing_is_kept_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes, "KERNELS", 2)
+    monkeypatch.setattr(recordings, "KERNELS", 2)
     model = make_model()
-    layers, kv = LayerTapes(), make_cache(model, 0)
+    layers, kv = LayerRecordings(), make_cache(model, 0)
     layers.run_layers(model, torch.randn(2, HIDDEN).bfloat16(), make_step(model, kv, [4, 4], [1, 1]))
     assert layers.obstacles and not len(layers) and not layers._buffers._chunks
 
 
-@needs_amx
+@needs_native
 def test_an_interrupt_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it comes: a kernel that runs later would be written into a tape that may be gone."""
+    """Wherever it comes: a kernel that runs later would be written into a recording that may be gone."""
     library = loaded()
 
     class Interrupting:
         def __getattr__(self, name: str) -> object:
             def record(address: int | None) -> None:
-                library.quire_tape_record(address)
+                library.quire_record(address)
                 if address:
                     raise KeyboardInterrupt
 
-            return record if name == "quire_tape_record" else getattr(library, name)
+            return record if name == "quire_record" else getattr(library, name)
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    tape = Tape(4, Buffers())
+    recording = KernelRecording(4, Buffers())
     with pytest.raises(KeyboardInterrupt):
-        tape.record(interrupted)
-    monkeypatch.setattr(tape_module, "loaded", Interrupting)
+        recording.record(interrupted)
+    monkeypatch.setattr(recording_module, "loaded", Interrupting)
     with pytest.raises(KeyboardInterrupt):
-        tape.record(lambda: None)
+        recording.record(lambda: None)
     norm.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
-    assert len(tape) == 0 and tape.obstacle
+    assert len(recording) == 0 and recording.obstacle
 
 
-@needs_amx
+@needs_native
 @pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.T.flatten()])
 def test_what_pytorch_computes_is_noticed(change: object) -> None:
-    tape = Tape(4, Buffers())
+    recording = KernelRecording(4, Buffers())
 
     def make() -> Tensor:
         x = torch.empty(3, 5)
         x.view(15).unsqueeze(0)
         return x
 
-    x = tape.record(make)
-    assert tape.obstacle == "" and len(tape) == 0
+    x = recording.record(make)
+    assert recording.obstacle == "" and len(recording) == 0
     assert callable(change)
-    tape.record(lambda: change(x))
-    assert "not native" in tape.obstacle
+    recording.record(lambda: change(x))
+    assert "not native" in recording.obstacle
 
 
 def test_buffers_are_given_out_again_and_never_twice() -> None:

@@ -1,4 +1,4 @@
-"""Recorded CPU steps (tapes): the layers of small steps are recorded once per number of rows, then replayed."""
+"""Recorded CPU steps: the layers of small steps are recorded once per number of rows, then replayed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.native.tape import Buffers, Tape
+from quire.kernels.native.recording import Buffers, KernelRecording
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
 from quire.layers.rope import Rotation
@@ -15,14 +15,15 @@ from quire.worker.recorder import Recorder
 
 MOST_ROWS = 16  # with more rows Python's time between two kernels is small beside the kernels'
 KERNELS = 16  # kernels of a layer, at most
+NATIVE = ("native", "panels")  # implementations whose calls are recorded
 Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix once
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A tape, its input tensors, and its output `out` [T, hidden]."""
+    """A recording, its input tensors, and its output `out` [T, hidden]."""
 
-    tape: Tape
+    recording: KernelRecording
     hidden: Tensor
     rotation: Rotation
     kv_slots: Tensor
@@ -30,7 +31,7 @@ class Recorded:
     out: Tensor
 
 
-class LayerTapes(Recorder):
+class LayerRecordings(Recorder):
     """Records and replays the layers of steps of at most `MOST_ROWS` rows.
 
     obstacles   kinds of steps that could not be recorded -> the reason
@@ -39,7 +40,7 @@ class LayerTapes(Recorder):
     def __init__(self) -> None:
         super().__init__("")
         self.obstacles: dict[Kind, str] = {}
-        self._tapes: dict[Kind, Recorded] = {}
+        self._recordings: dict[Kind, Recorded] = {}
         self._buffers = Buffers()
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
@@ -50,33 +51,33 @@ class LayerTapes(Recorder):
             self.counts["run"] += 1
             return run_layers(model, hidden, ctx, layers)
         rotation = model.rotary.rows(ctx.positions, hidden.dtype)
-        found = self._tapes.get(kind)
+        found = self._recordings.get(kind)
         if found is None or found.threads != torch.get_num_threads():
             return self._record(model, kind, hidden, rotation, ctx)
         for kept, new in zip((found.hidden, *found.rotation, found.kv_slots), (hidden, *rotation, attention.kv_slots),
                              strict=True):  # fmt: skip
             kept.copy_(new)
-        kernel.retarget(found.tape.address, attention, block_size, model.args.num_heads, model.args.head_dim)
-        found.tape.play()
+        kernel.retarget(found.recording.address, attention, block_size, model.args.num_heads, model.args.head_dim)
+        found.recording.replay()
         self.counts["replayed"] += 1
         return found.out
 
     def _record(self, model: Model, kind: Kind, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
-        """Run the layers and record them. They read copies of the step's inputs, which the tape keeps."""
+        """Run the layers and record them. They read copies of the step's inputs, which the recording keeps."""
         hidden, rotation, meta = hidden.clone(), (rotation[0].clone(), rotation[1].clone()), ctx.attention[0]
         own = replace(meta, kv_slots=meta.kv_slots.clone())
-        tape = Tape(KERNELS * len(model.layers), self._buffers)
+        recording = KernelRecording(KERNELS * len(model.layers), self._buffers)
         step = StepContext(ctx.positions, (own,), ctx.kv)
-        out = tape.record(lambda: run_layers(model, hidden, step, rotation=rotation))
-        if tape.obstacle:
-            self.obstacles[kind] = tape.obstacle
+        out = recording.record(lambda: run_layers(model, hidden, step, rotation=rotation))
+        if recording.obstacle:
+            self.obstacles[kind] = recording.obstacle
             self.counts["run"] += 1
-            self._tapes.pop(kind, None)
-            if not self._tapes:  # drop the memory that the failed recording took
+            self._recordings.pop(kind, None)
+            if not self._recordings:  # drop the memory that the failed recording took
                 self._buffers = Buffers()
         else:
             self.counts["recorded"] += 1
-            self._tapes[kind] = Recorded(tape, hidden, rotation, own.kv_slots, torch.get_num_threads(), out)
+            self._recordings[kind] = Recorded(recording, hidden, rotation, own.kv_slots, torch.get_num_threads(), out)
         return out
 
     def unrecorded(self) -> dict[str, str]:
@@ -86,14 +87,16 @@ class LayerTapes(Recorder):
         return always | {f"{rows} row{'s' * (rows > 1)}": why for (rows, _), why in sorted(self.obstacles.items())}
 
     def __len__(self) -> int:
-        return len(self._tapes)
+        return len(self._recordings)
 
 
-def untaped(kernels: Kernels, num_groups: int) -> str:
+def not_recordable(kernels: Kernels, num_groups: int) -> str:
     """Return the reason why the layers of a model with these kernels cannot be recorded, or ""."""
     if num_groups > 1:
-        return f"the layers are in {num_groups} KV groups, and a tape has the block tables of one"
-    strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name != "native"]
+        return f"the layers are in {num_groups} KV groups, and a recording has the block tables of one"
+    strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name not in NATIVE]
     if strange:
         return f"{strange[0]}, whose operations are PyTorch's"
-    return "" if "tape" in kernels.features("attention") else "a recorded call of its attention cannot be retargeted"
+    if "recording" in kernels.features("attention"):
+        return ""
+    return "a recorded call of its attention cannot be retargeted"

@@ -23,10 +23,10 @@ def roomy(scripted: Any) -> None:
 
 def asks(schema: dict[str, Any]) -> Iterator[Ask]:
     """Every way to ask for a schema, but for the offline one."""
-    form, function = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}, {
+    structured, function = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}, {
         "name": "f", "parameters": schema, "strict": True}
     for path, body in (("/v1/chat/completions", {"messages": USER}), ("/v1/completions", {"prompt": "a"})):
-        yield path, {**body, "response_format": form}, "response_format", ""
+        yield path, {**body, "response_format": structured}, "response_format", ""
         yield path, {**body, "structured_outputs": {"json": schema}}, "structured_outputs", ""
         yield path, {**body, "structured_outputs": {"json": json.dumps(schema)}}, "structured_outputs", ""
     strict = {"messages": USER, "tools": [{"type": "function", "function": function}]}
@@ -96,12 +96,13 @@ def test_what_is_not_enforced_is_told_in_a_header_on_every_route(
 
 def test_a_schema_of_nothing_is_refused_and_one_of_anything_is_json(
         begin: Any, scripted: Any, make_client: Callable[..., Any], output: Any) -> None:
-    """`false` is the schema that no text matches, not a form that is left out; `true` is that of any JSON."""
-    for form in ({"json": False}, {"json": "false"}):
-        reply = asyncio.run(make_client(scripted).post("/v1/completions", {"prompt": "a", "structured_outputs": form}))
+    """`false` is the schema that no text matches, not a field that is left out; `true` is that of any JSON."""
+    for structured in ({"json": False}, {"json": "false"}):
+        body = {"prompt": "a", "structured_outputs": structured}
+        reply = asyncio.run(make_client(scripted).post("/v1/completions", body))
         assert reply.status == 400 and "json is false, which no text matches" in reply.error["message"]
         with pytest.raises(InvalidParameter, match="json is false, which no text matches"):
-            GrammarCompiler(lambda: scripted.text.tokenizer, 9000).compile(StructuredOutputsParams(**form).spec())
+            GrammarCompiler(lambda: scripted.text.tokenizer, 9000).compile(StructuredOutputsParams(**structured).spec())
 
     async def main() -> Any:
         task, _, _, stream = await begin(make_client(scripted), "/v1/completions",

@@ -1,10 +1,10 @@
-"""What holding outputs to forms costs decodes on a device: tokens per second with forms, with one, and without.
+"""Cost of structured output for decodes on a device: tokens per second with grammars, with one, and without.
 
-    PYTHONPATH=src python tools/form_cost.py [MODEL] [--tokenizer FOLDER] [--batch N] [--tokens N] [--device cuda]
+    PYTHONPATH=src python tools/grammar_cost.py [MODEL] [--tokenizer FOLDER] [--batch N] [--tokens N] [--device cuda]
 
 MODEL is a name of `bench/models` (random weights); its tokenizer comes from `tools/mask_time.py --make FOLDER`. Without
-a model it is the bundled one. Forms are drawn in turn and cannot end within the tokens asked for, so every run does the
-same number of steps; kinds of run take turns, and the fastest of each counts.
+a model it is the bundled one. Grammars are drawn in turn and cannot end within the tokens asked for, so every run does
+the same number of steps; kinds of run take turns, and the fastest of each counts.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def long_array(item: Any) -> dict[str, Any]:
     return {"type": "array", "items": item, "minItems": 600}
 
 
-FORMS: list[dict[str, Any]] = [
+GRAMMARS: list[dict[str, Any]] = [
     {"json": long_array(thing(name=TEXT, age=NUMBER, email={"type": "string", "format": "email"}))},
     {"json": long_array(thing(kind={"enum": [f"kind{i}" for i in range(40)]}, note=TEXT | {"maxLength": 80}))},
     {"json": long_array({"type": "object"})},
@@ -42,11 +42,11 @@ FORMS: list[dict[str, Any]] = [
 
 
 def params_of(kind: str, batch: int, tokens: int) -> list[SamplingParams]:
-    """Greedy, of exactly so many tokens; which requests have a form: none, one or all."""
+    """Greedy, of exactly so many tokens; which requests have a grammar: none, one or all."""
     held = {"none": 0, "one": 1, "all": batch}[kind]
+    drawn = [StructuredOutputsParams(**GRAMMARS[i % len(GRAMMARS)]) if i < held else None for i in range(batch)]
     return [SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=0, ignore_eos=True, detokenize=False,
-                           structured_outputs=StructuredOutputsParams(**FORMS[i % len(FORMS)]) if i < held else None)
-            for i in range(batch)]  # fmt: skip
+                           structured_outputs=grammar) for grammar in drawn]  # fmt: skip
 
 
 def run(llm: LLM, kind: str, batch: int, tokens: int) -> tuple[float, float, float]:
@@ -76,14 +76,14 @@ def main() -> None:
     given: dict[str, Any] = {"model": str(model_folder(args.model)), "load_format": "dummy"} if args.model else {}
     given |= {"tokenizer": args.tokenizer} if args.tokenizer else {}
     with LLM(use_tqdm_on_load=False, device=args.device, dtype="bfloat16", **given) as llm:
-        run(llm, "all", args.batch, args.tokens)  # forms are compiled once, and not here
+        run(llm, "all", args.batch, args.tokens)  # grammars are compiled once, and not here
         kinds = ("none", "one", "all")
         found = [{kind: run(llm, kind, args.batch, args.tokens) for kind in kinds} for _ in range(RUNS)]
     best = {kind: max(turn[kind] for turn in found) for kind in kinds}
     for kind, (speed, median, worst) in best.items():
         every = ", ".join(f"{turn[kind][0]:.0f}" for turn in found)
-        print(f"{args.model or 'bundled'}, {args.batch} decodes, form for {kind}: {speed:.0f} tok/s ({every}), a step "
-              f"{median:.2f} ms, p99 {worst:.2f}; {100 * (1 - speed / best['none'][0]):.1f}% less than without")
+        print(f"{args.model or 'bundled'}, {args.batch} decodes, grammar for {kind}: {speed:.0f} tok/s ({every}), a "
+              f"step {median:.2f} ms, p99 {worst:.2f}; {100 * (1 - speed / best['none'][0]):.1f}% less than without")
 
 
 if __name__ == "__main__":

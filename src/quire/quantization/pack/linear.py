@@ -1,7 +1,8 @@
-"""Unquantized weights in a kernel's layout, and how a linear kernel runs them."""
+"""Weights in the layout of a linear kernel, quantized or not, and how the kernel runs them."""
 
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +16,22 @@ class PackedLinear:
     bias: Tensor | None
 
 
-def pack(kernel: ModuleType, tensors: dict[str, Tensor], device: torch.device) -> PackedLinear:
-    """Pack tensors["weight"] [N, K] for `kernel`, an implementation of `kernels/linear`, and move it to `device`.
+def pack(kernel: ModuleType, tensors: dict[str, Any], device: torch.device) -> PackedLinear:
+    """Pack tensors["weight"], a Tensor or QuantizedMatrix [N, K], for an implementation of `kernels/linear`.
+
+    The packed weight lies on `device`.
 
     Packing runs on the device of the loaded tensor, which must not be used afterwards.
     """
     return _packed(kernel.pack(tensors["weight"]), tensors, device)
 
 
-def pack_gated(kernel: ModuleType, tensors: dict[str, Tensor], device: torch.device) -> PackedLinear:
+def pack_gated(kernel: ModuleType, tensors: dict[str, Any], device: torch.device) -> PackedLinear:
     """`pack` for `run_gated`; the kernel must have the feature "gated"."""
     return _packed(kernel.pack_gated(tensors["weight"]), tensors, device)
 
 
-def _packed(weight: object, tensors: dict[str, Tensor], device: torch.device) -> PackedLinear:
+def _packed(weight: object, tensors: dict[str, Any], device: torch.device) -> PackedLinear:
     bias = tensors.get("bias")
     return PackedLinear(moved(weight, device), None if bias is None else bias.to(device))
 

@@ -1,4 +1,4 @@
-"""Recorded CPU steps (tapes): native kernels recorded once and replayed in one call, like a CUDA graph. C code: tape.h.
+"""Recordings of native kernels: recorded once and replayed in one call, like a CUDA graph. C code: recording.h.
 
 Between two native kernels Python checks shapes, allocates an output and calls C, and meanwhile no memory is read: a
 twelfth of a step, with one request on 2 cores.
@@ -23,7 +23,7 @@ EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default}
 
 
 class Buffers:
-    """Output memory of recorded kernels. Tapes that never run at the same time share it, each from the beginning on."""
+    """Output memory of recorded kernels. Recordings that never run at once share it, each from its beginning."""
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
@@ -50,18 +50,18 @@ class Buffers:
         return self._chunks[at][start : start + size].view(dtype).view(shape)
 
 
-class Tape:
-    """A recording of native kernels.
+class KernelRecording:
+    """Native kernels that were recorded, to be replayed.
 
     address    of the C structure
-    obstacle   the reason why the tape cannot be played, or ""
+    obstacle   the reason why the recording cannot be replayed, or ""
 
-    The tape reads and writes the tensors of its recording: the caller copies new inputs into them.
+    A replay reads and writes the tensors of the recorded run: the caller copies new inputs into them.
     """
 
     def __init__(self, room: int, buffers: Buffers) -> None:
-        """Make an empty tape. room: most kernels; buffers: memory of all outputs."""
-        self._words = np.zeros(-(-loaded().quire_tape_bytes(room) // 8), np.int64)
+        """Make an empty recording. room: most kernels; buffers: memory of all outputs."""
+        self._words = np.zeros(-(-loaded().quire_recording_bytes(room) // 8), np.int64)
         self._words[1] = room
         self._buffers = buffers
         self.address = self._words.ctypes.data
@@ -71,9 +71,9 @@ class Tape:
         """Call `run`, record the native kernels of this thread meanwhile, and return its result.
 
         No Python code may run between the end of `run` and `switch(None)`: an interrupt there would leave recording on,
-        and later kernels would be written to a tape that no longer exists.
+        and later kernels would be written to a recording that no longer exists.
         """
-        watch, switch = _Watch(self._buffers), loaded().quire_tape_record
+        watch, switch = _Watch(self._buffers), loaded().quire_record
         self._buffers.rewind()
         with watch:
             try:
@@ -86,17 +86,17 @@ class Tape:
             self.obstacle = "there are more kernels than expected"
         return result
 
-    def play(self) -> None:
+    def replay(self) -> None:
         """Run the recorded kernels again."""
         assert not self.obstacle, self.obstacle
-        loaded().quire_tape_play(self.address)
+        loaded().quire_replay(self.address)
 
     def __len__(self) -> int:
         return int(self._words[0])
 
 
 class _Watch(TorchDispatchMode):
-    """Allocates outputs from the buffers, and notices operations of PyTorch, which a tape cannot record."""
+    """Allocates outputs from the buffers, and notices operations of PyTorch, which cannot be recorded."""
 
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()

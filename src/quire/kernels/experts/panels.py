@@ -1,0 +1,31 @@
+"""`cpu` with the linears of linear/panels.py, in their layout: weights stay in their stored type."""
+
+import torch
+from torch import Tensor
+
+from quire.kernels.experts.cpu import run_each
+from quire.kernels.linear import panels
+from quire.quantization.pack.matrix import Weight
+
+Packed = list[tuple[panels.Packed, panels.Packed]]
+
+
+def empty(num_experts: int, gate_up: Weight, down: Weight, device: torch.device) -> Packed:
+    """See `quire.kernels.experts`."""
+    return list(zip(panels.empty(num_experts, gate_up, True), panels.empty(num_experts, down, False), strict=True))
+
+
+def put(packed: Packed, place: int, gate_up: Weight, down: Weight) -> None:
+    """See `quire.kernels.experts`."""
+    first, second = packed[place]
+    packed[place] = panels.pack_into(first, gate_up), panels.pack_into(second, down)
+
+
+def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
+        residual: Tensor | None = None) -> Tensor:
+    """See `quire.kernels.experts`."""
+    return run_each(x, weights, ids, packed, expert_map, residual, _expert)
+
+
+def _expert(x: Tensor, gate_up: panels.Packed, down: panels.Packed) -> Tensor:
+    return panels.run(panels.run_gated(x, gate_up, None), down, None)

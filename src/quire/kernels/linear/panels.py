@@ -1,0 +1,243 @@
+"""Linears in float32 arithmetic whose weights stay in their stored type: panels.c has the C code.
+
+A weight of bfloat16 takes half the memory and half the time to read of the same numbers in float32. It is widened in
+registers, so results have the accuracy of float32. So are quantized weights, whose sums over a group are multiplied by
+the scale; activations are quantized by the scheme's rule, and multiplied as numbers of float32.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels.native import memory
+from quire.kernels.native.library import loaded
+from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Weight
+from quire.quantization.scheme import Scheme
+
+STEP = 4  # inputs: see panels.c
+MOST_CHUNK = 256  # inputs of a chain of sums: see panels.c
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4}  # Scheme.values -> kind
+INPUTS = {"": 0, "token": 1, "group": 2, "tensor": 3}  # Scheme.inputs -> inputs of quire_linear_rows
+POWERS = 4  # as "group", with scales that are powers of two
+PLAIN, AS_FLOAT, GATED = range(3)  # out of quire_linear_panels
+TYPES = (torch.float32, torch.bfloat16)  # of activations
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Numbers of a quantized weight beside its values.
+
+    scale   in the order of panels, float16 where that is exact, else float32;  zero  int8 less the middle, or None
+    group   inputs of a scale, 0: all;  chunk  inputs of a chain of sums
+    """
+
+    scheme: Scheme
+    scale: Tensor
+    zero: Tensor | None
+    order: Tensor | None
+    input_scale: Tensor | None
+    group: int
+    chunk: int
+
+    @property
+    def rule(self) -> int:
+        """The rule by which activations are quantized: see quire_linear_rows."""
+        return POWERS if self.scheme.ue8m0 else INPUTS[self.scheme.inputs]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [cols, inner] in panels of columns, in its stored type.
+
+    dtype   of the weight, None: quantized;  gated  columns of gate, then those of up
+    padded  inputs with those that fill the last step or group
+    """
+
+    data: Tensor
+    dtype: torch.dtype | None
+    cols: int
+    inner: int
+    gated: bool
+    padded: int
+    quantized: Quantized | None = None
+
+    @property
+    def kind(self) -> int:
+        """The kind of values: see panels.c."""
+        return QUANTIZED[self.quantized.scheme.values] if self.quantized else KINDS[self.dtype]  # type: ignore[index]
+
+    def to_dense(self) -> Tensor:
+        """Return an unquantized weight, [cols, inner]; the inverse of packing."""
+        lanes = loaded().quire_lanes()
+        pairs = (lanes, 2) if self.dtype == torch.bfloat16 else (2, lanes)  # see panels.c
+        panels = self.data.view(-1, self.padded, *pairs)
+        panels = panels.transpose(2, 3) if self.dtype == torch.bfloat16 else panels
+        order = panels.permute(2, 0, 3, 1) if self.gated else panels.permute(0, 2, 3, 1)[None]
+        halves = order.flatten(1, -2)[:, : self.cols // len(order), : self.inner]
+        return halves.flatten(0, 1).contiguous()
+
+
+def pack(weight: Weight) -> Packed:
+    """See `quire.kernels.linear`."""
+    return _pack(weight, False)
+
+
+def pack_gated(weight: Weight) -> Packed:
+    """See `quire.kernels.linear`."""
+    return _pack(weight, True)
+
+
+def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _run(x, packed, bias, PLAIN)
+
+
+def run_float(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _run(x, packed, bias, AS_FLOAT)
+
+
+def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _run(x, packed, bias, PLAIN, residual.contiguous())
+
+
+def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    """See `quire.kernels.linear`."""
+    return _run(x, packed, bias, GATED)
+
+
+def rows(packed: Packed, ids: Tensor) -> Tensor:
+    """See `quire.kernels.linear`. Rows are float32, the type of the arithmetic."""
+    if packed.gated or packed.quantized or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
+        raise ValueError(f"panels linear: rows {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
+    ids = ids.contiguous()
+    y = torch.empty((ids.shape[0], packed.inner), dtype=torch.float32)
+    loaded().quire_linear_unpack_rows(
+        packed.data.data_ptr(), ids.data_ptr(), y.data_ptr(), ids.shape[0], packed.cols, packed.inner, packed.padded,
+        packed.kind, 0, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
+    """Allocate `count` packed weights like `weight` in one piece of memory: a huge page can hold several of them."""
+    cols, inner = weight.shape
+    width = 2 * loaded().quire_lanes()
+    panels = -(-cols // 2 // (width // 2)) if gated else -(-cols // width)
+    quantized = None if isinstance(weight, Tensor) else weight.scheme
+    unit = max(STEP, quantized.block[1]) if quantized else STEP
+    padded = -(-inner // unit) * unit
+    if unit % STEP:
+        raise ValueError(f"panels linear: groups of {unit} inputs are no multiple of {STEP}")
+    size = panels * width * padded
+    if isinstance(weight, Tensor):
+        data, dtype = memory.empty((count, size), weight.dtype), weight.dtype
+    else:
+        data, dtype = memory.empty((count, size // (2 if weight.scheme.values == "w4" else 1)), torch.uint8), None
+    return [Packed(own, dtype, cols, inner, gated, padded) for own in data]
+
+
+def pack_into(packed: Packed, weight: Weight) -> Packed:
+    """Pack `weight` into the memory of `packed`; return it with the scales of a quantized weight."""
+    cols, inner = weight.shape
+    quantized = None if isinstance(weight, Tensor) else _numbers(packed, weight)
+    values = weight if isinstance(weight, Tensor) else weight.values.view(torch.uint8)
+    if isinstance(weight, Tensor) and weight.dtype not in KINDS or not values.is_cpu or packed.gated and cols % 2:
+        raise ValueError(f"panels linear: weight {values.dtype} {tuple(weight.shape)} on {values.device}")
+    if quantized and quantized.scheme.values == "w8":
+        values = values ^ 128  # signed
+    packed, values = replace(packed, quantized=quantized), values.detach().contiguous()
+    loaded().quire_linear_pack(
+        values.data_ptr(), packed.data.data_ptr(), cols, inner, packed.padded, packed.kind, int(packed.gated),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return packed
+
+
+def _pack(weight: Weight, gated: bool) -> Packed:
+    (packed,) = empty(1, weight, gated)
+    return pack_into(packed, weight)
+
+
+def _numbers(packed: Packed, matrix: QuantizedMatrix) -> Quantized:
+    """Bring scales and zero points into the order of panels: [panel][group][column of the panel]."""
+    high, group = matrix.scheme.block
+    lanes, cols = loaded().quire_lanes(), packed.cols
+    rows = torch.arange(-(-cols // (2 * lanes)) * 2 * lanes)
+    if packed.gated:
+        rows = torch.arange(-(-cols // 2 // lanes) * lanes)
+        rows = torch.stack((rows.where(rows < cols // 2, cols), rows + cols // 2), 1).view(-1, lanes, 2)
+        rows = rows.transpose(1, 2).flatten()
+    rows = rows.clamp(max=cols - 1) // (high or cols)  # columns past the end get any scale
+
+    def ordered(numbers: Tensor) -> Tensor:
+        return numbers[rows].unflatten(0, (-1, 2 * lanes)).transpose(1, 2).contiguous()
+
+    scale, zero = ordered(matrix.scale), None
+    if matrix.scheme.values == "e4m3":
+        scale *= 256  # see panels.c
+    half = scale.half()
+    if matrix.zero is not None:
+        zero = ordered(matrix.zero.short() - (MIDDLE[matrix.scheme.values])).to(torch.int8)
+    if zero is not None and not group:  # zero points need the sums of chunks
+        group = packed.padded
+    chunk = max((n for n in range(STEP, MOST_CHUNK + 1, STEP) if group % n == 0), default=0) if group else 0
+    return Quantized(matrix.scheme, half if torch.equal(half.float(), scale) else scale, zero, matrix.order,
+                     matrix.input_scale, group, chunk)  # fmt: skip
+
+
+def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Tensor | None = None) -> Tensor:
+    num_rows, inner = x.shape
+    cols = packed.cols // 2 if packed.gated else packed.cols
+    if x.dtype not in TYPES or inner != packed.inner or not x.is_cpu:
+        raise ValueError(f"panels linear: x {x.dtype} {tuple(x.shape)} on {x.device} for {packed.inner} inputs")
+    if packed.gated != (out == GATED):
+        raise ValueError(f"panels linear: packed for {'run_gated, not for run' if packed.gated else 'run'}")
+    if bias is not None and not _fits(bias, x.dtype, (packed.cols,)):
+        raise ValueError(f"panels linear: bias {bias.dtype} {tuple(bias.shape)} for {packed.cols} outputs")
+    if residual is not None and not _fits(residual, x.dtype, (num_rows, cols)):
+        raise ValueError(f"panels linear: residual {residual.dtype} {tuple(residual.shape)} for {(num_rows, cols)}")
+    y = x.new_empty((num_rows, cols), dtype=torch.float32 if out == AS_FLOAT else x.dtype)
+    rows, sums = _rows(x, packed)
+    own = packed.quantized
+    scale, zero, group, chunk = (own.scale, own.zero, own.group, own.chunk) if own else (None, None, 0, 0)
+    loaded().quire_linear_panels(
+        rows.data_ptr(), _address(sums), packed.data.data_ptr(), _address(scale), _address(zero), _address(bias),
+        _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk, packed.kind, out,
+        x.dtype == torch.bfloat16, scale is not None and scale.dtype == torch.float32, torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def _rows(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor | None]:
+    """Return x in blocks of rows, quantized by the rule of the weight, and the sums of chunks that zero points need.
+
+    A single row is such a block already.
+    """
+    (num_rows, inner), own, sums = x.shape, packed.quantized, None
+    plain = own is None or not (own.scheme.inputs or own.order is not None or own.zero is not None)
+    if plain and num_rows == 1 and x.dtype == torch.float32 and inner == packed.padded and x.stride(1) == 1:
+        return x, None
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    blocks = x.new_empty((num_rows * packed.padded,), dtype=torch.float32)
+    if own is not None and own.zero is not None:
+        sums = x.new_empty((num_rows * packed.padded // own.chunk,), dtype=torch.float32)
+    loaded().quire_linear_rows(
+        x.data_ptr(), blocks.data_ptr(), _address(sums), _address(own.order if own else None),
+        _address(own.input_scale if own else None), num_rows, inner, packed.padded, x.stride(0),
+        own.chunk if own else 0, x.dtype == torch.bfloat16, own.rule if own else 0,
+        torch.get_num_threads(), 127.0 if own and own.scheme.values == "int8" else 448.0,
+    )  # fmt: skip
+    return blocks, sums
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _fits(added: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return added.dtype == dtype and added.shape == shape and added.is_cpu and added.is_contiguous()

@@ -1,0 +1,207 @@
+/* Vectors of float32 at the width of this CPU: the same source is compiled for AVX-512 (16 lanes) and for AVX2 with FMA
+   and F16C (8 lanes). `a + b`, `a * b` and `a / b` are the compiler's operators on vectors.
+
+   `Lanes` says which lanes of a vector exist at the end of a row: lanes past it are neither read nor written. */
+
+typedef uint16_t bf16;
+#define INLINE static inline __attribute__((always_inline))
+
+#ifdef __AVX512F__
+
+enum { W = 16 }; /* lanes */
+typedef __m512 Vec;
+typedef __m512i Words; /* W 32-bit integers */
+typedef __m256i Halves; /* W bfloat16 */
+typedef __mmask16 Lanes;
+
+INLINE Lanes lanes_of(long count) { return count >= 16 ? 0xFFFF : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
+INLINE Vec zeros(void) { return _mm512_setzero_ps(); }
+INLINE Vec fill(float x) { return _mm512_set1_ps(x); }
+INLINE Vec get(const float *from) { return _mm512_loadu_ps(from); }
+INLINE void put(float *to, Vec x) { _mm512_storeu_ps(to, x); }
+INLINE Vec get_some(const float *from, Lanes lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
+INLINE void put_some(float *to, Lanes lanes, Vec x) { _mm512_mask_storeu_ps(to, lanes, x); }
+INLINE Vec madd(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Vec nmadd(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }
+INLINE Vec largest(Vec a, Vec b) { return _mm512_max_ps(a, b); } /* b if either is NaN */
+INLINE Vec smallest(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+INLINE float sum_of(Vec x) { return _mm512_reduce_add_ps(x); }
+INLINE float largest_of(Vec x) { return _mm512_reduce_max_ps(x); }
+INLINE Vec negative(Vec x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
+/* The power of two that is at most |x|. */
+INLINE Vec power_of(Vec x) { return _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(0x7F800000))); }
+INLINE Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
+INLINE Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); } /* x * 2^n for whole n */
+INLINE Vec choose(Lanes lanes, Vec a, Vec b) { return _mm512_mask_mov_ps(b, lanes, a); } /* a where lanes exist */
+INLINE Vec as_floats(Words x) { return _mm512_castsi512_ps(x); }
+
+/* bfloat16 is the upper half of a float32. */
+INLINE Vec widen(Halves x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+/* Round to nearest, ties to even. */
+INLINE Halves narrow(Vec x) {
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i sound = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC00000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(sound, 16));
+#endif
+}
+
+INLINE Halves read_halves(const bf16 *from, Lanes lanes) { return _mm256_maskz_loadu_epi16(lanes, from); }
+INLINE void write_halves(bf16 *to, Lanes lanes, Halves x) { _mm256_mask_storeu_epi16(to, lanes, x); }
+
+/* Sums of the lanes of W vectors, as one vector. */
+static inline Vec sum_lanes(const Vec *v) {
+    __m512 quarter[4];
+    for (int i = 0; i < 4; i++) {
+        const __m512 *w = v + 4 * i;
+        const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
+        const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
+        quarter[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+    }
+    /* Every 128-bit lane of quarter[i] now holds sums of that lane of v[4i .. 4i + 3]. */
+    const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[0], quarter[1], 0x88),
+                                   _mm512_shuffle_f32x4(quarter[0], quarter[1], 0xDD));
+    const __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(quarter[2], quarter[3], 0x88),
+                                   _mm512_shuffle_f32x4(quarter[2], quarter[3], 0xDD));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
+#else
+
+enum { W = 8 };
+typedef __m256 Vec;
+typedef __m256i Words;
+typedef __m128i Halves;
+typedef long Lanes; /* their number, W at most */
+
+INLINE Lanes lanes_of(long count) { return count >= W ? W : count <= 0 ? 0 : count; }
+INLINE Vec zeros(void) { return _mm256_setzero_ps(); }
+INLINE Vec fill(float x) { return _mm256_set1_ps(x); }
+INLINE Vec get(const float *from) { return _mm256_loadu_ps(from); }
+INLINE void put(float *to, Vec x) { _mm256_storeu_ps(to, x); }
+INLINE Vec madd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE Vec nmadd(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }
+INLINE Vec largest(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+INLINE Vec smallest(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+INLINE Vec negative(Vec x) { return _mm256_xor_ps(x, _mm256_set1_ps(-0.0f)); }
+INLINE Vec power_of(Vec x) { return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7F800000))); }
+INLINE Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE Vec as_floats(Words x) { return _mm256_castsi256_ps(x); }
+
+INLINE __m256i mask_of(Lanes lanes) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+INLINE Vec choose(Lanes lanes, Vec a, Vec b) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(mask_of(lanes))); }
+
+INLINE Vec get_some(const float *from, Lanes lanes) {
+    return lanes == W ? get(from) : _mm256_maskload_ps(from, mask_of(lanes));
+}
+
+INLINE void put_some(float *to, Lanes lanes, Vec x) {
+    if (lanes == W) put(to, x);
+    else _mm256_maskstore_ps(to, mask_of(lanes), x);
+}
+
+INLINE float sum_of(Vec x) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+INLINE float largest_of(Vec x) {
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+/* In two steps: 2^n itself may be out of range. */
+INLINE Vec scale_by_power(Vec x, Vec n) {
+    const __m256i power = _mm256_cvtps_epi32(n), low = _mm256_srai_epi32(power, 1), high = _mm256_sub_epi32(power, low);
+    const __m256i one = _mm256_set1_epi32(127);
+    const __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(low, one), 23));
+    const __m256 b = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(high, one), 23));
+    return x * a * b;
+}
+
+INLINE Vec widen(Halves x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+
+INLINE Halves narrow(Vec x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i sound = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC00000), nan), 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(sound), _mm256_extracti128_si256(sound, 1));
+}
+
+INLINE Halves read_halves(const bf16 *from, Lanes lanes) {
+    if (lanes == W) return _mm_loadu_si128((const __m128i *)from);
+    bf16 some[W] = {0};
+    for (long i = 0; i < lanes; i++) some[i] = from[i];
+    return _mm_loadu_si128((const __m128i *)some);
+}
+
+INLINE void write_halves(bf16 *to, Lanes lanes, Halves x) {
+    if (lanes == W) {
+        _mm_storeu_si128((__m128i *)to, x);
+        return;
+    }
+    bf16 some[W];
+    _mm_storeu_si128((__m128i *)some, x);
+    for (long i = 0; i < lanes; i++) to[i] = some[i];
+}
+
+static inline Vec sum_lanes(const Vec *v) {
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+
+#endif
+
+/* Tensors are bfloat16 where `half` says so and float32 otherwise; `half` is a constant wherever these are inlined. */
+INLINE const void *element(const void *base, long at, int half) {
+    return (const char *)base + at * (half ? 2 : 4);
+}
+
+INLINE Vec load(const void *base, long at, Lanes lanes, int half) {
+    return half ? widen(read_halves((const bf16 *)base + at, lanes)) : get_some((const float *)base + at, lanes);
+}
+
+/* Store x; return the stored value, which is x rounded. */
+INLINE Vec store(void *base, long at, Lanes lanes, Vec x, int half) {
+    if (!half) {
+        put_some((float *)base + at, lanes, x);
+        return x;
+    }
+    const Halves rounded = narrow(x);
+    write_halves((bf16 *)base + at, lanes, rounded);
+    return widen(rounded);
+}
+
+/* e^x within 2 units in the last place, 0 far below, infinite far above, NaN for NaN (minimum and maximum return their
+   second operand when either is NaN): 2^n * e^r with n = round(x / ln 2) and |r| <= ln 2 / 2, where the Taylor
+   polynomial of degree 6 is exact to 1e-8 relative. ln 2 is split in two so that r keeps its bits. */
+static inline Vec exp_of(Vec x) {
+    x = largest(fill(-104.0f), smallest(fill(89.0f), x));
+    const Vec n = nearest(x * fill(1.44269504f));
+    const Vec r = nmadd(n, fill(1.42860677e-6f), nmadd(n, fill(0.693145752f), x));
+    Vec p = fill(1.0f / 720);
+    p = madd(p, r, fill(1.0f / 120));
+    p = madd(p, r, fill(1.0f / 24));
+    p = madd(p, r, fill(1.0f / 6));
+    p = madd(p, r, fill(0.5f));
+    p = madd(p, r, fill(1.0f));
+    p = madd(p, r, fill(1.0f));
+    return scale_by_power(p, n);
+}
+
+/* gate * sigmoid(gate) * up */
+static inline Vec silu_mul_of(Vec gate, Vec up) { return gate / (fill(1.0f) + exp_of(negative(gate))) * up; }

@@ -1,0 +1,153 @@
+"""The format of every parameter: by the quantization_config, and by the names of the stored tensors. No torch.
+
+Names decide where they are known: `X.weight` without scales is unquantized whatever the config says, and a head with
+scales is quantized. Embeddings, routers and norms are never quantized.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from quire.contracts.errors import ConfigError, UnsupportedModel, WeightsError
+from quire.contracts.params import FLOATS, Param, Part, fused
+from quire.contracts.scheme import Scheme
+from quire.quantization.formats import FORMATS
+from quire.quantization.read import ONLINE
+from quire.quantization.rules import HEAD, Rule, Rules, head_is_quantized, rules_of
+from quire.quantization.scheme import scheme_words
+from quire.quantization.slices import packed_scheme
+
+NEVER = ("embed.weight", "norm.weight", ".router.weight", ".shared_gate.weight", ".head_norm.q", ".head_norm.k")
+DEQUANTIZED = ".kv_up.weight"  # the kernels of latent attention read it
+MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # only quantized modules have these
+FOUND = "found"  # key of the modules whose stored tensors contradict the config
+
+
+def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Param, ...]:
+    """Return the parameters with their formats and schemes.
+
+    config   as `settled` returns it; {}: unquantized
+    Raises UnsupportedModel where the parts of a fused matrix differ, or a group does not divide the columns, and
+    ConfigError where a rank's slice would cut a group.
+    """
+    if not config:
+        return tuple(params)
+    if config["quant_method"] == ONLINE:
+        return tuple(_online(param) if is_quantizable(param) else param for param in params)
+    rules = _with_found(config)
+    made = tuple(_with_format(param, rules) if is_quantizable(param) else param for param in params)
+    _check_experts(made)
+    return made
+
+
+def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str, str]) -> dict[str, Any]:
+    """Return the config with the modules in which the stored tensors differ from it, under `FOUND`.
+
+    params   of the whole model
+    stored   names in the checkpoint -> types in safetensors' spelling, "" for an unknown type; {}: names are not known
+    Raises WeightsError for a module that the config leaves alone and the checkpoint stores quantized.
+    """
+    if not config or config["quant_method"] == ONLINE or not stored:
+        return config
+    rules, plain, head = rules_of(config), list[str](), False
+    for part in (part for param in params if is_quantizable(param) for part in param.parts):
+        module = _module(part)
+        mark = next((name for name in MARKS if f"{module}.{name}" in stored), "")
+        if module == HEAD:
+            head = bool(mark)
+        elif mark and rules(module) is None:
+            raise WeightsError(f"{module}.{mark} is stored, but quantization_config leaves {module} unquantized: use "
+                               "the config.json that belongs to these weights.")
+        elif not mark and stored.get(part.stored, "none") in ("", *FLOATS):
+            plain.append(module)
+    return config | {FOUND: {"plain": plain, "head": head}}
+
+
+def decided_by(param: Param, config: Mapping[str, Any]) -> str:
+    """Return where the format of a parameter was decided, in words; "" where there is nothing to decide."""
+    if not config or not is_quantizable(param):
+        return ""
+    if config["quant_method"] == ONLINE:
+        return "--quantization"
+    plain = config.get(FOUND, {}).get("plain", ())
+    named = any(_module(part) in plain or _module(part) == HEAD and FOUND in config for part in param.parts)
+    return "names of stored tensors" if named else "quantization_config"
+
+
+def is_quantizable(param: Param) -> bool:
+    """True for a matrix that checkpoints store quantized."""
+    return len(param.shape) == 2 and not param.name.endswith(NEVER)
+
+
+def _with_found(config: Mapping[str, Any]) -> Rules:
+    """Return the rules with the modules that were found to differ."""
+    rules, found = rules_of(config), config.get(FOUND)
+    plain = frozenset(found["plain"] if found else ())
+    head = found["head"] if found else head_is_quantized(config)
+    return lambda module: None if module in plain or (module == HEAD and not head) else rules(module)
+
+
+def _with_format(param: Param, rules: Rules) -> Param:
+    found = {part.stored: rules(_module(part)) for part in param.parts}
+    first, *others = dict.fromkeys(found.values())
+    if others:
+        one, other = (next(name for name, rule in found.items() if rule == each) for each in (first, others[0]))
+        raise UnsupportedModel(f"{_words(one, first)}, {_words(other, others[0])}: they form one matrix, so they must "
+                               "have one format: use a checkpoint that quantizes both alike.")
+    if first is None:
+        return param
+    stored, parts = first.scheme, param.parts
+    _check_groups(param, stored)
+    each = parts[: len(parts) // _experts(param)]
+    made = replace(param, format=first.format, stored=stored,
+                   scheme=None if param.name.endswith(DEQUANTIZED) else packed_scheme(each, stored))  # fmt: skip
+    if why := FORMATS[made.format].objection(made):
+        raise ConfigError(f"{why}: use a smaller -tp, or whole experts for each rank (--enable-expert-parallel).")
+    return made
+
+
+def _check_groups(param: Param, stored: Scheme) -> None:
+    width, part = stored.block[1], param.parts[0]
+    if stored.values in ("w4", "w8") and (part.shape[1] % (width or 1) or part.shape[1] % 8):
+        raise UnsupportedModel(f"{part.stored} has {part.shape[1]} columns, which groups of {width or 8} do not "
+                               "divide: use a checkpoint with another group size.")
+
+
+def _check_experts(params: Iterable[Param]) -> None:
+    """Refuse experts whose two matrices are of different kinds: a kernel runs both."""
+    own: dict[str, Param] = {}
+    for param in params:
+        if param.shard == "experts":
+            other = own.setdefault(param.module, param)
+            ours, theirs = (one.scheme.needs if one.scheme else None for one in (param, other))
+            if ours != theirs:
+                one, two = (_words(each.parts[0].stored, _rule(each)) for each in (other, param))
+                raise UnsupportedModel(f"{one}, {two}: the matrices of an expert must be of one kind: use a checkpoint "
+                                       "that quantizes both alike.")
+
+
+def _rule(param: Param) -> Rule | None:
+    return Rule(param.format, param.stored) if param.stored else None
+
+
+def _online(param: Param) -> Param:
+    """Quantize to blocks where every part fills its blocks, else to channels. The head stays as it is."""
+    if param.name == "head.weight" or param.name.endswith(DEQUANTIZED):
+        return param
+    fits = param.shape[1] % 128 == 0 and all(part.rows % 128 == 0 for part in param.parts)
+    block, inputs = ((128, 128), "group") if fits else ((1, 0), "token")
+    return replace(param, format=ONLINE, scheme=Scheme(values="e4m3", block=block, inputs=inputs))
+
+
+def _words(stored: str, rule: Rule | None) -> str:
+    return f"{stored} is " + ("unquantized" if rule is None else f"{rule.format} ({scheme_words(rule.scheme)})")
+
+
+def _experts(param: Param) -> int:
+    """Number of experts that a parameter stacks."""
+    return fused(param)[0] if param.shard == "experts" else 1
+
+
+def _module(part: Part) -> str:
+    return part.stored.removesuffix(".weight")

@@ -1,0 +1,182 @@
+"""From the tensors that a checkpoint stores to a `QuantizedMatrix`, format by format.
+
+The tensors are those of `quire.quantization.formats`, loaded on one device: "weight.values" (one tensor of all parts,
+or "weight.0.values" of each), "weight.0.scale", "weight.0.zero", "weight.0.order", "weight.0.input_scale".
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.contracts.errors import WeightsError
+from quire.contracts.params import Param, Part
+from quire.quantization.formats import FORMATS
+from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
+from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, torch_room
+from quire.quantization.pack.online import quantized
+from quire.quantization.pack.words import AWQ_ORDER, NATURAL, WORD, fill_awq, fill_rows, permute, spread
+from quire.quantization.rows import PACKED
+from quire.quantization.slices import packed_scheme
+from quire.quantization.unquantized import ONLINE
+
+NUMBERS = 1 << 22  # of a matrix that are checked at once
+
+
+class Findings:
+    """Faults in the numbers of a checkpoint, found on the device without waiting for it."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, Tensor]] = []
+
+    def add(self, words: str, fault: Tensor) -> None:
+        """Note that `words` are true where `fault`, a bool scalar on any device, is."""
+        self._found.append((words, fault))
+
+    def check(self) -> None:
+        """Raise WeightsError for the first fault, if there is any."""
+        found, self._found = self._found, []
+        if found and any(faults := torch.stack([fault.cpu() for _, fault in found]).tolist()):
+            raise WeightsError(f"{found[faults.index(True)][0]}: download the checkpoint again, or use another one.")
+
+
+def convert(param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, findings: Findings,
+            room: Room = torch_room) -> Weight:
+    """Return the matrix of a parameter from its loaded tensors, which must not be used afterwards.
+
+    param   of one expert where experts are stacked
+    dtype   of matrices that are dequantized (`Param.scheme` is None)
+    room    allocates the values of matrices
+    """
+    own = param.name.rpartition(".")[2]
+    if param.format == ONLINE.name:
+        assert param.scheme is not None
+        made = quantized(tensors[own], param.scheme, room)
+        findings.add(f"{param.parts[0].stored} has numbers that are not finite", ~made.scale.isfinite().all())
+        return made
+    if param.stored is None:
+        return tensors[own]
+    matrix = _Conversion(param, own, tensors, findings, room).matrix()
+    if param.scheme is not None:
+        return matrix
+    numbers = dequantize(matrix)
+    if matrix.order is not None:
+        numbers = numbers[:, matrix.order.argsort()]
+    return numbers.to(dtype)
+
+
+class _Conversion:
+    """The conversion of one matrix. Names are those of `raw_tensors` without the parameter's own."""
+
+    def __init__(self, param: Param, own: str, tensors: Mapping[str, Tensor], findings: Findings, room: Room) -> None:
+        assert param.stored is not None
+        self.param, self.stored, self.findings, self.room = param, param.stored, findings, room
+        self.device = next(iter(tensors.values())).device
+        self.tensors = {name.removeprefix(f"{own}."): tensor for name, tensor in tensors.items()}
+        raws = FORMATS[param.format].tensors(param)
+        self.names = {raw.name.removeprefix(f"{own}."): raw.parts[0].stored for raw in raws}
+        self.transposed = param.format in (AWQ.name, GPTQ.name, GPTQ_V2.name)
+
+    def matrix(self) -> QuantizedMatrix:
+        """Convert scales, zero points and order of each part, then the values of all."""
+        scheme = packed_scheme(self.param.parts, self.stored)
+        scales, zeros, given, order = list[Tensor](), list[Tensor](), list[Tensor](), None
+        for i, part in enumerate(self.param.parts):
+            scales.append(self._by_rows(self._positive(f"{i}.scale"), part))
+            if f"{i}.zero" in self.tensors:
+                zero = self._zero(f"{i}.zero", part)
+                zeros += [self._by_rows(zero, part)] * self.stored.zeros
+            if self.stored.order:
+                order = self._order(f"{i}.order", order)
+            if self.stored.inputs == "tensor":
+                given.append(self._positive(f"{i}.input_scale"))
+        step = max(scheme.block[0], 1)
+        return QuantizedMatrix(
+            scheme, self._values(order), torch.cat(scales)[::step].contiguous(),
+            torch.cat(zeros)[::step].contiguous() if zeros else None,
+            None if order is None else order.int(),
+            # Fused parts read the same activations: the largest scale clamps none of them earlier than its own.
+            torch.cat(given).amax() if given else None,
+        ).check()  # fmt: skip
+
+    def _positive(self, name: str) -> Tensor:
+        """Return scales as [blocks of rows, blocks of columns]; those of AWQ and GPTQ are stored transposed."""
+        scale = self.tensors[name]
+        fault = ~(scale.isfinite() & (scale > 0)).all()
+        self.findings.add(f"{self.names[name]} has a scale that is not a positive number", fault)
+        if scale.dim() == 1:
+            return scale.view(1, 1)
+        return scale.t().contiguous() if self.transposed else scale
+
+    def _by_rows(self, blocks: Tensor, part: Part) -> Tensor:
+        """Return a number of each block for each row of the part, in the part's order: [rows, blocks of columns]."""
+        high, first = self.stored.block[0], 0 if part.axis else part.start
+        rows = _ordered(torch.arange(part.rows, device=blocks.device), part)
+        return blocks[(first + rows) // high - first // high if high else torch.zeros_like(rows)]
+
+    def _zero(self, name: str, part: Part) -> Tensor:
+        """Return the zero points of a part, [rows, groups] uint8."""
+        words, bits, form = self.tensors[name], self.stored.bits, self.param.format
+        words = words if self.transposed else words.t().contiguous()
+        zero = spread(words, bits, AWQ_ORDER if form == AWQ.name else NATURAL).t()
+        first = 0 if part.axis else part.start % (WORD // bits)
+        zero = zero[first : first + part.rows]
+        if form == GPTQ.name:  # one less than the zero point, wrapped
+            zero = zero + 1 & (1 << bits) - 1
+        if not self.stored.zeros:
+            middle = MIDDLE[self.stored.values]
+            other = middle + (1 if form == GPTQ.name else -1)  # as the other convention of GPTQ writes it
+            fault = ~((zero == middle).all() | (zero == other).all())
+            self.findings.add(f"{self.names[name]} has a zero point that is not {middle}, although sym is true", fault)
+        return zero.contiguous()
+
+    def _order(self, name: str, before: Tensor | None) -> Tensor:
+        """Return the order of columns in which groups are whole: column order[k] of the checkpoint is column k."""
+        groups, wide = self.tensors[name], self.stored.block[1]
+        order = groups.argsort(stable=True)
+        exact = groups[order] == torch.arange(len(groups), device=groups.device) // wide
+        self.findings.add(f"{self.names[name]} has groups that are not of {wide} columns", ~exact.all())
+        if before is not None:
+            self.findings.add(f"{self.names[name]} differs from that of the matrix with which it is fused",
+                              (order != before).any())  # fmt: skip
+        return order
+
+    def _values(self, order: Tensor | None) -> Tensor:
+        """Return the values of all parts, in the types of `QuantizedMatrix`."""
+        stored, (rows, columns) = self.stored, self.param.shape
+        if self.transposed:
+            values = self.room((rows, columns * stored.bits // 8), torch.uint8, self.device)
+            parts = values.split([part.rows for part in self.param.parts])
+            for i, (out, part) in enumerate(zip(parts, self.param.parts, strict=True)):
+                words = self.tensors[f"{i}.values"]
+                if self.param.format == AWQ.name:
+                    fill_awq(out, words)
+                else:
+                    fill_rows(out, words.t())
+                if part.order:
+                    out.copy_(_ordered(out, part))
+        elif self.param.format == PACKED.name:
+            values = self.room((rows, columns * stored.bits // 8), torch.uint8, self.device)
+            fill_rows(values, self.tensors["values"])
+        elif stored.values == "w8":  # stored signed
+            values = self.tensors["values"].view(torch.uint8).bitwise_xor_(MIDDLE["w8"])
+        else:
+            values = self.tensors["values"]
+        if stored.values == "e4m3":
+            self._check_codes(values)
+        if order is not None:
+            permute(values, order, stored.bits)
+        return values
+
+    def _check_codes(self, values: Tensor) -> None:
+        step = max(NUMBERS // max(values.shape[1], 1), 1)
+        for part, rows in zip(self.param.parts, values.split([part.rows for part in self.param.parts]), strict=True):
+            faults = [((some & 127) == 127).any() for some in rows.view(torch.uint8).split(step)]
+            self.findings.add(f"{part.stored} has a value that is NaN", torch.stack(faults).any())
+
+
+def _ordered(rows: Tensor, part: Part) -> Tensor:
+    """Return the rows of a part in the part's order."""
+    if not part.order:
+        return rows
+    return rows.unflatten(0, (-1, len(part.order)))[:, torch.tensor(part.order, device=rows.device)].flatten(0, 1)

@@ -1,0 +1,66 @@
+"""Made-up tensors of quantized weights, as a checkpoint would store them: random bits, positive scales, valid orders.
+
+Operands of zeros or of one value make a device faster than it is.
+"""
+
+import torch
+from torch import Tensor
+
+from quire.contracts.params import Param
+from quire.contracts.scheme import Scheme
+from quire.quantization.kfirst import GPTQ, GPTQ_V2
+from quire.quantization.pack.matrix import MIDDLE
+
+LARGEST = {"e4m3": 448.0, "int8": 127.0, "w4": 8.0, "w8": 128.0}  # of the values, counted from their zero
+NAN = 127  # of float8_e4m3fn, without the sign
+INPUT_SCALE = 1 / 64  # of activations of a few units
+
+
+class DummyTensors:
+    """Fills the stored tensors of quantized parameters.
+
+    spread   largest size of the numbers that the weights mean;  seed  of the random numbers
+    tile     random numbers that are drawn, and repeated on `device`
+    """
+
+    def __init__(self, spread: float, seed: int, tile: int, device: torch.device) -> None:
+        self._random, self._spread = torch.Generator().manual_seed(seed), spread
+        bits = torch.randint(0, 256, (tile,), dtype=torch.uint8, generator=self._random)
+        self._bits = {True: torch.where((bits & NAN) == NAN, bits ^ 1, bits).to(device), False: bits.to(device)}
+        self._parts = torch.empty(tile).uniform_(0.5, 1.0, generator=self._random).to(device)
+
+    def fill(self, param: Param, role: str, out: Tensor) -> None:
+        """Fill a stored tensor of a parameter; role: the last word of its name ("values", "scale", "zero", ...)."""
+        stored = param.stored
+        assert stored is not None
+        if role == "values" or (role == "zero" and stored.zeros):
+            repeat(self._bits[stored.values == "e4m3"], out.view(torch.uint8).view(-1))
+        elif role == "zero":
+            out.view(torch.uint8).fill_(_middle(param, stored))
+        elif role == "scale":
+            repeat(self._parts, out.view(-1))
+            out *= self._spread / LARGEST[stored.values]
+        elif role == "order":
+            groups = torch.arange(len(out)) // stored.block[1]
+            same = torch.Generator().manual_seed(len(out))  # fused matrices have one order
+            out.copy_(groups[torch.randperm(len(out), generator=same)])
+        else:
+            assert role == "input_scale", role
+            out.fill_(INPUT_SCALE)
+
+
+def _middle(param: Param, stored: Scheme) -> int:
+    """Return a byte of zero points of GPTQ that all mean the middle."""
+    assert param.format in (GPTQ.name, GPTQ_V2.name)
+    one = MIDDLE[stored.values] - (param.format == GPTQ.name)
+    return one | one << 4 if stored.bits == 4 else one
+
+
+def repeat(tile: Tensor, out: Tensor) -> None:
+    """Fill the flat `out` with copies of the tile, the last one cut: two launches at most on its device."""
+    size = len(tile)
+    whole = out.numel() // size * size
+    if whole:
+        out[:whole].view(-1, size).copy_(tile)
+    if rest := out.numel() - whole:
+        out[whole:].copy_(tile[:rest])

@@ -1,0 +1,235 @@
+"""Reader of a checkpoint's quantization: quantization_config of config.json, side files, and the option `quantization`.
+
+The result is a plain dictionary, as the checkpoint has it, with a known `quant_method`. `rules.py` reads it. No torch.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quire.config import keys as read
+from quire.contracts.errors import ConfigError, ModelError, UnsupportedModel
+from quire.quantization.rules import rules_of
+
+KEY = "quantization_config"
+SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # ModelOpt, GPTQ, AWQ
+ONLINE = "online fp8"  # quant_method of an unquantized checkpoint that is quantized when it is loaded
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "modelopt")
+KERNELS = "Quire chooses kernels by itself; `quire explain` names them"
+# Values of the option `quantization` -> methods of checkpoints that they stand for.
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    **{method: (method,) for method in METHODS}, "fp8": ("fp8", "fbgemm_fp8"), "ptpc_fp8": ("fp8",),
+    "awq_marlin": ("awq",), "awq_triton": ("awq",), "gptq_marlin": ("gptq",), "gptq_bitblas": ("gptq",),
+    "marlin": ("gptq", "awq"), "slimquant_marlin": METHODS, "auto": METHODS,
+}  # fmt: skip
+REFUSED = (
+    "gguf bitsandbytes mxfp4 mxfp8 nvfp4 modelopt_fp4 modelopt_mxfp8 petit_nvfp4 gptq_marlin_24 hqq quark torchao "
+    "auto-round auto_round inc experts_int8 moe_wna16 tpu_int8 rtn bitblas aqlm quip eetq higgs vptq spqr fp_quant "
+    "exl2 exl3 deepspeedfp cpu_awq ipex fpgemm_fp8"
+).split()
+WAY_OUT = "use the unquantized checkpoint of this model, or one in FP8, INT8, AWQ, GPTQ or compressed-tensors"
+
+
+class Quantization(NamedTuple):
+    """The quantization of a checkpoint; config: {} for an unquantized model. notes: lines for the user."""
+
+    config: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = None) -> Quantization:
+    """Return the checked quantization of the model in `folder`.
+
+    raw     decoded config.json;  asked  the option `quantization`
+    Raises ModelError with the name of a wrong field, UnsupportedModel for a method that is not implemented, and
+    ConfigError where the option contradicts the checkpoint.
+    """
+    source = str(Path(folder) / "config.json")
+    config = read_quantization(raw, source)
+    for name in SIDE_FILES:
+        if not config:
+            config = _side_file(Path(folder) / name)
+    more: tuple[str, ...] = ()
+    if asked:
+        config, more = _as_asked(config, asked, source)
+    if config and config["quant_method"] != ONLINE:
+        rules_of(config)  # their mistakes
+    return Quantization(config, (*quantization_notes(config), *more))
+
+
+def read_quantization(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the checked quantization_config (or compression_config) of a config.json; {} for an unquantized model."""
+    for key in (KEY, "compression_config"):
+        value = read.checked(keys, key, source, lambda value: value is None or isinstance(value, dict),
+                             "an object or null")  # fmt: skip
+        if value:
+            return _checked(value, f"{source}: {key}")
+    return {}
+
+
+def _side_file(path: Path) -> dict[str, Any]:
+    """Return the quantization of a file beside config.json; {} where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read ({error}): download it again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__}, not an object: download it again.")
+    if "quantization" in value:  # ModelOpt
+        inside = read.checked(value, "quantization", str(path), lambda value: isinstance(value, dict), "an object")
+        value = {**inside, "quant_method": "modelopt"} if inside.get("quant_algo") else {}
+    by_name = {"quantize_config.json": "gptq", "quant_config.json": "awq"}.get(path.name, "modelopt")
+    return _checked({"quant_method": by_name, **value}, str(path)) if value else {}
+
+
+def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
+    config = dict(value)
+    if "quant_method" not in config and "method" in config:
+        config["quant_method"] = config["method"]
+    if "quant_method" not in config and isinstance(config.get("quant_algo"), str):
+        config["quant_method"] = "modelopt"
+    if "quant_method" not in config:
+        raise UnsupportedModel(f"{inside} has no quant_method, so its format is not known: use the unquantized "
+                               "checkpoint of this model.")
+    read.checked(config, "quant_method", inside, lambda name: isinstance(name, str) and name != "", "a name")
+    method = config["quant_method"] = {"compressed_tensors": "compressed-tensors"}.get(
+        config["quant_method"].lower(), config["quant_method"].lower())
+    if config.get("load_in_4bit") or config.get("load_in_8bit"):
+        method = "bitsandbytes"
+    if method == "modelopt" and "FP4" in str(config.get("quant_algo", "")).upper():
+        method = "nvfp4"
+    if method not in METHODS:
+        raise UnsupportedModel(f"{inside} asks for {method!r}, which is not implemented: {WAY_OUT}.")
+    for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
+        read.names(config, key, inside)
+    {"compressed-tensors": _check_groups, "gptq": _check_gptq}.get(method, _check_block)(config, inside)
+    return config
+
+
+def _check_block(config: Mapping[str, Any], inside: str) -> None:
+    read.checked(config, "weight_block_size", inside, _is_block, "two positive integers, [rows, columns], or null")
+
+
+def _check_gptq(config: Mapping[str, Any], inside: str) -> None:
+    def blocks(value: Any) -> bool:
+        return value is None or isinstance(value, list) and all(
+            isinstance(group, list) and all(isinstance(name, str) for name in group) for group in value)
+
+    def rules(value: Any) -> bool:
+        return value is None or isinstance(value, dict) and all(
+            isinstance(one, dict) and _is_pattern(re.sub(r"^[+-]:", "", name)) for name, one in value.items())
+
+    read.checked(config, "modules_in_block_to_quantize", inside, blocks, "a list of lists of names")
+    read.checked(config, "dynamic", inside, rules, "an object of regular expressions and their changes")
+
+
+def _check_groups(config: Mapping[str, Any], inside: str) -> None:
+    groups = read.checked(config, "config_groups", inside, lambda value: isinstance(value, dict) and all(
+        isinstance(group, dict) for group in value.values()), "an object of groups", {})  # fmt: skip
+    for name, group in groups.items():
+        at = f"{inside}: config_groups: {name}"
+        read.names(group, "targets", at)
+        for key in ("weights", "input_activations", "output_activations"):
+            read.checked(group, key, at, lambda value: value is None or isinstance(value, dict), "an object or null")
+        weights = group.get("weights") or {}
+        read.checked(weights, "block_structure", f"{at}: weights", lambda value: value is None or _is_block(value),
+                     "two positive integers, [rows, columns], or null")  # fmt: skip
+        for pattern in (*(group.get("targets") or ()), *(config.get("ignore") or ())):
+            if pattern.startswith("re:") and not _is_pattern(pattern.removeprefix("re:")):
+                raise ModelError(f"{inside}: {pattern!r} is no regular expression: correct it.")
+    if not groups:
+        raise UnsupportedModel(f"{inside} has no config_groups, so its format is not known: {WAY_OUT}.")
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+def _is_block(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value))
+
+
+# --- the option -------------------------------------------------------------------------------------------------------
+
+
+def check_flag(asked: str) -> str:
+    """Return the option `quantization` in lower case. Raises ConfigError for names that are not implemented."""
+    name = asked.lower().replace("compressed_tensors", "compressed-tensors")
+    if name in REFUSED:
+        raise ConfigError(f"--quantization {asked} is not implemented: {WAY_OUT}.")
+    if name not in FLAGS:
+        raise ConfigError(f"--quantization {asked} does not exist (one of {', '.join(FLAGS)}).")
+    return name
+
+
+def _as_asked(config: dict[str, Any], asked: str, source: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    name = check_flag(asked)
+    if not config:
+        if name == "auto":
+            return {}, ()
+        if "fp8" not in FLAGS[name] or name == "slimquant_marlin":
+            raise ConfigError(f"--quantization {asked}: {source} has no quantization_config, and only fp8 quantizes "
+                              "while loading: use --quantization fp8, or a checkpoint in this format.")  # fmt: skip
+        return {"quant_method": ONLINE}, ()
+    method = str(config["quant_method"])
+    if method not in FLAGS[name]:
+        raise ConfigError(f"--quantization {asked} contradicts {source}, whose quantization_config says {method!r}: "
+                          "leave the flag out.")
+    exact = name in (method, "auto")
+    return config, () if exact else (f"--quantization {asked}: the weights are {method}. {KERNELS}.",)
+
+
+def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return lines for the user about a quantization."""
+    notes = []
+    if config.get("quant_method") == ONLINE:
+        notes.append("weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
+                     "channels; activations are quantized at run time.")
+    if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
+        notes.append("the checkpoint has scales for an FP8 KV cache: they are not used, the cache has the dtype of the "
+                     "computation.")
+    if config.get("quant_method") == "fbgemm_fp8" and config.get("activation_scale_ub"):
+        notes.append(f"activation_scale_ub={config['activation_scale_ub']} is not applied: scales of activations have "
+                     "no upper bound here.")  # fmt: skip
+    return tuple(notes)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def format_words(quantization: Mapping[str, Any]) -> str:
+    """Return the format with the numbers of bits that the config names; "" for {}.
+
+    Examples: "fp8 in blocks of 128 x 128",
+    "compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)".
+    """
+    method, block = str(quantization.get("quant_method", "")), quantization.get("weight_block_size")
+    if method == "fp8" and block:
+        return f"{method} in blocks of {block[0]} x {block[1]}"
+    words, groups = list[str](), quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict):
+            values = (("weights", group.get("weights")), ("activations", group.get("input_activations")))
+            words.append(", ".join(_values(scheme, what) for what, scheme in values if isinstance(scheme, dict)))
+    if "bits" in quantization:
+        size = quantization.get("group_size")
+        groups = "" if size in (None, -1) else f" in groups of {size}"
+        words.append(f"{quantization['bits']}-bit weights{groups}")
+    details = "; ".join(dict.fromkeys(filter(None, words)))
+    return f"{method} ({details})" if details else method
+
+
+def _values(scheme: Mapping[str, Any], what: str) -> str:
+    """Describe weights or activations of compressed-tensors: "8-bit int weights per channel"."""
+    per, size = scheme.get("strategy"), scheme.get("group_size")
+    per = f"group of {size}" if per == "group" and size else per
+    return f"{scheme.get('num_bits')}-bit {scheme.get('type', 'int')} {what}" + (f" per {per}" if per else "")

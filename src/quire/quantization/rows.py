@@ -1,0 +1,84 @@
+"""Formats that store values in the rows of the matrix: FP8, INT8, and packed integers of compressed-tensors. No torch.
+
+Values of fused parts lie in one tensor; scales stay apart, part by part.
+"""
+
+from collections.abc import Iterator
+
+from quire.contracts.params import FLOATS, Param, Part, RawTensor
+from quire.contracts.scheme import Scheme
+from quire.quantization.slices import Axes, cuts_blocks, scale_part, stored_part
+
+TYPES = {"e4m3": ("float8_e4m3fn", "F8_E4M3"), "int8": ("int8", "I8"), "w8": ("int8", "I8")}
+WORD = 32  # bits of a packed word
+
+
+class RowMajor:
+    """See `quire.quantization.formats.WeightFormat`.
+
+    values   suffix of the tensor of values;  packed  values of `Scheme.bits` bits lie in int32 words
+    scale    suffix of the scales;  blocks  suffix of the scales of blocks
+    """
+
+    def __init__(self, name: str, *, scale: str = "weight_scale", blocks: str = "weight_scale", packed: bool = False,
+                 spare: tuple[str, ...] = ()) -> None:
+        self.name, self.packed, self._scale, self._blocks, self._spare = name, packed, scale, blocks, spare
+
+    def tensors(self, param: Param) -> tuple[RawTensor, ...]:
+        """Values of all parts; then scales, zero points, order and activation scale of each part."""
+        scheme, own = stored_scheme(param), param.name.rpartition(".")[2]
+        (dtype, readable), suffix = ("int32", "I32") if self.packed else TYPES[scheme.values], "weight"
+        if self.packed:
+            suffix = "weight_packed"
+        values = tuple(self._values(part, suffix, scheme) for part in param.parts)
+        width = values[0].local_shape[1]
+        return (RawTensor(f"{own}.values", (param.shape[0], width), values, dtype, (readable,)),
+                *(raw for i, part in enumerate(param.parts) for raw in self._beside(part, f"{own}.{i}", scheme)))
+
+    def _values(self, part: Part, suffix: str, scheme: Scheme) -> Part:
+        per = WORD // scheme.bits if self.packed else 1
+        shape = (part.shape[0], -(-part.shape[1] // per))
+        made = stored_part(part, suffix, shape, Axes(0, 1, (1, per)))
+        return Part(made.stored, shape, made.start, made.count, made.axis, part.order, part.name)
+
+    def _beside(self, part: Part, own: str, scheme: Scheme) -> Iterator[RawTensor]:
+        scale = scale_part(part, self._blocks if scheme.block[1] else self._scale, scheme)
+        yield RawTensor(f"{own}.scale", scale.local_shape, (scale,), "float32", FLOATS)
+        rows, columns = part.shape
+        if scheme.zeros:
+            per = WORD // scheme.bits
+            shape = (-(-rows // per), scheme.scales(rows, columns)[1])
+            axes = Axes(0, 1 if scheme.block[1] else None, (per, scheme.block[1]))
+            zero = stored_part(part, "weight_zero_point", shape, axes)
+            yield RawTensor(f"{own}.zero", zero.local_shape, (zero,), "int32", ("I32",))
+        if scheme.order:
+            order = stored_part(part, "weight_g_idx", (columns,), Axes(None, 0))
+            yield RawTensor(f"{own}.order", order.local_shape, (order,), "int32", ("I32", "I64"))
+        if scheme.inputs == "tensor":
+            given = stored_part(part, "input_scale", (1,), Axes(None, None))
+            yield RawTensor(f"{own}.input_scale", (1,), (given,), "float32", FLOATS)
+
+    def spare(self, param: Param) -> Iterator[str]:
+        """See `WeightFormat`."""
+        yield from (stored_part(part, suffix, (1,), Axes(None, None)).stored
+                    for part in param.parts for suffix in self._spare)  # fmt: skip
+
+    def objection(self, param: Param) -> str:
+        """See `WeightFormat`."""
+        scheme = stored_scheme(param)
+        per = WORD // scheme.bits if self.packed else 1
+        return next(filter(None, (cuts_blocks(part, scheme, per) for part in param.parts)), "")
+
+
+def stored_scheme(param: Param) -> Scheme:
+    """Return the scheme in which a quantized parameter is stored."""
+    assert param.stored is not None, f"{param.name} is not quantized"
+    return param.stored
+
+
+FP8 = RowMajor("fp8", blocks="weight_scale_inv")
+FBGEMM = RowMajor("fbgemm_fp8", spare=("input_scale_ub",))
+MODELOPT = RowMajor("modelopt")
+FLOAT = RowMajor("float-quantized")
+INT = RowMajor("int-quantized")
+PACKED = RowMajor("pack-quantized", packed=True, spare=("weight_shape",))

@@ -1,0 +1,258 @@
+"""The format and scheme of each module, by the quantization_config of a checkpoint. No torch.
+
+Each method has its own words for the modules that it leaves alone, and its own way to match them.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+
+from quire.contracts.errors import UnsupportedModel
+from quire.contracts.scheme import Scheme
+
+HEAD = "lm_head"
+PLAIN = "use the unquantized checkpoint of this model, or one in FP8, INT8, AWQ, GPTQ or compressed-tensors"
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A format, a name of `quire.quantization.formats.FORMATS`, and the scheme in which it stores a matrix."""
+
+    format: str
+    scheme: Scheme
+
+
+Rules = Callable[[str], Rule | None]  # module -> its rule; None: its weight is unquantized
+
+
+def rules_of(config: Mapping[str, Any]) -> Rules:
+    """Return the rules of a checked quantization_config, by names like "model.layers.0.self_attn.q_proj".
+
+    The rules raise UnsupportedModel for numbers that no kernel runs. For `HEAD` they tell how the head is stored if it
+    is quantized (`head_is_quantized`).
+    """
+    return _RULES[config["quant_method"]](config)
+
+
+def head_is_quantized(config: Mapping[str, Any]) -> bool:
+    """True when the config says that the head is quantized; without a word about it only compressed-tensors does."""
+    if config["quant_method"] == "gptq":
+        return bool(config.get("lm_head"))
+    return config["quant_method"] in ("compressed-tensors", "modelopt")
+
+
+def refused(what: str) -> UnsupportedModel:
+    """Return the error for a quantization that is not implemented."""
+    return UnsupportedModel(f"quantization_config: {what}: {PLAIN}.")
+
+
+def is_kept(module: str, kept: Iterable[str]) -> bool:
+    """True when `kept` names a module: in full, by a parent, or by its last words."""
+    words, names = module.removesuffix(".weight").split("."), frozenset(kept)
+    return bool(names) and any(
+        ".".join(words[: i + 1]) in names or ".".join(words[i:]) in names for i in range(len(words)))
+
+
+# --- fp8, fbgemm_fp8, modelopt ----------------------------------------------------------------------------------------
+
+
+def _fp8(config: Mapping[str, Any]) -> Rules:
+    scheme, block = str(config.get("activation_scheme") or "dynamic"), config.get("weight_block_size")
+    if scheme not in ("dynamic", "static"):
+        raise refused(f"activation_scheme={scheme!r} is not implemented (dynamic or static)")
+    if str(config.get("fmt") or "e4m3") != "e4m3":
+        raise refused(f"fmt={config['fmt']!r} is not implemented (only e4m3)")
+    if block and list(block) != [128, 128]:
+        raise refused(f"FP8 in blocks of {block[0]} x {block[1]} has no kernel (only 128 x 128)")
+    if block and scheme == "static":
+        raise refused("FP8 blocks with static activations have no kernel")
+    tensor = Scheme(values="e4m3", block=(0, 0), inputs="tensor" if scheme == "static" else "token")
+    blocks = Scheme(values="e4m3", block=(128, 128), inputs="group", ue8m0=config.get("scale_fmt") == "ue8m0")
+    return _unless_kept(config, Rule("fp8", blocks if block else tensor))
+
+
+def _fbgemm(config: Mapping[str, Any]) -> Rules:
+    return _unless_kept(config, Rule("fbgemm_fp8", Scheme(values="e4m3", block=(1, 0), inputs="token")))
+
+
+def _unless_kept(config: Mapping[str, Any], rule: Rule) -> Rules:
+    kept = frozenset((*(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ())))
+    return lambda module: None if is_kept(module, kept) else rule
+
+
+def _modelopt(config: Mapping[str, Any]) -> Rules:
+    if (algorithm := config.get("quant_algo")) != "FP8":
+        raise refused(f"ModelOpt quant_algo={algorithm!r} is not implemented (only FP8)")
+    patterns = [*(config.get("exclude_modules") or ()), *(config.get("ignore") or ())]
+    rule = Rule("modelopt", Scheme(values="e4m3", block=(0, 0), inputs="tensor"))
+    return lambda module: None if any(fnmatchcase(module, one) or module.startswith(f"{one}.")
+                                      for one in patterns) else rule  # fmt: skip
+
+
+# --- AWQ, GPTQ --------------------------------------------------------------------------------------------------------
+
+
+def _awq(config: Mapping[str, Any]) -> Rules:
+    version, kept = str(config.get("version") or "gemm").lower(), config.get("modules_to_not_convert") or ()
+    if version != "gemm":
+        raise refused(f"AWQ version={version!r} has another packing, which is not implemented (only gemm)")
+    bits, size = _number(config, "bits", "w_bit"), _number(config, "group_size", "q_group_size")
+    if bits != 4:
+        raise refused(f"AWQ with {bits} bits has no kernel (only 4)")
+    rule = Rule("awq", Scheme(values="w4", block=_group(size), zeros=True))
+    return lambda module: None if any(one in module for one in kept) else rule
+
+
+def _gptq(config: Mapping[str, Any]) -> Rules:
+    inside = tuple(f".{name}" for group in config.get("modules_in_block_to_quantize") or () for name in group)
+    dynamic = [(re.compile(re.sub(r"^[+-]:", "", name)), name.startswith("-:"), changes)
+               for name, changes in (config.get("dynamic") or {}).items()]  # fmt: skip
+    whole = _gptq_rule(config)
+
+    def rule(module: str) -> Rule | None:
+        if module != HEAD and inside and not module.endswith(inside):
+            return None
+        for pattern, without, changes in dynamic:
+            if pattern.match(module):
+                return None if without else _gptq_rule({**config, **changes})
+        return whole
+
+    return rule
+
+
+def _gptq_rule(config: Mapping[str, Any]) -> Rule:
+    bits, size, version = _number(config, "bits"), _number(config, "group_size"), _gptq_version(config)
+    if bits not in (4, 8):
+        raise refused(f"GPTQ with {bits} bits has no kernel (only 4 and 8)")
+    symmetric, order = bool(config.get("sym", True)), bool(config.get("desc_act", False)) and size > 0
+    return Rule(version, Scheme(values=f"w{bits}", block=_group(size), zeros=not symmetric, order=order))
+
+
+def _gptq_version(config: Mapping[str, Any]) -> str:
+    version = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise refused(f"GPTQ checkpoint_format={version!r} is not implemented (gptq or gptq_v2)")
+    return str(version)
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int:
+    """Return the integer under the first of these keys that is there. Raises UnsupportedModel without one."""
+    for key in keys:
+        if type(config.get(key)) is int:
+            return int(config[key])
+    raise refused(f"{keys[0]}={config.get(keys[0])!r} is not a whole number")
+
+
+def _group(size: int) -> tuple[int, int]:
+    if size == -1:
+        return (1, 0)
+    if size <= 0 or size % 8:
+        raise refused(f"group_size={size} has no kernel (a multiple of 8, or -1)")
+    return (1, size)
+
+
+# --- compressed-tensors -----------------------------------------------------------------------------------------------
+
+# Values -> formats that store them.
+FORMS = {"e4m3": ("float-quantized", "naive-quantized"), "int8": ("int-quantized", "naive-quantized"),
+         "w4": ("pack-quantized",), "w8": ("pack-quantized", "int-quantized", "naive-quantized")}  # fmt: skip
+# (values, rows of a block, activations) that kernels run; 0: scales of channels or of the tensor.
+RUN = frozenset({("e4m3", 128, "group"), *((values, 0, inputs) for values in ("e4m3", "int8")
+                                           for inputs in ("token", "tensor")),
+                 *((values, rows, "") for values in ("w4", "w8") for rows in (0, 1))})  # fmt: skip
+
+
+def _compressed(config: Mapping[str, Any]) -> Rules:
+    ignored, groups = _Names(config.get("ignore") or ()), list(config["config_groups"].values())
+    targets = [(_Names(group.get("targets") or ()), _group_rule(config, group)) for group in groups]
+
+    def rule(module: str) -> Rule | None:
+        if ignored.exactly(module) or ignored.by_pattern(module):
+            return None
+        for matches in (_Names.exactly, _Names.by_pattern, _Names.by_class):
+            for names, found in targets:
+                if matches(names, module):
+                    return found
+        return None
+
+    return rule
+
+
+class _Names:
+    """Targets or exceptions of compressed-tensors: names of modules, patterns ("re:..."), classes of modules."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._patterns = [re.compile(name.removeprefix("re:")) for name in names if name.startswith("re:")]
+
+    def exactly(self, module: str) -> bool:
+        return module in self._names
+
+    def by_pattern(self, module: str) -> bool:
+        return any(pattern.match(module) for pattern in self._patterns)
+
+    def by_class(self, module: str) -> bool:
+        return "Linear" in self._names
+
+
+def _group_rule(config: Mapping[str, Any], group: Mapping[str, Any]) -> Rule | None:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if weights is None:
+        return None
+    if group.get("output_activations"):
+        raise refused("quantized output activations are not implemented")
+    bits, kind, strategy = (str(weights.get(key) or default) for key, default in (
+        ("num_bits", "?"), ("type", "int"), ("strategy", "tensor")))  # fmt: skip
+    words, form = f"compressed-tensors weights of {bits}-bit {kind} per {strategy}", group.get("format")
+    form, block, activations = form or config.get("format"), _block(weights, strategy), _inputs(inputs, kind, words)
+    values = {("float", "8"): "e4m3", ("int", "8"): "int8" if inputs else "w8", ("int", "4"): "w4"}.get((kind, bits))
+    zeros, order = weights.get("symmetric") is False, weights.get("actorder") in ("group", True)
+    if values is None or block is None:
+        raise refused(f"{words} have no kernel")
+    if form not in FORMS[values]:
+        raise refused(f"{words}: format={form!r} is not implemented (one of {', '.join(FORMS[values])})")
+    if zeros and form != "pack-quantized":
+        raise refused(f"{words} with zero points are implemented in the format pack-quantized only")
+    if (values, block[0] if block[1] else 0, activations) not in RUN:
+        raise refused(f"{words} with activations {_words(inputs)} have no kernel")
+    stored = form if form == "pack-quantized" else "float-quantized" if values == "e4m3" else "int-quantized"
+    return Rule(str(stored), Scheme(values=values, block=block, zeros=zeros, order=order, inputs=activations))
+
+
+def _block(weights: Mapping[str, Any], strategy: str) -> tuple[int, int] | None:
+    """Return rows and columns that share a scale; None for a strategy that is not implemented."""
+    size = weights.get("group_size")
+    if strategy == "group" and type(size) is int and size > 0:
+        return _group(size)
+    if strategy == "block":
+        return (128, 128) if list(weights.get("block_structure") or ()) == [128, 128] else None
+    return {"tensor": (0, 0), "channel": (1, 0)}.get(strategy)
+
+
+def _inputs(inputs: Mapping[str, Any] | None, kind: str, words: str) -> str:
+    if not inputs:
+        return ""
+    strategy, dynamic, size = inputs.get("strategy"), inputs.get("dynamic"), inputs.get("group_size")
+    exact = inputs.get("num_bits") == 8 and inputs.get("type", "int") == kind and inputs.get("symmetric") is not False
+    if exact and dynamic is True and (strategy == "token" or strategy == "group" and size == 128):
+        return str(strategy)
+    if exact and not dynamic and strategy == "tensor":
+        return "tensor"
+    raise refused(f"{words} with activations {_words(inputs)} have no kernel")
+
+
+def _words(inputs: Mapping[str, Any] | None) -> str:
+    if not inputs:
+        return "that are not quantized"
+    how = "dynamic" if inputs.get("dynamic") else "static"
+    symmetric = "" if inputs.get("symmetric") is not False else ", asymmetric"
+    numbers = f"{inputs.get('num_bits')}-bit {inputs.get('type', 'int')}"
+    return f"of {numbers} per {inputs.get('strategy')} ({how}{symmetric})"
+
+
+_RULES: Mapping[str, Callable[[Mapping[str, Any]], Rules]] = {
+    "fp8": _fp8, "fbgemm_fp8": _fbgemm, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,
+    "compressed-tensors": _compressed,
+}  # fmt: skip

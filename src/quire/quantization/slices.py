@@ -1,0 +1,87 @@
+"""Slices of the tensors of a quantized matrix: which of their numbers belong to a part of a parameter. No torch."""
+
+from typing import NamedTuple
+
+from quire.contracts.params import Part
+from quire.contracts.scheme import Scheme
+
+
+class Axes(NamedTuple):
+    """The axes of a stored tensor that follow the rows and the columns of the matrix; None: no axis does.
+
+    units   rows and columns of the matrix for each number of the tensor along these axes
+    """
+
+    rows: int | None
+    columns: int | None
+    units: tuple[int, int] = (1, 1)
+
+
+def stored_name(part: Part, suffix: str) -> str:
+    """Return the name of a tensor stored beside a weight: "....q_proj.weight" and "scales" -> "....q_proj.scales"."""
+    return f"{part.stored.rpartition('.')[0]}.{suffix}"
+
+
+def stored_part(part: Part, suffix: str, shape: tuple[int, ...], axes: Axes) -> Part:
+    """Return the slice of a tensor stored beside a weight that belongs to the part; partial units are read whole."""
+    axis, unit = (axes.columns, axes.units[1]) if part.axis else (axes.rows, axes.units[0])
+    if axis is None:
+        return Part(stored_name(part, suffix), shape, 0, shape[0], name=part.name)
+    first, end = part.start // unit, -(-(part.start + part.count) // unit)
+    return Part(stored_name(part, suffix), shape, first, end - first, axis=axis, name=part.name)
+
+
+def scale_part(part: Part, suffix: str, stored: Scheme) -> Part:
+    """Return the slice of the scales of a part, stored as [blocks of rows, blocks of columns] or as a single number."""
+    rows, columns = part.shape
+    if stored.block == (0, 0):
+        return stored_part(part, suffix, (1,), Axes(None, None))
+    high, wide = stored.block
+    return stored_part(part, suffix, stored.scales(rows, columns),
+                       Axes(0 if high else None, 1 if wide else None, (high, wide)))  # fmt: skip
+
+
+def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
+    """Return the reason why a slice of columns cannot be read: it would cut a group or a packed word; "" if it can.
+
+    packed   columns in a word of stored values
+    """
+    if part.axis == 0 or part.whole:
+        return ""
+    if stored.order:
+        return f"{part.stored} has its columns in activation order, in which a slice of them has no groups"
+    for unit, word in ((stored.block[1] or 1, "groups"), (packed, "packed words")):
+        if part.start % unit or (part.start + part.count) % unit and part.start + part.count != part.shape[1]:
+            return (f"{part.stored} has {word} of {unit} columns, which columns {part.start} to "
+                    f"{part.start + part.count} of {part.shape[1]} cut")  # fmt: skip
+    return ""
+
+
+def packed_scheme(parts: tuple[Part, ...], stored: Scheme) -> Scheme:
+    """Return the scheme of the matrix that stacks these parts.
+
+    The scale of a tensor becomes that of each row. Blocks stay blocks where every block of the matrix lies in one block
+    of one part; else each row gets the scales of its own blocks: (128, 128) becomes (1, 128), which is exact.
+    """
+    high, wide = stored.block
+    if not high:
+        return _with_block(stored, (1, wide))
+    whole = high > 1 and all(part.start % high == 0 and _stays(part, high) for part in parts)
+    joined = all(part.rows % high == 0 for part in parts[:-1])
+    return stored if whole and joined or high == 1 else _with_block(stored, (1, wide))
+
+
+def _with_block(scheme: Scheme, block: tuple[int, int]) -> Scheme:
+    return Scheme(values=scheme.values, block=block, zeros=scheme.zeros, order=scheme.order, inputs=scheme.inputs,
+                  ue8m0=scheme.ue8m0)  # fmt: skip
+
+
+def _stays(part: Part, high: int) -> bool:
+    """True when the order of a part's rows moves no row out of its block."""
+    if not part.order:
+        return True
+    moved = [i for i, row in enumerate(part.order) if i != row]
+    if not moved:
+        return True
+    first, last, run = moved[0], moved[-1], len(part.order)
+    return all((at + first) // high == (at + last) // high for at in range(0, part.rows, run))

@@ -1,0 +1,49 @@
+"""Stored tensors that no parameter reads, because their format makes them superfluous: checked to be so. No torch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.contracts.errors import WeightsError
+from quire.contracts.params import Param, Part
+from quire.quantization.formats import spare_names
+from quire.weights.files import Checkpoint, StoredTensor
+
+INTEGERS = {"I32": np.int32, "I64": np.int64}
+
+
+def check_spare(checkpoint: Checkpoint, params: Sequence[Param]) -> None:
+    """Raise WeightsError for a spare tensor that means something.
+
+    Spare are biases of zeros that GPTQ writes for layers without a bias, an order of columns that is no order, and the
+    shape of a matrix.
+    """
+    read = {part.stored for param in params for part in param.parts}  # a bias of the model
+    for param in params:
+        parts = {part.stored.rpartition(".")[0]: part for part in param.parts}
+        for name in spare_names(param):
+            module, _, kind = name.rpartition(".")
+            stored = checkpoint.tensors.get(name)
+            why = _meaning(stored, kind, param, parts[module]) if stored is not None and name not in read else ""
+            if why and stored is not None:
+                raise WeightsError(f"{stored.file.name}: {name} {why}: use the config.json that belongs to these "
+                                   "weights.")
+
+
+def _meaning(stored: StoredTensor, kind: str, param: Param, part: Part) -> str:
+    """Return what a spare tensor means after all; "" for nothing."""
+    if kind not in ("bias", "g_idx", "weight_shape"):
+        return ""
+    with stored.file.open("rb") as file:
+        file.seek(stored.offset)
+        raw = file.read(stored.num_bytes)
+    if kind == "bias":
+        return "is a bias that is not zero, and the model has none" if any(raw) else ""
+    if stored.dtype not in INTEGERS:
+        return f"is stored as {stored.dtype}, not as integers"
+    found = np.frombuffer(raw, INTEGERS[stored.dtype])
+    if kind == "weight_shape":
+        return "" if tuple(found) == part.shape else f"is {found.tolist()}, config.json makes it {list(part.shape)}"
+    assert param.stored is not None
+    plain = np.arange(part.shape[1]) // (param.stored.block[1] or part.shape[1])
+    return "" if np.array_equal(found, plain) else "permutes the columns, although desc_act is false"

@@ -1,0 +1,61 @@
+"""Kernels of quantized linear layers and experts on a GPU, against float64 on the same quantized activations."""
+
+import pytest
+import torch
+
+from quire.kernels.linear import scaled, weight_only
+
+from ..quantized_cases import (
+    CALLS,
+    SCALED,
+    WEIGHT_ONLY,
+    Call,
+    compare,
+    compare_experts,
+    exact_values,
+    make_matrix,
+    stands_for,
+)  # fmt: skip
+
+LARGE = (
+    Call(1, 1024, 4096, norm=True), Call(1, 1024, 12288, residual=True), Call(2, 2048, 2048, norm=True, gated=True),
+    Call(17, 4096, 1024, bias=True), Call(64, 1024, 4096, residual=True), Call(65, 2048, 768, norm=True, gated=True),
+    Call(256, 1024, 2048, residual=True), Call(1000, 2048, 2176, norm=True),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("call", (*CALLS, *LARGE), ids=str)
+@pytest.mark.parametrize("kind", SCALED)
+def test_products_of_eight_bits(kind: str, call: Call, device: torch.device) -> None:
+    if why := scaled.unsupported():
+        pytest.skip(why)
+    compare(scaled, SCALED[kind], call, torch.bfloat16, device, 1e-2)
+
+
+@pytest.mark.parametrize("call", [call for call in (*CALLS, *LARGE) if not call.norm], ids=str)
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_products_of_integer_weights(kind: str, call: Call, device: torch.device) -> None:
+    compare(weight_only, WEIGHT_ONLY[kind], call, torch.bfloat16, device, 1e-2)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_activations_are_quantized_exactly_by_the_rule(kind: str, device: torch.device) -> None:
+    matrix = make_matrix(SCALED[kind], 64, 4096, device)
+    x = torch.randn(33, 4096, device=device).bfloat16() * torch.logspace(-6, 3, 33, device=device)[:, None].bfloat16()
+    x[1] = 0
+    x[2, ::7] *= 100
+    assert torch.equal(stands_for(x, matrix), exact_values(x, matrix))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300])
+@pytest.mark.parametrize("kind", SCALED)
+def test_experts_of_eight_bits(kind: str, tokens: int, device: torch.device) -> None:
+    if why := scaled.unsupported():
+        pytest.skip(why)
+    for away in ((), (1, 4)):
+        compare_experts(SCALED[kind], tokens, 8, 2, 512, 384, torch.bfloat16, device, 2e-2, residual=True, away=away)

@@ -1,0 +1,90 @@
+"""Kernels of quantized linear layers and experts for GPUs, in Triton's interpreter.
+
+The interpreter computes bfloat16 products wrongly, so activations are float16. It loses the carry of a number that
+rounds up to the next power of two in e4m3, which becomes half as large, and it rounds halves away from zero.
+tests/gpu/test_quantized.py demands equality.
+"""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from quire.kernels import triton_runtime
+from quire.kernels.linear import scaled, scaled_few, weight_only
+from quire.kernels.quantize.triton import quantize
+
+from ..quantized_cases import (
+    CALLS,
+    SCALED,
+    WEIGHT_ONLY,
+    Call,
+    compare,
+    compare_experts,
+    exact_values,
+    make_matrix,
+    stands_for,
+)  # fmt: skip
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs Triton's interpreter", allow_module_level=True)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seven_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels ask for the number of a GPU's multiprocessors."""
+    monkeypatch.setattr(scaled_few, "multiprocessors", lambda: 7)
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("kind", SCALED)
+def test_products_of_eight_bits(kind: str, call: Call) -> None:
+    compare(scaled, SCALED[kind], call, torch.float16, CPU, 4e-3)
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if not call.norm], ids=str)
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_products_of_integer_weights(kind: str, call: Call) -> None:
+    compare(weight_only, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_activations_are_quantized_by_the_rule(kind: str) -> None:
+    matrix = make_matrix(SCALED[kind], 64, 384, CPU)
+    x = torch.randn(5, 384).half()
+    x[1] = 0
+    x[2, ::7] *= 100
+    ours, exact = stands_for(x, matrix), exact_values(x, matrix)
+    next_code = (ours - exact).abs() <= exact.abs() / 8
+    lost_carry = (ours * 2 - exact).abs() <= 1e-6 * exact.abs()
+    assert (next_code | lost_carry if "fp8" in kind else ours == exact).all()
+    assert (ours == exact).double().mean() > 0.9 and (ours[1] == 0).all()
+
+
+def test_normed_and_gated_rows_are_rounded_before_they_are_quantized() -> None:
+    """The quantized rows are those of the norm's (or gate's) own result in 16 bits."""
+    x, weight = torch.randn(3, 256).half(), torch.rand(256).half()
+    normed = (torch.nn.functional.rms_norm(x.float(), (256,), eps=1e-6) * weight.float()).half()
+    q, scales = quantize(x, 0, torch.int8, norm=weight, eps=1e-6)
+    theirs, their_scales = quantize(normed, 0, torch.int8)
+    assert torch.equal(q[:3], theirs[:3]) and torch.equal(scales[:, :3], their_scales[:, :3])
+    gated = (torch.nn.functional.silu(x[:, :128].float()) * x[:, 128:].float()).half()
+    q, scales = quantize(x, 0, torch.int8, gated=True)
+    theirs, their_scales = quantize(gated, 0, torch.int8)
+    assert torch.equal(q[:3], theirs[:3]) and torch.equal(scales[:, :3], their_scales[:, :3])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("kind", SCALED)
+def test_experts_of_eight_bits(kind: str, tokens: int) -> None:
+    compare_experts(SCALED[kind], tokens, 4, 2, 256, 128, torch.float16, CPU, 2e-2, residual=tokens == 2)
+
+
+def test_experts_of_other_ranks_add_nothing() -> None:
+    for tokens in (1, 9):
+        compare_experts(SCALED["int8 token"], tokens, 4, 2, 256, 128, torch.float16, CPU, 4e-3, away=(1, 2))

@@ -1,0 +1,98 @@
+"""An unquantized checkpoint becomes FP8 while it is loaded: --quantization fp8, LLM(quantization="fp8")."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.assemble import assemble
+from quire.config.engine import EngineConfig
+from quire.contracts.errors import ConfigError, WeightsError
+from quire.contracts.scheme import Scheme
+from quire.kernels.linear import quantized_ref
+from quire.quantization.pack.matrix import QuantizedMatrix
+from quire.quantization.pack.online import quantized
+
+from ...filled_models import sliced
+from ...tiny_models import Tiny, random_model
+from .test_formats import loaded, numbers, written
+
+BLOCKS, CHANNELS = (Scheme(values="e4m3", block=block, inputs=inputs)
+                    for block, inputs in (((128, 128), "group"), ((1, 0), "token")))  # fmt: skip
+
+
+def by_formula(weight: Tensor, high: int, wide: int) -> Tensor:
+    """max(amax, 1e-10) / 448 for each block, values rounded to the nearest."""
+    out = torch.empty_like(weight)
+    for i in range(0, weight.shape[0], high):
+        for j in range(0, weight.shape[1], wide):
+            block = weight[i : i + high, j : j + wide].float()
+            scale = block.abs().max().clamp(min=1e-10) / 448
+            out[i : i + high, j : j + wide] = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    return out
+
+
+@pytest.mark.parametrize(("rows", "columns", "scheme"), [(256, 384, BLOCKS), (1280, 128, BLOCKS), (130, 72, CHANNELS),
+                                                         (2050, 8, CHANNELS)], ids=str)  # fmt: skip
+def test_rounding(rows: int, columns: int, scheme: Scheme) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0
+    weight[1, 0] = 1e30
+    high, wide = scheme.block[0], scheme.block[1] or columns
+    assert torch.equal(numbers(quantized(weight.clone(), scheme).check()), by_formula(weight, high, wide))
+
+
+@pytest.mark.parametrize("model", ["qwen3", "glm4_moe", "deepseek_v3"])
+def test_blocks_where_they_fit(tmp_path: Path, model: str) -> None:
+    folder = written(tmp_path, model)
+    stored = load_file(folder / "model.safetensors")
+    kept = loaded(folder, asked="fp8")
+    blocks = {}
+    for param in kept.layout:
+        for weight in kept.weights[param.name]:
+            if isinstance(weight, QuantizedMatrix):
+                blocks[param.name] = weight.scheme.block
+                wide = weight.shape[1] % 128 == 0
+                rows = [part.rows for part in param.parts[: len(param.parts) // len(kept.weights[param.name])]]
+                assert blocks[param.name] == ((128, 128) if wide and not any(n % 128 for n in rows) else (1, 0))
+        plain = torch.cat([sliced(part, stored[part.stored]) for part in param.parts])
+        assert (kept.numbers(param) - plain).abs().max() <= 0.07 * plain.abs().max()
+    assert (blocks and (1, 0) in blocks.values()) and ((128, 128) in blocks.values()) == (model == "deepseek_v3")
+    never = ("embed.weight", "head.weight", "router.weight", "kv_up.weight")
+    assert not [name for name in blocks if name.endswith(never)]
+
+
+def test_an_engine(tmp_path: Path) -> None:
+    """The option reaches the plan, the banner and the layers; answers are those of the quantized numbers."""
+    random_model(Tiny(family="qwen3"), 0).save_pretrained(tmp_path)
+    options = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 2, "quantization": "fp8"}
+    engine = assemble(EngineConfig.from_flat(model=str(tmp_path), **options))
+    said = "quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit"
+    assert any(said in note for note in engine.notes)
+    layer = engine.worker.model.layers[0].mlp.gate_up
+    packed, x = layer.packed.weight, torch.randn(3, 64)
+    assert isinstance(packed, QuantizedMatrix) and packed.scheme == CHANNELS
+    expected = F.linear(quantized_ref.rounded(x, packed), numbers(packed))
+    gate, up = expected.chunk(2, 1)
+    torch.testing.assert_close(layer(x), F.silu(gate) * up)
+    engine.close()
+    with LLM(model=str(tmp_path), **options) as llm:
+        (answer,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(answer.outputs[0].token_ids) == 4
+    with pytest.raises(ConfigError, match="--quantization awq: .*config.json has no quantization_config"):
+        assemble(EngineConfig.from_flat(model=str(tmp_path), **options | {"quantization": "awq"}))
+
+
+def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    folder = written(tmp_path, "qwen3")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
+    with pytest.raises(WeightsError, match="mlp.down_proj.weight has numbers that are not finite"):
+        loaded(tmp_path, asked="fp8")
