@@ -1,9 +1,12 @@
 """Kernels of quantized linear layers and experts on a GPU, against float64 on the same quantized activations."""
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from quire.kernels.linear import scaled, weight_only
+from quire.kernels.linear import scaled, weight_only, weight_only_hopper
+from quire.kernels.triton_runtime import missing_hopper
 
 from ..quantized_cases import (
     CALLS,
@@ -22,6 +25,13 @@ LARGE = (
     Call(17, 4096, 1024, bias=True), Call(64, 1024, 4096, residual=True), Call(65, 2048, 768, norm=True, gated=True),
     Call(256, 1024, 2048, residual=True), Call(1000, 2048, 2176, norm=True),
 )  # fmt: skip
+INTEGERS = (
+    *(call for call in (*CALLS, *LARGE) if not call.norm),
+    Call(1, 1024, 1152, bias=True), Call(3, 72, 640, gated=True, bias=True), Call(8, 8192, 2048, gated=True),
+    Call(9, 1001, 1024, residual=True), Call(16, 12288, 1024, gated=True), Call(40, 1024, 1024, gated=True, bias=True),
+    Call(100, 1024, 3072), Call(128, 520, 1024, gated=True), Call(256, 4096, 1024, bias=True),
+    Call(300, 1024, 1024, gated=True, bias=True), Call(1000, 1032, 2176, bias=True, residual=True),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +47,16 @@ def test_products_of_eight_bits(kind: str, call: Call, device: torch.device) -> 
     compare(scaled, SCALED[kind], call, torch.bfloat16, device, 1e-2)
 
 
-@pytest.mark.parametrize("call", [call for call in (*CALLS, *LARGE) if not call.norm], ids=str)
+@pytest.mark.parametrize("call", INTEGERS, ids=str)
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
-def test_products_of_integer_weights(kind: str, call: Call, device: torch.device) -> None:
-    compare(weight_only, WEIGHT_ONLY[kind], call, torch.bfloat16, device, 1e-2)
+@pytest.mark.parametrize("kernel", [weight_only_hopper, weight_only], ids=["hopper", "triton"])
+def test_products_of_integer_weights(kernel: ModuleType, kind: str, call: Call, device: torch.device) -> None:
+    """Of one row, few and some, in tiles of 16 to 128 rows; more than 256 are multiplied by the unpacked weight."""
+    if kernel is weight_only_hopper and (why := missing_hopper()):
+        pytest.skip(why)
+    if kernel is weight_only and call.gated and call.n % 64:
+        pytest.skip("the reference would run")
+    compare(kernel, WEIGHT_ONLY[kind], call, torch.bfloat16, device, 1e-2)
 
 
 @pytest.mark.parametrize("kind", SCALED)
