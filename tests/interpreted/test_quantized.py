@@ -56,7 +56,10 @@ def test_products_of_integer_weights(kind: str, call: Call) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
 
 
-@pytest.mark.parametrize("call", [Call(257, 200, 384, bias=True, residual=True), Call(260, 72, 384, gated=True)], ids=str)
+MANY = (Call(257, 200, 384, bias=True, residual=True), Call(260, 72, 384, gated=True))
+
+
+@pytest.mark.parametrize("call", MANY, ids=str)
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_many_rows_times_integer_weights_in_words(kind: str, call: Call) -> None:
     """The weight is unpacked; fewer rows need a GPU."""

@@ -20,7 +20,7 @@ __all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated"]
 
 
 @dataclass(frozen=True)
-class Words:
+class WeightWords:
     """A `WeightOnly` in words; the arguments of `weight_only_words.product`.
 
     shape   N, K
@@ -72,5 +72,5 @@ def _pack(matrix: QuantizedMatrix, gated: bool) -> Packed:
     bits = 4 if matrix.scheme.values == "w4" else 8
     zeros = None if matrix.zero is None else words.repack_scales(matrix.zero, gated)
     counters = torch.zeros((n // 64 + 2) * words.MOST_ROWS // 128, dtype=torch.int32, device=matrix.values.device)
-    return Words(words.repack(matrix.values, bits, gated), words.repack_scales(matrix.scale, gated), zeros,
+    return WeightWords(words.repack(matrix.values, bits, gated), words.repack_scales(matrix.scale, gated), zeros,
                  None if matrix.order is None else matrix.order.long(), counters, (n, k), bits, group, gated)

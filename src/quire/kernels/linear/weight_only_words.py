@@ -90,8 +90,8 @@ class Few:
 class Some:
     """The tiling of `_some_kernel`.
 
-    tall     blocks of 64 outputs of a program
-    rows     rows of x of a program: 16 to 256
+    tall     blocks of 64 outputs of a program, which divide those of the weight
+    rows     rows of x of a program: 16 to 128; to 256 with `first`
     stages   steps in the ring
     split    parts of K that programs multiply side by side
     first    True: weights are scaled before the product, in bf16; False: sums of a group, after it, in float32.
@@ -188,23 +188,24 @@ def product(
 def walk_of(rows: int, n: int, k: int, group: int, bits: int, gated: bool) -> Few | Some:
     """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs.
 
-    Its rules give the best tilings that an H200 with 132 multiprocessors has for the products of Qwen3 8B, or near
-    ones (docs/log.md). A program's registers and shared memory bound what is in flight.
+    The rules follow the best tilings of the products of Qwen3 8B on an H200, which has 132 multiprocessors.
     """
     steps, outputs = -(-k // STEP), n << gated
-    fine = bits == 8 or group % 128 > 0  # a step has more words, or more scales
+    fine = group % 128 > 0  # a step has several scales
     if rows <= MOST_FEW:
-        tall = 1 if 132 < -(-outputs // 32) < 264 else 2
+        tall = 1 if 132 < -(-outputs // 32) < 264 or fine and steps > 128 else 2
         warps = min(16 if steps > 128 else 4 if outputs >= 16384 else 8, 1 << steps.bit_length() - 1)
-        return Few(tall, warps, min(-(-steps // warps), 1 if fine and tall > 1 else 2 if fine else 4))
+        depth = 1 if fine and (steps > 128 or bits * tall == 16) else 2 if fine or bits == 8 else 4
+        return Few(tall, warps, min(-(-steps // warps), depth))
     size, blocks = min(128, max(16, bucket(rows))), -(-outputs // 64)
-    tall = 2 if size <= 32 and blocks >= 256 else 1
+    tall = 2 if size <= 32 and blocks >= 256 and blocks % 2 == 0 else 1
     high = -(-rows // size)
-    split = max(1, min(steps * 4 // size, (768 * 16 // size if size <= 64 else 264) // (blocks * high)))
+    programs = {16: 768, 32: 512, 64: 256, 128: 264}[size]
+    split = max(1, min(steps * 4 // size, programs // (blocks * high)))
     stage = tall * STEP * 8 * bits + size * STEP * 2  # bytes
     together = max(1, -(-blocks * high * split // (132 * tall)))  # programs of a multiprocessor
     stages = min(6, max(3, (227 << 10) // together // stage))
-    return Some(tall, size, stages, split, size == 128 and group % 128 > 0)
+    return Some(tall, size, stages, split, size == 128 and fine)
 
 
 def unpack(
@@ -516,7 +517,7 @@ def _scales_of(scales, tile, step, K: gl.constexpr, GROUP: gl.constexpr, TALL: g
 @gluon_jit
 def _beside_words(tile, step, piece: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, TALL: gl.constexpr,
                   DEEP: gl.constexpr):
-    """Return where the scale or zero point of each lane's output g is, [TALL, 4, 32, 1]; that of g + 8 is 8 further."""
+    """Return the offset of each lane's scale or zero point, of output g, [TALL, 4, 32, 1]; g + 8 is 8 further on."""
     L: gl.constexpr = gl.BlockedLayout([TALL, 1, 1, 4], [1, 1, 32, 1], [1, 4, 1, 1], [3, 2, 1, 0])
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     tall = gl.arange(0, TALL, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
@@ -603,7 +604,9 @@ def _some_kernel(
                                         pred=early < count)  # fmt: skip
     acc = gl.zeros([64 * TALL, M], gl.float32, ACC)
     running = (acc, acc) if DEEP == 64 and not FIRST else (acc,)
-    for turn in range(count):  # `scale`: of this step if FIRST, else of the one whose products are running
+    # `scale` is that of this step if FIRST, else that of the step whose products are running. It is read in the loop:
+    # Triton takes a variable that starts as another one and follows it by an iteration for a constant.
+    for turn in range(count):
         stage = turn % STAGES
         mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
         packed = _halves(ring.index(stage).load(WORDS), TALL, BITS)
