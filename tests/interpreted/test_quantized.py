@@ -6,6 +6,9 @@ tests/gpu/test_quantized.py demands equality.
 """
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from quire.kernels import triton_runtime
-from quire.kernels.linear import scaled, scaled_few, weight_only
+from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
 from quire.kernels.quantize.triton import quantize
 
 from ..quantized_cases import (
@@ -51,6 +54,29 @@ def test_products_of_eight_bits(kind: str, call: Call) -> None:
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 def test_products_of_integer_weights(kind: str, call: Call) -> None:
     compare(weight_only, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
+
+
+MANY = (Call(257, 200, 384, bias=True, residual=True), Call(260, 72, 384, gated=True))
+
+
+@pytest.mark.parametrize("call", MANY, ids=str)
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_many_rows_times_integer_weights_in_words(kind: str, call: Call) -> None:
+    """The weight is unpacked; fewer rows need a GPU."""
+    compare(weight_only_hopper, WEIGHT_ONLY[kind], call, torch.float16, CPU, 4e-3)
+
+
+@pytest.mark.parametrize("kind", ["w4 32 order", "w4 channel", "w8 channel symmetric"])
+def test_words_of_inputs_that_are_no_multiple_of_a_step(kind: str) -> None:
+    compare(weight_only_hopper, WEIGHT_ONLY[kind], Call(257, 40, 160), torch.float16, CPU, 4e-3)
+
+
+def test_words_compile_for_hopper() -> None:
+    """Every kernel of production, in a process whose kernels are not interpreted."""
+    script, environment = Path(__file__).with_name("compile_linear.py"), os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(done.stdout.split()) == {"hopper._few_kernel", "hopper._some_kernel", "_unpack_kernel"}
 
 
 @pytest.mark.parametrize("kind", SCALED)

@@ -39,9 +39,9 @@ if triton is not None and triton.__version__.startswith(GLUON_VERSIONS) and not 
 else:
     gl = hopper = descriptors = None
 
-    def gluon_jit(function: Callable[..., Any]) -> Any:
+    def gluon_jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
         """Stand in for `gluon.jit`: return the function, which cannot be launched."""
-        return function
+        return function or gluon_jit
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Linear layers with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs.
+"""Linear layers with 4- and 8-bit integer weights and 16-bit activations on NVIDIA GPUs; Hopper: weight_only_hopper.py.
 
 Up to `weight_only_products.MOST_ROWS` rows are multiplied with the packed weight; for more, the weight is unpacked for
 the product, which cuBLAS runs. A weight whose groups of inputs are no multiple of 32 runs the reference.
@@ -7,6 +7,7 @@ the product, which cuBLAS runs. A weight whose groups of inputs are no multiple 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,35 @@ from quire.kernels.linear import weight_only_products as products
 from quire.quantization.pack.matrix import QuantizedMatrix
 
 
-@dataclass(frozen=True)
-class WeightOnly:
+class WeightOnly(Protocol):
     """A packed weight.
+
+    order     int64 [K]: the inputs in the order of the weight's columns; None: as they come
+    outputs   N
+    """
+
+    @property
+    def order(self) -> Tensor | None:
+        """See the class."""
+
+    @property
+    def outputs(self) -> int:
+        """See the class."""
+
+    def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
+        """Multiply at most `weight_only_products.MOST_ROWS` rows into y; `fused` as in `gemv.product`."""
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K]."""
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A `WeightOnly` in tiles.
 
     tiles    of `weight_only_products.repack`
     scales   [groups, N] float32;  zeros  [groups, N] uint8, or None
-    order    int64 [K]: the inputs in the order of the weight's columns; None: as they come
-    outputs  N;  bits  4 or 8;  counters  see `weight_only_products.product`
+    bits     4 or 8;  counters  see `weight_only_products.product`
     """
 
     tiles: Tensor
@@ -35,6 +57,15 @@ class WeightOnly:
     counters: Tensor
     outputs: int
     bits: int
+
+    def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
+        """See `WeightOnly`."""
+        return products.product(x, self.tiles, self.scales, self.zeros, bias, y, bits=self.bits,
+                                counters=self.counters, **fused)  # fmt: skip
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """See `WeightOnly`."""
+        return products.unpack(self.tiles, self.scales, self.zeros, self.bits, self.outputs, dtype)
 
 
 Packed = WeightOnly | QuantizedMatrix
@@ -51,8 +82,8 @@ def pack(matrix: QuantizedMatrix) -> Packed:
     zeros = None if matrix.zero is None else matrix.zero.t().contiguous()
     high = -(-products.MOST_ROWS // 128)
     counters = torch.zeros(-(-n // products.ROWS) * high, dtype=torch.int32, device=matrix.values.device)
-    return WeightOnly(products.repack(matrix.values, bits, deep), matrix.scale.t().contiguous(), zeros,
-                      None if matrix.order is None else matrix.order.long(), counters, n, bits)
+    return Tiled(products.repack(matrix.values, bits, deep), matrix.scale.t().contiguous(), zeros,
+                 None if matrix.order is None else matrix.order.long(), counters, n, bits)
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
@@ -96,12 +127,10 @@ def _product(x: Tensor, packed: Packed, bias: Tensor | None, *, residual: Tensor
     rows = x.shape[0]
     if rows <= products.MOST_ROWS:
         y = x.new_empty(rows, packed.outputs >> gated, dtype=dtype or x.dtype)
-        if residual is not None and residual.is_contiguous():
-            y = residual
-        return y if not rows else products.product(
-            x, packed.tiles, packed.scales, packed.zeros, bias, y, bits=packed.bits, counters=packed.counters,
-            residual=residual, gated=gated)  # fmt: skip
-    weight = products.unpack(packed.tiles, packed.scales, packed.zeros, packed.bits, packed.outputs, x.dtype)
+        if residual is not None:
+            y = residual = residual.contiguous()
+        return packed.product(x, bias, y, residual=residual, gated=gated) if rows else y
+    weight = packed.unpack(x.dtype)
     if residual is not None:
         residual = residual if bias is None else residual.add_(bias)
         return residual.addmm_(x, weight.t())

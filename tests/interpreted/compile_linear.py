@@ -1,0 +1,60 @@
+"""Compiles products with integer weights in words for sm_90, at the sizes of real models; prints each kernel's name."""
+
+import re
+
+import torch
+from compiling import AbsentGpu, Made
+from torch import Tensor
+
+from quire.kernels import pdl
+from quire.kernels.linear import weight_only_words as words
+
+
+def check(made: Made) -> None:
+    """Products run on tensor cores; weights come 16 bytes at a time, and each step reads scales of its own."""
+    given = made.constants
+    if made.name == "hopper._few_kernel":
+        assert "mma.sync" in made.ptx and re.search(r"ld\.global\.L1::evict_first\S*\.v4", made.ptx), made
+    if made.name == "hopper._some_kernel":
+        loop = made.file("ttgir").read_text().split("scf.for", 1)[1].split("scf.yield", 1)[0]
+        scales = len(re.findall(r"tt\.load .*tensor<[0-9x]+x!tt\.ptr<f32>", loop))
+        deep = next(deep for deep in (128, 64, 32) if given["GROUP"] % deep == 0)
+        assert "wgmma" in made.ptx and scales == 128 // deep * (1 + given["FIRST"]), (scales, made)
+
+
+def compile_production() -> None:
+    """The products of Qwen3 8B and 0.6B, and of an MLP of Llama 3 70B in eight parts, by all kernels."""
+    AbsentGpu(check)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def launch(rows: int, n: int, k: int, group: int = 128, bits: int = 4, gated: bool = False, zeros: bool = True,
+               residual: bool = False) -> None:  # fmt: skip
+        units, steps = -(-(n << gated) // 64) * 4, -(-k // 128)
+        packed = empty(units, steps * 128 * bits // 256, 32, 4, dtype=torch.int32)
+        scales = empty(units, k // group, 16, dtype=torch.float32)
+        y, none = empty(rows, n), empty(units, k // group, 16, dtype=torch.uint8) if zeros else None
+        if rows > words.MOST_ROWS:
+            shape = (n << gated, k)
+            words.unpack(packed, scales, none, shape, torch.bfloat16, bits=bits, group=group, gated=gated)
+        else:
+            words.product(empty(rows, k), packed, scales, none, None, y, bits=bits, group=group, gated=gated,
+                          counters=empty(9999, dtype=torch.int32), residual=y if residual else None)
+
+    for dependent in (False, True):
+        setattr(pdl, "in_use", lambda dependent=dependent: dependent)  # noqa: B010
+        for rows in (1, 16, 64, 256) if dependent else (1, 16):
+            launch(rows, 6144, 4096)
+            launch(rows, 12288, 4096, gated=True)
+            launch(rows, 4096, 12288, residual=True)
+    launch(3, 4096, 4096)
+    for rows in (8, 32, 64, 128, 300):
+        launch(rows, 1000, 1024, 32, zeros=False)
+        launch(rows, 3072, 1024, 64, gated=True)
+        launch(rows, 3584, 8192, 8192, bits=8, gated=True, zeros=False)
+        launch(rows, 8192, 3584, 32, bits=8)
+
+
+if __name__ == "__main__":
+    compile_production()
