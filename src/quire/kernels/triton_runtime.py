@@ -64,6 +64,14 @@ def missing() -> str:
     return ""
 
 
+def missing_e4m3() -> str:
+    """Return the reason why Triton kernels cannot convert numbers of the type e4m3 in this process, or ""."""
+    if (why := missing()) or INTERPRETED:
+        return why
+    major, minor = torch.cuda.get_device_capability()
+    return "" if (major, minor) >= (8, 9) else f"e4m3 needs compute capability 8.9, this GPU has {major}.{minor}"
+
+
 def missing_hopper() -> str:
     """Return the reason why Hopper's Gluon kernels cannot run in this process, or "". Gluon has no interpreter."""
     if why := missing():

@@ -22,7 +22,8 @@ __all__ = ["absorbed", "expanded", "prepare", "project"]
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
     """See `quire.kernels.latent`."""
-    out, q, scale = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2), scale * cache.scale
+    out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2)
+    scale = scale * cache.scale
     for chunk in _chunks(cache, meta, sequences(meta)):
         both = torch.cat([side[chunk.blocks] for side in (cache.latent, cache.rope)], 3).view(1, 1, -1, q.shape[2])
         attended = _attend(q[chunk.first : chunk.last], both, both, chunk, scale)
