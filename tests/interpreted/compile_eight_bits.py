@@ -20,10 +20,11 @@ def ints(*shape: int) -> Tensor:
 
 
 def check(made: Made) -> None:
-    """Many rows run on Hopper's tensor cores, which multiply codes in float16; nothing that reads for all spills."""
+    """Many rows run on Hopper's tensor cores; kernels spill few registers, and those of dense decodes none."""
     many = made.name in ("prefill_kernel", "prefix_kernel") or made.constants.get("M", 0) >= 64
-    assert not many or made.options["target"].arch < 90 or "wgmma" in made.ptx and "f32.f16.f16" in made.ptx, made
-    assert made.name not in ("decode_kernel", "prefix_kernel", "shared_kernel") or made.stack == 0, (made.stack, made)
+    assert not many or made.options["target"].arch < 90 or "wgmma" in made.ptx, made
+    assert made.name not in ("decode_kernel", "prefix_kernel") or made.stack == 0, (made.stack, made)
+    assert made.stack <= 64, (made.stack, made)
 
 
 def launch_heads(cache: torch.dtype, tokens: int) -> None:

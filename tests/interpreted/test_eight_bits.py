@@ -34,7 +34,7 @@ from quire.kernels.heads import triton as heads
 from quire.kernels.latent import triton as latent
 
 from .. import eight_bit_truth as truth
-from ..eight_bit_truth import DTYPES, K_SCALE, V_SCALE, near, within_one_code
+from ..eight_bit_truth import DTYPES, K_SCALE, V_SCALE, near, written
 from ..latent_steps import make, steps, weights
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
@@ -116,26 +116,28 @@ def test_latents(cache: torch.dtype, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
 @pytest.mark.parametrize("case", heads_inputs.CASES[::2], ids=str)
 def test_heads_write_codes(case: heads_inputs.Case, cache: torch.dtype) -> None:
-    """Within a code of the reference: the interpreter rounds numbers to 8 bits in another way than a GPU."""
+    """The codes of the reference."""
     qkv, norm, cos, sin, kv, slots = heads_inputs.make(case, torch.float32)
     made, wanted = (KVView(torch.zeros_like(kv.k, dtype=cache), torch.zeros_like(kv.v, dtype=cache), K_SCALE, V_SCALE)
                     for _ in range(2))  # fmt: skip
     heads.prepare(qkv, norm, 1e-6, cos, sin, made, slots)
     heads_ref.prepare(qkv, norm, 1e-6, cos, sin, wanted, slots)
-    within_one_code(made.k, wanted.k)
-    within_one_code(made.v, wanted.v)
+    written(made.k, wanted.k)
+    written(made.v, wanted.v)
 
 
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
 def test_what_is_too_large_becomes_the_largest_number(cache: torch.dtype) -> None:
-    """Of a value also what is no number, as kernels multiply whole tiles; a key that is no number stays so."""
+    """Of a value also what is no number, as kernels multiply whole tiles. A key that is no number stays so (the
+    interpreter has no NaN of the type e4m3)."""
     qkv = torch.ones(1, 4, 8)
-    qkv[0, 2, 1], qkv[0, 3, 2], qkv[0, 3, 3], qkv[0, 2, 5] = 1e6, -1e6, float("nan"), float("nan")
+    qkv[0, 2, 1], qkv[0, 3, 2], qkv[0, 3, 3], qkv[0, 2, 2] = 1e6, -1e6, float("nan"), float("nan")
     kv = KVView(*torch.zeros(2, 2, 1, 8, 8).to(cache).unbind(0))
     heads.prepare(qkv, None, 1e-6, torch.ones(1, 8), torch.zeros(1, 8), kv, torch.tensor([9]))
     most = torch.finfo(cache).max
     k, v = kv.k[1, 0, 1].float(), kv.v[1, 0, 1].float()
-    assert k[1] == most and k[5].isnan() and v[2].abs() == most and v[3] == most and v[0] == 1
+    assert k[1] == most and v[2] == -most and v[3] == most and k[0] == v[0] == 1
+    assert k[2].isnan() or cache == DTYPES[0]
 
 
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
@@ -147,8 +149,8 @@ def test_latents_are_written_as_codes(cache: torch.dtype) -> None:
                     for _ in range(2))  # fmt: skip
     for module, view in ((latent, made), (latent_ref, wanted)):
         module.prepare(q.clone(), kv, norm, 1e-6, cos, sin, view, slots)
-    within_one_code(made.latent, wanted.latent)
-    within_one_code(made.rope, wanted.rope)
+    written(made.latent, wanted.latent)
+    written(made.rope, wanted.rope)
 
 
 def test_compiles_for_hopper() -> None:

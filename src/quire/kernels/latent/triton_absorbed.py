@@ -13,7 +13,6 @@ from quire.kernels.attention.triton_tiles import (
     LOWEST,
     accumulate,
     block_ids,
-    half,
     load_queries,
     load_tile,
     rescore,
@@ -95,8 +94,6 @@ def attend_latents(
     few = tl.arange(0, RP)
     pointers = q_rope + (rows.to(tl.int64) * stride_rope + heads * stride_rope_head)[:, None] + few[None, :]
     turned = tl.load(pointers, mask=live[:, None] & (few < R)[None, :], other=0.0)
-    if latent.dtype.element_ty.primitive_bitwidth == 8:
-        plain, turned = half(plain), half(turned)
     sums = tl.zeros([M, LP], tl.float32)
     top = tl.zeros([M], tl.float32) + LOWEST
     weight = tl.zeros([M], tl.float32)
