@@ -9,7 +9,6 @@ import torch
 
 from quire.assemble.cpu import assemble_without_triton, fill
 from quire.assemble.parts import Loading, Parts, cache_scales, cache_words
-from quire.weights.cache_scales import Scales
 from quire.config.engine import EngineConfig
 from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_steps
 from quire.contracts.blocks import KVGeometry
@@ -25,6 +24,7 @@ from quire.models.plan import EnginePlan, resolve_sizing
 from quire.models.registry import kv_views
 from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
+from quire.weights.cache_scales import Scales
 from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 from quire.worker.packed import WORDS

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
 from pathlib import Path
 
 from quire.config.resolve import MemoryPlan

@@ -163,8 +163,8 @@ class AttentionCall:
         rows = plan.limit * group
         decode_kernel[(len(plan.items), kv_heads)](
             self.q, out, self.kv.k, self.kv.v, self.meta.block_tables, plan.items, plan.counters, plan.sums, plan.stats,
-            self.sinks, self.q.stride(0), out.stride(0), *self.numbers(), self._v_scale, WINDOW=self.window or 0, ROWS=rows,
-            M=max(16, _power(rows)), HEADS=kv_heads, ITEM_WORDS=ITEM_WORDS,
+            self.sinks, self.q.stride(0), out.stride(0), *self.numbers(), self._v_scale, WINDOW=self.window or 0,
+            ROWS=rows, M=max(16, _power(rows)), HEADS=kv_heads, ITEM_WORDS=ITEM_WORDS,
             PARTS=MAX_PARTS if plan.shared is None else 2 * MAX_PARTS, SHARED=plan.shared is not None,
             **self._options(config),
         )  # fmt: skip

@@ -55,8 +55,8 @@ def row_block(rows: int, half: int) -> tuple[int, int]:
 
 @jit(do_not_specialize=["rows"])
 def _heads_kernel(
-    qkv, norm, cos, sin, q, k, v, kv_slots, rows, qkv_stride, block_stride, head_stride, eps, k_inverse,
-    v_inverse, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    qkv, norm, cos, sin, q, k, v, kv_slots, rows, qkv_stride, block_stride, head_stride, eps, k_inverse, v_inverse,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate q and k heads, and write k and v to the cache. Grid (ceil(rows / ROWS),).

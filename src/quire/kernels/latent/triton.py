@@ -57,8 +57,8 @@ def prepare(
         inverse = 1.0 / cache.scale if is_coded(latent) else None
         _prepare_kernel[(tokens, 1 + -(-heads // TURNED))](
             q, kv, norm, cos, sin, latent, rope, kv_slots, q.stride(0), kv.stride(0), latent.stride(0), rope.stride(0),
-            eps, inverse, heads, width, turned // 2, _power(turned // 2), dim, _power(dim), cache.block_size, TURNED, in_pdl,
-            num_warps=2, **pdl.options(in_pdl),
+            eps, inverse, heads, width, turned // 2, _power(turned // 2), dim, _power(dim), cache.block_size, TURNED,
+            in_pdl, num_warps=2, **pdl.options(in_pdl),
         )  # fmt: skip
     return q
 

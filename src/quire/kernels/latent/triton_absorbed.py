@@ -25,10 +25,10 @@ from quire.kernels.triton_runtime import jit, tl
 @jit
 def absorbed_kernel(
     q_latent, q_rope, out, latent, rope, table, records, sums_at, stats_at, stride_latent, stride_rope,
-    stride_rope_head, latent_block, rope_block, stride_table, scale, v_scale, DECODES: tl.constexpr, EXACT: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    stride_rope_head, latent_block, rope_block, stride_table, scale, v_scale, DECODES: tl.constexpr,
+    EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
+    WORDS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of an item or a tile for a group of heads. Grid (records * HEADS,).
 
