@@ -154,7 +154,7 @@ def test_latents_are_written_as_codes(cache: torch.dtype) -> None:
 
 
 def test_compiles_for_hopper() -> None:
-    """With the sizes of production, in a process whose kernels are not interpreted; e5m2 also for sm_80."""
+    """With the sizes of production, in a process whose kernels are not interpreted."""
     program = os.path.join(os.path.dirname(__file__), "compile_eight_bits.py")
     done = subprocess.run([sys.executable, program], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True,
                           text=True, check=False)  # fmt: skip

@@ -10,7 +10,7 @@ NEEDS: Mapping[str, str] = {
     "triton": "quire.kernels.triton_runtime:missing",
     "hopper": "quire.kernels.triton_runtime:missing_hopper",
     "scaled products": "quire.kernels.linear.scaled:unsupported",
-    "e4m3": "quire.kernels.triton_runtime:missing_e4m3",
+    "8-bit numbers": "quire.kernels.triton_runtime:missing_eight_bits",
     "native": "quire.kernels.native.library:missing",
     "native AMX": "quire.kernels.native.library:missing_amx",
     "packed linears": "quire.kernels.linear.cpu:missing",
@@ -43,7 +43,8 @@ class Support:
 _WHOLE = frozenset({"float32", "bfloat16"})
 _ALL = _WHOLE | {"float16"}
 _SCORES = frozenset({"window", "soft_cap", "sinks"})
-_E4M3, _E5M2 = frozenset({"e4m3 cache"}), frozenset({"e5m2 cache"})
+_CACHES = frozenset({"e4m3 cache", "e5m2 cache"})
+_NEW: Mapping[str, frozenset[str]] = {"8-bit numbers": _CACHES}
 REFERENCE = Support(devices=frozenset({"cpu", "cuda"}), dtypes=_ALL)
 TRITON = Support(devices=frozenset({"cuda"}), dtypes=_ALL, needs=("triton",))
 PLAIN = Support(devices=frozenset({"cpu"}), dtypes=_WHOLE)
@@ -53,14 +54,13 @@ _PLAIN = frozenset({UNQUANTIZED})
 _QUANTIZED = frozenset({*KINDS, "ue8m0"})
 _EIGHT_BITS = frozenset({"fp8 block", "fp8 channel", "int8", "ue8m0"})
 _STACKED = _PLAIN | {"in place"}  # unquantized experts as they are stored
-_CACHES = _E4M3 | _E5M2
 _SMALL: Mapping[str, Support] = {"triton": TRITON, "native": NATIVE, "cpu": PLAIN, "ref": REFERENCE}
 
 # Operation -> its implementations, best first. The last one is always the reference, which has no needs.
 SUPPORTS: dict[str, Mapping[str, Support]] = {
     "norm": _SMALL,
     "heads": {
-        "triton": replace(TRITON, features=_E5M2, extra={"e4m3": _E4M3}),
+        "triton": replace(TRITON, extra=_NEW),
         "native": NATIVE,
         "cpu": replace(PLAIN, features=_CACHES),
         "ref": replace(REFERENCE, features=_CACHES),
@@ -81,7 +81,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "attention": {
         "hopper": replace(HOPPER, features=_SCORES | {"rows"}, max_head_dim=128),
-        "triton": replace(TRITON, features=_SCORES | _E5M2 | {"rows"}, extra={"e4m3": _E4M3}, max_head_dim=256),
+        "triton": replace(TRITON, features=_SCORES | {"rows"}, extra=_NEW, max_head_dim=256),
         "native": replace(NATIVE, features=frozenset({"recording"}), max_head_dim=512,
                           needs=("flash attention", "native")),
         "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),
@@ -89,7 +89,7 @@ SUPPORTS: dict[str, Mapping[str, Support]] = {
     },
     "latent": {
         "hopper": replace(HOPPER, dtypes=frozenset({"bfloat16"}), features=_CACHES),
-        "triton": replace(TRITON, features=_E5M2, extra={"e4m3": _E4M3}),
+        "triton": replace(TRITON, extra=_NEW),
         "cpu": replace(PLAIN, features=_CACHES, needs=("flash attention",)),
         "ref": replace(REFERENCE, features=_CACHES),
     },

@@ -64,12 +64,12 @@ def missing() -> str:
     return ""
 
 
-def missing_e4m3() -> str:
-    """Return the reason why Triton kernels cannot convert numbers of the type e4m3 in this process, or ""."""
+def missing_eight_bits() -> str:
+    """Return the reason why Triton kernels cannot convert 8-bit floating-point numbers in this process, or ""."""
     if (why := missing()) or INTERPRETED:
         return why
     major, minor = torch.cuda.get_device_capability()
-    return "" if (major, minor) >= (8, 9) else f"e4m3 needs compute capability 8.9, this GPU has {major}.{minor}"
+    return "" if (major, minor) >= (8, 9) else f"8-bit numbers need compute capability 8.9, this GPU has {major}.{minor}"
 
 
 def missing_hopper() -> str:

@@ -166,7 +166,7 @@ def _check_cache(asked: str, kernels: Sequence[Choice], forced: Mapping[str, str
         if choice.name == "ref" and choice.op in ("heads", "attention", "latent") and choice.op not in forced:
             why = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected if name == "triton")
             raise ConfigError(f"kv_cache_dtype={asked}: {choice.op} has no kernel for it on this GPU ({why}): "
-                              "use --kv-cache-dtype fp8_e5m2, or the type of the computation (bfloat16).")
+                              "set --kv-cache-dtype to the type of the computation.")
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:

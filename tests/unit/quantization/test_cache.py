@@ -28,7 +28,8 @@ TEXT = "The quire is a stack of folded pages. In 1455 about"
 
 @pytest.mark.parametrize(("asked", "quantization", "dtype", "scaled", "noted"), [
     ("auto", {}, "bfloat16", False, False), ("auto", {"kv_cache_scheme": FP8}, E4M3, True, False),
-    ("auto", {"kv_cache_scheme": "static"}, E4M3, True, False), ("auto", {"kv_cache_quant_algo": "FP8"}, E4M3, True, False),
+    ("auto", {"kv_cache_scheme": "static"}, E4M3, True, False),
+    ("auto", {"kv_cache_quant_algo": "FP8"}, E4M3, True, False),
     ("auto", {"kv_cache_quant_algo": "NVFP4"}, "bfloat16", False, True),
     ("auto", {"kv_cache_scheme": numbers(8, "int", "tensor")}, "bfloat16", False, True),
     ("auto", {"kv_cache_scheme": numbers(8, "float", "attn_head")}, "bfloat16", False, True),
@@ -64,16 +65,17 @@ def test_a_checkpoint_may_quantize_the_cache_alone(tmp_path: Path) -> None:
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, scales: dict[str, torch.Tensor], quantization: dict[str, Any] | None = ALONE) -> ModelArgs:
+def write(folder: Path, scales: dict[str, torch.Tensor]) -> ModelArgs:
     """The bundled model with these tensors below each `self_attn`, times 1 + layer / 8."""
     shutil.copytree(bundled_model(), folder, dirs_exist_ok=True)
     raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | ({"quantization_config": quantization} if quantization else {})))
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": ALONE}))
     stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     for layer in range(raw["num_hidden_layers"]):
-        stored |= {f"model.layers.{layer}.self_attn.{name}": (value * (1 + layer / 8)).to(value.dtype) for name, value in scales.items()}
+        stored |= {f"model.layers.{layer}.self_attn.{name}": (value * (1 + layer / 8)).to(value.dtype)
+                   for name, value in scales.items()}  # fmt: skip
     save_file(stored, folder / "model.safetensors")
     return read_checkpoint_config(folder)
 
@@ -83,7 +85,8 @@ def scale(number: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scales", [
-    {"k_scale": scale(0.5), "v_scale": scale(0.25)}, {"k_proj.k_scale": scale(0.5)[0], "v_proj.v_scale": scale(0.25)[0]},
+    {"k_scale": scale(0.5), "v_scale": scale(0.25)},
+    {"k_proj.k_scale": scale(0.5)[0], "v_proj.v_scale": scale(0.25)[0]},
     {"k_proj.output_scale": scale(0.5, torch.bfloat16), "v_proj.output_scale": scale(0.25, torch.float16)},
 ], ids=lambda scales: next(iter(scales)))  # fmt: skip
 def test_scales_by_every_name(tmp_path: Path, scales: dict[str, torch.Tensor]) -> None:
