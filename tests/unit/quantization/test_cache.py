@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.config.bundled import bundled_model
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
+from quire.config.engine import EngineConfig
 from quire.contracts.errors import ConfigError, UserError, WeightsError
+from quire.explain.describe import plan_engine
 from quire.quantization.cache import E4M3, E5M2, choose_cache
 from quire.quantization.read import find_quantization, read_quantization
 from quire.quantization.rules import rules_of
@@ -60,6 +62,19 @@ def test_a_checkpoint_may_quantize_the_cache_alone(tmp_path: Path) -> None:
     config = find_quantization(tmp_path, {}).config
     assert rules_of(config)("model.layers.0.self_attn.q_proj") is None
     assert choose_cache("auto", "float32", config).dtype == E4M3
+
+
+def test_kernels_of_an_8_bit_cache_on_gpus() -> None:
+    """On Hopper the Triton kernels, with the reason; a GPU without 8-bit numbers is refused in one line."""
+    config = EngineConfig.from_flat(kv_cache_dtype="fp8")
+    plan = plan_engine(config, described="h200").plan
+    chosen = {choice.op: choice for choice in plan.kernels}
+    assert chosen["heads"].name == chosen["attention"].name == "triton"
+    assert ("hopper", "has no e4m3 cache") in chosen["attention"].rejected
+    plain = plan_engine(EngineConfig(), described="h200").plan
+    assert {choice.name for choice in plain.kernels if choice.op == "attention"} == {"hopper"}
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8: heads has no kernel .*8\.9, this GPU has 8\.0.*: set"):
+        plan_engine(config, described="a100")
 
 
 # --- scales -----------------------------------------------------------------------------------------------------------
