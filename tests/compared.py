@@ -92,7 +92,7 @@ def runner_of(model: Model, limits: Limits = LIMITS, target: str = "cpu", num_bl
     arena = KVArena(geometry, num_blocks, CPU)
     views = kv_views(model.args, map(arena.views, range(model.args.num_layers)))
     for view in views:
-        for part in vars(view).values():
+        for part in (value for value in vars(view).values() if isinstance(value, torch.Tensor)):
             part.fill_(float("nan"))
     return make_runner(model, views, limits, CPU, target=target, forced=forced)
 

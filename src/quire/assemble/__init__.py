@@ -126,7 +126,8 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     core = _build_core(parts, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if device.device == "cpu" else ()
-    notes = (*quantization.notes, *_notes(args, dtype, parts.memory, config), *unread, *parts.notes, *unused)
+    notes = (*quantization.notes, *plan.cache.notes, *_notes(args, dtype, parts.memory, config), *unread,
+             *parts.notes, *unused)  # fmt: skip
     for note in notes:
         LOG.warning("%s", note)
     return Engine(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quire.assemble.parts import Loading, Parts
+from quire.assemble.parts import Loading, Parts, cache_scales, cache_words
 from quire.kvstore.arena import KVArena
 from quire.layers.stack import Model
 from quire.models.build import build_model
@@ -28,13 +28,14 @@ def assemble_without_triton(plan: EnginePlan, *, free_bytes: Callable[[], int], 
     free_bytes   returns the free bytes of the device's memory
     """
     plan.check_runnable()
+    scales = cache_scales(plan)
     device, num_slots = torch.device(plan.machine.device), plan.config.scheduler.sequences()
     model = build_model(plan)
     fill(model, plan, on_loading)
     end_phase("weights")
     memory = resolve_sizing(plan, free_bytes())
     arena = KVArena(memory.geometry, memory.num_blocks + 1, device)
-    views = kv_views(plan.args, map(arena.views, range(plan.args.num_layers)))
+    views = kv_views(plan.args, map(arena.views, range(plan.args.num_layers)), scales)
     limits = Limits(
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len, windows=memory.geometry.windows,
@@ -47,6 +48,7 @@ def assemble_without_triton(plan: EnginePlan, *, free_bytes: Callable[[], int], 
         executor=lambda facts: InProcessExecutor(worker.run, facts, {"describe": worker.describe}),
         depth=plan.config.device.async_depth or 1,
         memory=memory,
+        plans={"cache": cache_words(plan, scales)},
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire.assemble.cpu import assemble_without_triton, fill
-from quire.assemble.parts import Loading, Parts
+from quire.assemble.parts import Loading, Parts, cache_scales, cache_words
 from quire.config.engine import EngineConfig
 from quire.config.resolve_cuda import DeviceMemory, check_weights, no_room_for_steps
 from quire.contracts.blocks import KVGeometry
@@ -24,6 +24,7 @@ from quire.models.plan import EnginePlan, resolve_sizing
 from quire.models.registry import kv_views
 from quire.platforms.cuda import CudaFacts
 from quire.procs.launching import LaunchingExecutor
+from quire.weights.cache_scales import Scales
 from quire.worker.construct import make_runner
 from quire.worker.device_state import Limits
 from quire.worker.packed import WORDS
@@ -51,6 +52,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
         note = f"no Triton kernel can run ({why}): PyTorch's own operations do the work, without graphs, much slower."
         return replace(parts, hardware=str(facts), notes=(note,))
     cache, note = use_cache_folder()
+    scales = cache_scales(plan)
     model = build_model(plan)
     loaded = fill(model, plan, on_loading)
     end_phase("weights")
@@ -62,7 +64,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
         windows=plan.geometry.windows,
     )  # fmt: skip
     with _room_for_steps(weights, facts.free_memory, config):
-        compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits)
+        compiled, working, per_seq, per_token = _rehearse(model, plan.geometry, limits, scales)
     end_phase("kernels")
     torch.cuda.empty_cache()
     measured = DeviceMemory(
@@ -73,7 +75,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
     memory = resolve_sizing(plan, measured)
     limits = replace(limits, max_model_len=memory.max_model_len)
     with _room_for_steps(weights, facts.free_memory, config):
-        worker = _worker(model, memory.geometry, memory.num_blocks + 1, limits)
+        worker = _worker(model, memory.geometry, memory.num_blocks + 1, limits, scales)
         worker.warm_up()
     end_phase("graphs")
     return Parts(
@@ -86,7 +88,7 @@ def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
         prompt_chunk=PROMPT_CHUNK,
         hardware=str(facts),
         plans={"compiled kernels": f"{compiled} in {cache}", "weights": loaded, "memory": str(memory.budget),
-               "graphs": f"{len(worker.recorder)}"},
+               "graphs": f"{len(worker.recorder)}", "cache": cache_words(plan, scales)},
         notes=(note,) if note else (),
     )
 
@@ -100,13 +102,14 @@ def _room_for_steps(weights: int, free: int, config: EngineConfig) -> Iterator[N
         raise ConfigError(no_room_for_steps(weights, free, config)) from error
 
 
-def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits) -> StepRunner:
+def _worker(model: Model, geometry: KVGeometry, num_blocks: int, limits: Limits, scales: list[Scales]) -> StepRunner:
     arena = KVArena(geometry, num_blocks, DEVICE)
-    views = kv_views(model.args, map(arena.views, range(model.args.num_layers)))
+    views = kv_views(model.args, map(arena.views, range(model.args.num_layers)), scales)
     return make_runner(model, views, limits, DEVICE, target="cuda")
 
 
-def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, int, int, int]:
+def _rehearse(model: Model, geometry: KVGeometry, limits: Limits,
+              scales: list[Scales]) -> tuple[str, int, int, int]:
     """Compile every kernel and run the largest steps once, on a KV cache that just holds them.
 
     Returns a report of the compilation, the bytes of everything but weights and cache, and of these the bytes per slot
@@ -114,7 +117,7 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits) -> tuple[str, 
     """
     blocks = geometry.num_blocks(limits.max_tokens) + limits.num_slots + 2
     before = torch.cuda.memory_allocated(DEVICE) + blocks * geometry.page_bytes
-    worker = _worker(model, geometry, blocks, limits)
+    worker = _worker(model, geometry, blocks, limits, scales)
     tables = torch.cuda.memory_allocated(DEVICE) - before
     past = LATENT_CONTEXT if model.args.latent else 0
     plans = [_largest_step(limits, 1, past), _largest_step(limits, limits.num_slots)]

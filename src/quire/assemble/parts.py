@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from quire.config.resolve import MemoryPlan
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.layers.stack import Model
 from quire.models.plan import EnginePlan
+from quire.weights.cache_scales import Scales, read_scales
+from quire.weights.files import read_checkpoint
 from quire.worker.runner import StepRunner
 
 Loading = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -33,3 +36,20 @@ class Parts:
     hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+def cache_scales(plan: EnginePlan) -> list[Scales]:
+    """Return the scales of keys and values of each layer that the checkpoint has for an 8-bit KV cache; []: all are 1.
+
+    Raises WeightsError for scales that cannot be used.
+    """
+    if not plan.cache.scaled or plan.config.load.load_format == "dummy":
+        return []
+    return read_scales(read_checkpoint(Path(plan.folder)), plan.args)
+
+
+def cache_words(plan: EnginePlan, scales: list[Scales]) -> str:
+    """Describe the type of the KV cache and its scales; "" for a cache in the type of the computation."""
+    if not plan.cache.features:
+        return ""
+    return f"{plan.cache.dtype} ({plan.cache.reason}; {'scales of the checkpoint' if scales else 'all scales are 1'})"

@@ -76,6 +76,9 @@ class CacheConfig:
 
     block_size: int | None = option(None, "tokens per KV block (default: 32 on a CPU, 128 on a GPU)", least=1)
     kv_cache_memory_bytes: int | None = option(None, "exact size of the KV cache in bytes", least=1)
+    kv_cache_dtype: str = option("auto", "type of the KV cache; auto: of the computation, or FP8 if the checkpoint "
+                                 "says so; fp8 (fp8_e4m3) and fp8_e5m2 hold twice the tokens in the same memory",
+                                 choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES[1:]))
     gpu_memory_utilization: float = option(0.92, "share of the GPU's memory for weights, activations, CUDA graphs and "
                                            "KV cache together; no effect on a CPU")
     num_gpu_blocks_override: int | None = option(None, "exact number of KV blocks", flags=("--num-blocks",), least=1)

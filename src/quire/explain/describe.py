@@ -130,6 +130,8 @@ def _probe(gpu: Gpu | None) -> Probe:
     def probe(need: str) -> str:
         if need == "hopper" and gpu and gpu.capability[0] != 9:
             return "needs compute capability 9.0, this GPU has {}.{}".format(*gpu.capability)
+        if need == "8-bit numbers" and gpu and gpu.capability < (8, 9):
+            return "8-bit numbers need compute capability 8.9, this GPU has {}.{}".format(*gpu.capability)
         if need == "packed bfloat16":
             return missing_bf16()
         if need == "native":

@@ -43,7 +43,7 @@ def verify(
 ) -> Report:
     """Compare `model` (folder, hub id, or "" for the bundled one) with transformers.
 
-    config      engine options; dtype is forced to float32, and the device to the CPU
+    config      engine options; dtype and KV cache are forced to float32, and the device to the CPU
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer
     reference   folder that transformers reads instead of the model's own, to compare two checkpoints
     Raises ConfigError when transformers is not installed or the context is too short, and the errors of `assemble`.
@@ -53,6 +53,7 @@ def verify(
     if config.device.device not in ("auto", "cpu"):
         raise ConfigError(f"verify compares step by step on the CPU: leave out device={config.device.device}.")
     config = replace(config, model=replace(config.model, model=model, dtype="float32"),
+                     cache=replace(config.cache, kv_cache_dtype="float32"),
                      device=replace(config.device, device="cpu"))  # fmt: skip
     engine = assemble(_without_missing_tokenizer(config, model))
     try:

@@ -171,7 +171,8 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     for line in (
         "weights by device: " + ", ".join(f"{number:,} x {device} {size(count)}" + " each" * (number > 1)
                                           for (device, count), number in held.items()),
-        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['page_layers']} layers (each: {parts})",
+        f"KV cache: {size(memory['kv_bytes_per_token'])} per token in {memory['page_layers']} layers (each: {parts})"
+        + _cache_words(memory),
         f"a block of {memory['block_size']} tokens: {size(memory['block_bytes'])} per layer; a page, the block of "
         f"{memory['page_layers']} layers: {size(memory['page_bytes'])}",
     ):  # fmt: skip
@@ -186,6 +187,15 @@ def _memory(tree: Tree, memory: Plan, ranks: Sequence[Plan]) -> None:
     ):  # fmt: skip
         if line:
             _add(branch, line)
+
+
+def _cache_words(memory: Plan) -> str:
+    """Return the scales of an 8-bit KV cache and the reason for its type, in words; "" for another cache."""
+    if not memory["components"][0][3].startswith("float8"):
+        return ""
+    names = [name.rpartition("self_attn.")[2] for name in (memory["cache_scales"] or [()])[0]]
+    scales = f"scales of the checkpoint ({', '.join(dict.fromkeys(names))})" if names else "all scales are 1"
+    return f": {memory['cache_reason']}; {scales}"
 
 
 def _ranks(tree: Tree, plan: Plan) -> None:

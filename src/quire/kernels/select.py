@@ -104,10 +104,11 @@ def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
         return f"computes in {', '.join(sorted(support.dtypes))}, not in {needs.dtype}"
     if support.max_head_dim is not None and needs.head_dim > support.max_head_dim:
         return f"has heads of at most {support.max_head_dim}, not of {needs.head_dim}"
-    lacking = sorted(needs.features - support.features)
+    lacking = sorted(needs.features - support.features.union(*support.extra.values()))
     if lacking:
         return f"has no {', '.join(lacking)}"
-    return next(filter(None, map(probe, (*support.needs, *support.typed.get(needs.dtype, ())))), "")
+    more = (need for need, words in support.extra.items() if (words - support.features) & needs.features)
+    return next(filter(None, map(probe, (*support.needs, *support.typed.get(needs.dtype, ()), *more))), "")
 
 
 def runs_no(support: Support, needs: KernelNeeds) -> str:
@@ -151,13 +152,15 @@ def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe 
 
 def choose_kernels(
     device: str, dtype: str, *, ops: tuple[str, ...] = DENSE, head_dim: int = 0,
-    attention_features: frozenset[str] = frozenset(), forced: dict[str, str] | None = None, probe: Probe = here,
+    attention_features: frozenset[str] = frozenset(), cache_features: frozenset[str] = frozenset(),
+    forced: dict[str, str] | None = None, probe: Probe = here,
 ) -> tuple[Choice, ...]:  # fmt: skip
     """Choose implementations of the operations `ops` for a model.
 
     device, dtype        where and in which type the model computes
     head_dim             size of its attention heads
     attention_features   words of `quire.kernels.attention` that it needs
+    cache_features       words for the type of the KV cache, of the operations that read or write it
     forced               operation -> implementation to use
     """
     forced = forced or {}
@@ -165,8 +168,10 @@ def choose_kernels(
     if unknown:
         raise ConfigError(f"operation {unknown[0]!r} does not exist in this model (one of {', '.join(ops)}).")
     needs = KernelNeeds(device=device, dtype=dtype)
-    attention = replace(needs, features=attention_features, head_dim=head_dim)
-    return tuple(select(op, attention if op == "attention" else needs, forced.get(op), probe) for op in ops)
+    cache = replace(needs, features=cache_features)
+    attention = replace(needs, features=attention_features | cache_features, head_dim=head_dim)
+    own = {"heads": cache, "latent": cache, "attention": attention}
+    return tuple(select(op, own.get(op, needs), forced.get(op), probe) for op in ops)
 
 
 def choose_linears(needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | None = None,

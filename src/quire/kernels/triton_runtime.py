@@ -64,6 +64,16 @@ def missing() -> str:
     return ""
 
 
+def missing_eight_bits() -> str:
+    """Return the reason why Triton kernels cannot convert 8-bit floating-point numbers in this process, or ""."""
+    if (why := missing()) or INTERPRETED:
+        return why
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) >= (8, 9):
+        return ""
+    return f"8-bit numbers need compute capability 8.9, this GPU has {major}.{minor}"
+
+
 def missing_hopper() -> str:
     """Return the reason why Hopper's Gluon kernels cannot run in this process, or "". Gluon has no interpreter."""
     if why := missing():

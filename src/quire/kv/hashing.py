@@ -27,8 +27,8 @@ TENANT = "tenant"  # the domain that separates tenants; they must not learn of e
 def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry) -> bytes:
     """Return 32 bytes that are equal for two engines exactly when they can exchange blocks.
 
-    model, revision   identity of the weights;  dtype  logical dtype of the cache ("bfloat16", "float8_e4m3fn")
-    geometry          of the whole model, never of one tensor-parallel or pipeline rank
+    model, revision   identity of the weights;  dtype  of the computation ("bfloat16")
+    geometry          of the whole model, never of one tensor-parallel or pipeline rank; it has the cache's own dtype
     """
     fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size))]
     for index, group in enumerate(geometry.groups):

@@ -92,5 +92,5 @@ def _kind(value: object) -> object:
     if isinstance(value, nn.Module):
         return type(value), _kind({name: part for name, part in vars(value).items() if name != "at"})  # not its name
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value), [_kind(getattr(value, field.name)) for field in fields(value)]
+        return type(value), [_kind(getattr(value, field.name)) for field in fields(value) if field.compare]
     return value if isinstance(value, PLAIN) else id(value)

@@ -21,6 +21,7 @@ from quire.models.layout import layout
 from quire.models.registry import check_routing, kv_components, unpacked_bytes
 from quire.platforms.cpu import CpuFacts
 from quire.quantization.assign import settled, with_formats
+from quire.quantization.cache import choose_cache
 from quire.quantization.read import Quantization, find_quantization
 from quire.weights.files import Checkpoint, read_checkpoint, stored_in
 from quire.weights.folder import absent_weights, fetch_weights
@@ -76,7 +77,8 @@ def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: D
             stored = dtype.weights or dtype.dtype
             weights = unpacked_bytes(params, stored)
             check_cpu_weights(weights, free_bytes, "" if quantization else stored)
-            geometry = resolve_geometry(kv_components(args, dtype.dtype), args.num_layers, config.cache.block_size)
+            cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
+            geometry = resolve_geometry(kv_components(args, cache.dtype), args.num_layers, config.cache.block_size)
             resolve_memory(geometry, config.model, config.cache, context=args.max_position_embeddings,
                            max_num_seqs=config.scheduler.sequences(), free_bytes=free_bytes - weights)  # fmt: skip
 

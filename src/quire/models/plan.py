@@ -4,7 +4,7 @@
 and read back: no value in it belongs to a process.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
 from quire.models.registry import check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
 from quire.quantization.assign import with_formats
+from quire.quantization.cache import CacheChoice, choose_cache
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +97,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return decode
 
     @property
+    def cache(self) -> CacheChoice:
+        """The type of the KV cache and the reason for it."""
+        return choose_cache(self.config.cache.kv_cache_dtype, self.dtype.dtype, self.quantization)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters as they are loaded, before they are packed."""
         return unpacked_bytes(self.params, self.dtype.dtype)
@@ -129,13 +135,16 @@ def resolve_engine(
     rank = list(ranks(args, parallel))[number]
     params = with_formats(layout(args, rank), quantization)
     by_triton = device == "cuda" and not probe("triton")
-    geometry = rank_geometry(args, rank, dtype=dtype.dtype, device="cuda" if by_triton else "cpu",
+    cache = choose_cache(config.cache.kv_cache_dtype, dtype.dtype, quantization)
+    geometry = rank_geometry(args, rank, dtype=cache.dtype, device="cuda" if by_triton else "cpu",
                              block_size=config.cache.block_size)
     forced = dict(forced or {})
     experts = forced.pop("experts", "") if args.moe else ""
     windowed = frozenset({"window"} if any(window is not None for window in geometry.windows) else ())
     kernels = choose_kernels(device, dtype.dtype, ops=operations(args), head_dim=args.head_dim, forced=forced,
-                             attention_features=windowed, probe=probe)  # fmt: skip
+                             attention_features=windowed, cache_features=cache.features, probe=probe)  # fmt: skip
+    if by_triton and cache.features:
+        _check_cache(config.cache.kv_cache_dtype, kernels, forced)
     needs = KernelNeeds(device=device, dtype=dtype.dtype)
     schemes = [param.scheme for param in params if param.scheme and is_linear(param)]
     kernels += choose_linears(needs, schemes, forced.get("linear"), probe)
@@ -177,6 +186,15 @@ def _typed(dtype: DTypePlan, kernels: Iterable[Choice]) -> DTypePlan:
         return dtype
     why = dict(choice.rejected).get("panels", f"linear layers run {choice.name}")
     return replace(dtype, weights="", reason=f"weights are converted, because {why}")
+
+
+def _check_cache(asked: str, kernels: Sequence[Choice], forced: Mapping[str, str]) -> None:
+    """Refuse an 8-bit cache for which a GPU has the reference alone: it is far too slow."""
+    for choice in kernels:
+        if choice.name == "ref" and choice.op in ("heads", "attention", "latent") and choice.op not in forced:
+            why = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected if name == "triton")
+            raise ConfigError(f"kv_cache_dtype={asked}: {choice.op} has no kernel for it on this GPU ({why}): "
+                              "set --kv-cache-dtype to the type of the computation.")
 
 
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:

@@ -26,6 +26,7 @@ from quire.quantization.assign import decided_by, with_formats
 from quire.quantization.formats import num_bytes, raw_tensors, spare_names
 from quire.quantization.read import format_words, quantization_notes
 from quire.quantization.scheme import scheme_words
+from quire.weights.cache_scales import scale_names
 from quire.weights.files import Checkpoint, stored_in
 from quire.weights.units import ITEM_BYTES as RAW_BYTES
 
@@ -108,7 +109,7 @@ class PlanReport:
 
     def page(self, rank: Rank) -> KVGeometry:
         """Return the page of a rank's KV cache."""
-        return rank_geometry(self.plan.args, rank, dtype=self.plan.dtype.dtype, device=self.plan.machine.device,
+        return rank_geometry(self.plan.args, rank, dtype=self.plan.cache.dtype, device=self.plan.machine.device,
                              block_size=self.plan.geometry.block_size)  # fmt: skip
 
     def num_bytes(self, param: Param) -> int:
@@ -222,10 +223,19 @@ class PlanReport:
         sliced = "columns of each expert" if param.name.endswith(".down") else "rows of each expert"
         return "" if self.plan.mesh.parallel.tp == 1 else sliced if param.shard == "experts" else param.shard
 
+    @cached_property
+    def _cache_scales(self) -> list[tuple[str, str]]:
+        """Names of the stored scales of keys and values that an 8-bit cache uses, by layer; []: all are 1, or none."""
+        try:
+            return scale_names(self._stored, self.plan.args) if self.plan.cache.scaled else []
+        except WeightsError:
+            return []
+
     def _not_read(self) -> dict[str, int]:
         """Checkpoint tensors that no parameter reads -> their number; a layer behind the last one is one entry."""
         read = {part.stored for param in self.layout for raw in raw_tensors(param) for part in raw.parts}
         read |= {name for param in self.layout for name in spare_names(param)}
+        read.update(*self._cache_scales)
         layers = [f"model.layers.{self.plan.args.num_layers + i}." for i in range(self.plan.args.extra_layers)]
         found = {f"{layer}*": 0 for layer in layers}
         for name in sorted(self._stored.keys() - read):
@@ -241,6 +251,7 @@ class PlanReport:
             "rank": self.fullest, "weights": weights, "kv_bytes_per_token": page / size, "block_size": size,
             "block_bytes": page // len(group.layers), "page_bytes": page, "page_layers": len(group.layers),
             "components": [[c.name, c.num_heads, c.head_dim, c.dtype] for c in group.components],
+            "cache_reason": self.plan.cache.reason, "cache_scales": self._cache_scales,
         }  # fmt: skip
         return known | ({"refused": plan} if isinstance(plan, str) else {
             "num_blocks": plan.num_blocks, "kv_bytes": plan.kv_bytes, "num_tokens": plan.num_tokens,

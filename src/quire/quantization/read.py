@@ -81,7 +81,8 @@ def _side_file(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} holds {type(value).__name__}, not an object: download it again.")
     if "quantization" in value:  # ModelOpt
         inside = read.checked(value, "quantization", str(path), lambda value: isinstance(value, dict), "an object")
-        value = {**inside, "quant_method": "modelopt"} if inside.get("quant_algo") else {}
+        value = {**inside, "quant_method": "modelopt"} if (
+            inside.get("quant_algo") or inside.get("kv_cache_quant_algo")) else {}
     by_name = {"quantize_config.json": "gptq", "quant_config.json": "awq"}.get(path.name, "modelopt")
     return _checked({"quant_method": by_name, **value}, str(path)) if value else {}
 
@@ -106,6 +107,8 @@ def _checked(value: Mapping[str, Any], inside: str) -> dict[str, Any]:
         raise UnsupportedModel(f"{inside} asks for {method!r}, which is not implemented: {WAY_OUT}.")
     for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"):
         read.names(config, key, inside)
+    read.checked(config, "kv_cache_scheme", inside, lambda value: value is None or isinstance(value, dict | str),
+                 "an object, a word or null")  # fmt: skip
     {"compressed-tensors": _check_groups, "gptq": _check_gptq}.get(method, _check_block)(config, inside)
     return config
 
@@ -141,7 +144,7 @@ def _check_groups(config: Mapping[str, Any], inside: str) -> None:
         for pattern in (*(group.get("targets") or ()), *(config.get("ignore") or ())):
             if pattern.startswith("re:") and not _is_pattern(pattern.removeprefix("re:")):
                 raise ModelError(f"{inside}: {pattern!r} is no regular expression: correct it.")
-    if not groups:
+    if not groups and not config.get("kv_cache_scheme"):
         raise UnsupportedModel(f"{inside} has no config_groups, so its format is not known: {WAY_OUT}.")
 
 
@@ -194,9 +197,6 @@ def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
     if config.get("quant_method") == ONLINE:
         notes.append("weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
                      "channels; activations are quantized at run time.")
-    if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
-        notes.append("the checkpoint has scales for an FP8 KV cache: they are not used, the cache has the dtype of the "
-                     "computation.")
     if config.get("quant_method") == "fbgemm_fp8" and config.get("activation_scale_ub"):
         notes.append(f"activation_scale_ub={config['activation_scale_ub']} is not applied: scales of activations have "
                      "no upper bound here.")  # fmt: skip

@@ -83,7 +83,9 @@ def _unless_kept(config: Mapping[str, Any], rule: Rule) -> Rules:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Rules:
-    if (algorithm := config.get("quant_algo")) != "FP8":
+    if (algorithm := config.get("quant_algo")) is None and config.get("kv_cache_quant_algo"):
+        return lambda module: None
+    if algorithm != "FP8":
         raise refused(f"ModelOpt quant_algo={algorithm!r} is not implemented (only FP8)")
     patterns = [*(config.get("exclude_modules") or ()), *(config.get("ignore") or ())]
     rule = Rule("modelopt", Scheme(values="e4m3", block=(0, 0), inputs="tensor"))
@@ -165,7 +167,7 @@ RUN = frozenset({("e4m3", 128, "group"), *((values, 0, inputs) for values in ("e
 
 
 def _compressed(config: Mapping[str, Any]) -> Rules:
-    ignored, groups = _Names(config.get("ignore") or ()), list(config["config_groups"].values())
+    ignored, groups = _Names(config.get("ignore") or ()), list((config.get("config_groups") or {}).values())
     targets = [(_Names(group.get("targets") or ()), _group_rule(config, group)) for group in groups]
 
     def rule(module: str) -> Rule | None:

@@ -104,6 +104,7 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
     phases = ", ".join(f"{name} {each:.2f} s" for name, each in ready.phases.items())
     since = f"ready {seconds:.2f} s after the start of the process, imports included" if seconds is not None else ""
     blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
+    blocks += f"; {ready.plans['cache']}" if ready.plans.get("cache") else ""
     device = ready.plans.get("device", ready.device)
     rows = {
         "model": source if names == (model.model,) else f"{source}, served as {', '.join(names)}",

@@ -128,7 +128,8 @@ class ServedEngine:
         self.text, self.ready = text, ready
         self.front = FrontEnd.of(self.config, ready, text.tokenizer, text.eos_ids)
         self._metrics.engine_ready(num_blocks=ready.num_blocks, block_size=ready.block_size,
-                                   max_model_len=ready.max_model_len, cache_dtype=ready.dtype,
+                                   max_model_len=ready.max_model_len,
+                                   cache_dtype=(ready.plans.get("cache") or ready.dtype).partition(" ")[0],
                                    enable_prefix_caching=self.config.cache.enable_prefix_caching,
                                    core_pid=self._client.core.pid if self._client.core is not None else None)
         self.state = EngineState.READY

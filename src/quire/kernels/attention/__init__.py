@@ -14,7 +14,10 @@ that another sequence of the same step fills. Keys past a sequence's length may 
 multiply whole tiles, so there every value in the cache is finite: the kernel that writes it replaces any other value by
 the largest number.
 
-Features that an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), and
+A cache of 8-bit floating-point numbers holds codes (`eight_bits.py`): a value is its code times a scale of `KVView`.
+
+Features that an implementation may declare: window, soft_cap, sinks, rows (it takes `row_positions`), e4m3 cache, e5m2
+cache (types of 8-bit caches that it reads; of `quire.kernels.heads`: that it writes), and
 
 recording   Its calls can be recorded (kernels/native/recording.py) in a step where rows_only(meta, block_size) is
             true: no sequence has a long chunk of a prompt. retarget(address of the recording, meta, block_size,
@@ -35,11 +38,15 @@ Prompt = tuple[int, int, int, int]  # first row, end of the rows, sequence of th
 class KVView:
     """Keys and values of a layer inside the arena.
 
-    k, v   [num_blocks, Hkv, block_size, D] strided views: the stride of blocks is a page, the rest is contiguous
+    k, v               [num_blocks, Hkv, block_size, D] strided views: the stride of blocks is a page, the rest is
+                       contiguous
+    k_scale, v_scale   scales of a cache of 8-bit codes; 1 for other types
     """
 
     k: Tensor
     v: Tensor
+    k_scale: float = field(default=1.0, compare=False)
+    v_scale: float = field(default=1.0, compare=False)
 
     @property
     def block_size(self) -> int:

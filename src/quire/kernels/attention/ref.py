@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
+from quire.kernels.attention.eight_bits import encode, gather
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
     """See `quire.kernels.attention`."""
+    k, v = encode(k, kv.k_scale, kv.k.dtype), encode(v, kv.v_scale, kv.v.dtype)
     for row, slot in enumerate(kv_slots.tolist()):
         block, offset = divmod(slot, kv.block_size)
         kv.k[block, :, offset] = k[row]
@@ -29,8 +31,10 @@ def paged_attention(
     group = q.shape[1] // kv.k.shape[1]
     for s, length in enumerate(lengths):
         blocks = meta.block_tables[s, : -(-length // kv.block_size)].long()
-        keys = kv.k[blocks].transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
-        values = kv.v[blocks].transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
+        keys, values = (
+            gather(side, blocks).transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(group, dim=1) * factor
+            for side, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
+        )
         num_rows = starts[s + 1] - starts[s]
         for i in range(num_rows):
             position = length - num_rows + i

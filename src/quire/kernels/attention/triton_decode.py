@@ -14,7 +14,7 @@ from quire.kernels.triton_runtime import jit, tl
 @jit
 def decode_kernel(
     q, out, k, v, table, items, counters, sums_at, stats_at, sinks, stride_q, stride_out, stride_block, stride_head,
-    stride_token, stride_table, scale, cap, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    stride_token, stride_table, scale, cap, v_scale, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
@@ -27,6 +27,7 @@ def decode_kernel(
     items, counters     `Plan.items`, `Plan.counters`;  sums_at, stats_at  `Plan.sums`, `Plan.stats`
     sinks               [H], or None
     scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
+    v_scale             scale of the codes of an 8-bit cache, else None
     HEADS, GROUP        KV heads; query heads of a KV head
     ROWS, M             GROUP times the most rows of a sequence; padded to a power of two, at least 16
     PARTS               at least the parts of a sequence, those of a shared prefix included
@@ -55,6 +56,8 @@ def decode_kernel(
         v + head * stride_head, table, start, end, stride_block, stride_token, scale, cap,
         True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
     )  # fmt: skip
+    if v_scale is not None:
+        sums *= v_scale
     if parts + prefix_parts == 1:
         store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride_out, D, DP)
     else:

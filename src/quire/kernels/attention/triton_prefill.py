@@ -13,7 +13,7 @@ from quire.kernels.triton_runtime import jit, tl
 @jit
 def prefill_kernel(
     q, out, k, v, table, tiles, sinks, row_positions, stride_q, stride_out, stride_block, stride_head,
-    stride_token, stride_table, scale, cap, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    stride_token, stride_table, scale, cap, v_scale, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -26,6 +26,7 @@ def prefill_kernel(
     sinks               [H], or None
     row_positions       [T] int64 position of each row; None: the rows of a tile are at consecutive positions
     scale, cap, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
+    v_scale             scale of the codes of an 8-bit cache, else None
     GROUP, M            query heads of a KV head; lanes of a tile: GROUP times its rows
     """
     head = tl.program_id(1)
@@ -63,4 +64,6 @@ def prefill_kernel(
         queries, sums, top, weight, positions, k, v, table, middle, last, stride_block, stride_token, scale, cap,
         True, WINDOW, CAPPED, EXACT, SIZE, TILE, D, DP,
     )  # fmt: skip
+    if v_scale is not None:
+        sums *= v_scale
     store_outputs(out, sums, top, weight, sinks, rows, heads, live, stride_out, D, DP)

@@ -14,7 +14,7 @@ from quire.kernels.triton_runtime import tl
 @unspecialized("num_groups", "num_items", "prefix_parts")
 def prefix_kernel(
     q, k, v, table, table_rows, query_start, seq_lens, starts, members, blocks, sums_at, stats_at, num_groups,
-    num_items, prefix_parts, stride_q, stride_block, stride_head, stride_token, stride_table, scale, cap,
+    num_items, prefix_parts, stride_q, stride_block, stride_head, stride_token, stride_table, scale, cap, v_scale,
     CAPPED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -31,6 +31,7 @@ def prefix_kernel(
     num_groups, num_items      groups of sequences; items of the plan: part num_items is the first of a prefix
     prefix_parts               parts of a shared prefix
     scale, cap, CAPPED, EXACT, SIZE, TILE, D, DP   see `triton_tiles`
+    v_scale                    scale of the codes of an 8-bit cache, else None
     HEADS, GROUP               KV heads; query heads of a KV head
     ROWS, M                    lanes of a sequence: GROUP times its most rows; lanes of a tile
     WIDTH                      power of two >= num_groups
@@ -68,4 +69,6 @@ def prefix_kernel(
         stride_block, stride_token, scale, cap, SIZE % TILE != 0, 0, CAPPED, EXACT, SIZE, TILE, D, DP,
     )  # fmt: skip
     at = ((num_items + member * prefix_parts + part).to(tl.int64) * HEADS + head) * ROWS + within
+    if v_scale is not None:
+        sums *= v_scale
     store_part(sums_at, stats_at, sums, top, weight, at, live, D, DP)

@@ -34,6 +34,27 @@ def finite(values, MOST: tl.constexpr = 3.38e38):
 
 
 @jit
+def coded(numbers, inverse, DTYPE: tl.constexpr):
+    """Return the codes of an 8-bit cache (see `eight_bits.py`). `inverse`: 1 / scale."""
+    most: tl.constexpr = 448.0 if DTYPE == tl.float8e4nv else 57344.0
+    bound = tl.full(numbers.shape, most, tl.float32)
+    wide = numbers.to(tl.float32) * inverse
+    return tl.clamp(wide, -bound, bound, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
+@jit
+def half(queries):
+    """Return queries in float16 for the product with 8-bit keys, which are exact in float16; float32 stays.
+
+    bfloat16 is exact in float16 between 6e-5 and 65504.
+    """
+    if queries.dtype == tl.bfloat16:
+        most = tl.full(queries.shape, 65504.0, tl.float32)
+        queries = tl.clamp(queries.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return queries
+
+
+@jit
 def block_ids(table, start, end, SIZE: tl.constexpr, TILE: tl.constexpr):
     """Return the block of the tile that begins at token `start`: one id, or [TILE] ids if tiles do not divide blocks.
 
@@ -121,11 +142,13 @@ def attend(
 
     Other arguments: see `load_tile`, `rescore` and the top of this file.
     """
+    if k.dtype.element_ty.primitive_bitwidth == 8:
+        q = half(q)
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):
         upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
-        keys = load_tile(k, ids, at, end, stride_block, stride_token, False, SIZE, TILE, D, DP)
-        values = load_tile(v, ids, at, end, stride_block, stride_token, MASKED, SIZE, TILE, D, DP)
+        keys = load_tile(k, ids, at, end, stride_block, stride_token, False, SIZE, TILE, D, DP).to(q.dtype)
+        values = load_tile(v, ids, at, end, stride_block, stride_token, MASKED, SIZE, TILE, D, DP).to(q.dtype)
         scores = tl.dot(q, tl.trans(keys), input_precision=EXACT)
         scores, rest = rescore(scores, positions, at, scale, cap, MASKED, WINDOW, CAPPED, TILE)
         sums, top, weight = accumulate(scores, rest, values, sums, top, weight, EXACT)

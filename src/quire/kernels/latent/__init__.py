@@ -21,7 +21,7 @@ expanded(q [T, H, P + R], kv_up [H, P + V, L], cache, meta, scale, out [T, H, V]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -34,10 +34,12 @@ class LatentView:
 
     latent   [num_blocks, 1, block_size, L]
     rope     [num_blocks, 1, block_size, R] rotated keys
+    scale    of both, in a cache of 8-bit codes; 1 for other types
     """
 
     latent: Tensor
     rope: Tensor
+    scale: float = field(default=1.0, compare=False)
 
     @property
     def block_size(self) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, Prompt
 from quire.kernels.attention.cpu import write_kv
+from quire.kernels.attention.eight_bits import gather
 from quire.kernels.latent import LatentView, sequences
 from quire.kernels.norm.ref import rms_norm
 from quire.kernels.rope.ref import apply_rope
@@ -18,7 +19,8 @@ def prepare(
     """See `quire.kernels.latent`."""
     latent, turned = kv[:, None].split([len(norm), cos.shape[1]], dim=2)
     q[..., -cos.shape[1] :] = apply_rope(q[..., -cos.shape[1] :], cos, sin)
-    write_kv(rms_norm(latent, norm, eps), apply_rope(turned, cos, sin), KVView(cache.latent, cache.rope), kv_slots)
+    view = KVView(cache.latent, cache.rope, cache.scale, cache.scale)
+    write_kv(rms_norm(latent, norm, eps), apply_rope(turned, cos, sin), view, kv_slots)
     return q
 
 
@@ -56,7 +58,8 @@ def _contexts(
     for first, last, s, past in prompts:
         length, row = past + last - first, s if meta.table_rows is None else meta.table_rows[s]
         blocks = meta.block_tables[row, : -(-length // cache.block_size)].long()
-        latent, rope = (side[blocks].flatten(0, 2)[:length].float() for side in (cache.latent, cache.rope))
+        latent, rope = (gather(side, blocks).flatten(0, 2)[:length].float() * cache.scale
+                        for side in (cache.latent, cache.rope))  # fmt: skip
         yield first, last, latent, rope
 
 

@@ -25,10 +25,10 @@ from quire.kernels.triton_runtime import jit, tl
 @jit
 def absorbed_kernel(
     q_latent, q_rope, out, latent, rope, table, records, sums_at, stats_at, stride_latent, stride_rope,
-    stride_rope_head, latent_block, rope_block, stride_table, scale, DECODES: tl.constexpr, EXACT: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, WORDS: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    stride_rope_head, latent_block, rope_block, stride_table, scale, v_scale, DECODES: tl.constexpr,
+    EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
+    WORDS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of an item or a tile for a group of heads. Grid (records * HEADS,).
 
@@ -41,6 +41,7 @@ def absorbed_kernel(
     records, WORDS             `Plan.items` if DECODES, else `Plan.tiles`; words of a record
     sums_at, stats_at          `Plan.sums`, `Plan.stats`, outputs for sequences with several parts
     scale, EXACT               scale * log2(e); precision of float32 products
+    v_scale                    scale of the codes of an 8-bit cache, else None
     SIZE, TILE                 tokens of a block; of a tile of keys
     L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
     HEADS, GROUP               groups of heads; heads of a group (of a program)
@@ -69,6 +70,8 @@ def absorbed_kernel(
         q_latent, q_rope, rows, heads, live, position + lane // GROUP, latent, rope, table, start, end, stride_latent,
         stride_rope, stride_rope_head, latent_block, rope_block, scale, True, EXACT, SIZE, TILE, L, LP, R, RP, M,
     )  # fmt: skip
+    if v_scale is not None:
+        sums *= v_scale
     if parts == 1:
         store_outputs(out, sums, top, weight, None, rows, heads, live, stride_latent, L, LP)
     else:
@@ -97,8 +100,8 @@ def attend_latents(
     ids = block_ids(table, start, end, SIZE, TILE)
     for at in tl.range(start, end, TILE):
         upcoming = block_ids(table, at + TILE, end, SIZE, TILE)
-        keys = load_tile(latent, ids, at, end, latent_block, L, MASKED, SIZE, TILE, L, LP)
-        short = load_tile(rope, ids, at, end, rope_block, R, MASKED, SIZE, TILE, R, RP)
+        keys = load_tile(latent, ids, at, end, latent_block, L, MASKED, SIZE, TILE, L, LP).to(plain.dtype)
+        short = load_tile(rope, ids, at, end, rope_block, R, MASKED, SIZE, TILE, R, RP).to(plain.dtype)
         scores = tl.dot(turned, tl.trans(short), input_precision=EXACT)
         scores = tl.dot(plain, tl.trans(keys), scores, input_precision=EXACT)
         scores, rest = rescore(scores, positions, at, scale, 0.0, MASKED, 0, False, TILE)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta
+from quire.kernels.attention.eight_bits import is_coded
 from quire.kernels.attention.triton_plan import TILE_WORDS
 from quire.kernels.attention.triton_tiles import LOWEST, accumulate, finite, load_queries, load_tile, rescore
 from quire.kernels.latent import LatentView
@@ -75,15 +76,25 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
 def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the expanded keys and values [n, H (P + V)] of a piece, and its rotated keys [n, R]."""
     latents, ropes = (_gather(side, blocks, offsets) for side in (cache.latent, cache.rope))
+    if is_coded(cache.latent):
+        latents, ropes = (side.to(kv_up.dtype).mul_(cache.scale) for side in (latents, ropes))
     return F.linear(latents, kv_up.flatten(0, 1)), ropes
 
 
 def _gather(side: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
     """Gather tokens of a cache. If a page is a whole number of rows, one index is used: two are much slower in PyTorch.
     """
+    if is_coded(side):
+        wide = torch.int64 if _divides(side, 8) else torch.uint8
+        return _gather(side.view(wide), blocks, offsets).view(side.dtype)
     (count, _, size, width), (step, rest) = side.shape, divmod(side.stride(0), side.shape[3])
     table = side.as_strided(((count - 1) * step + size, width), (width, 1))
     return side[blocks, 0, offsets] if rest else F.embedding(torch.add(offsets, blocks, alpha=step), table)
+
+
+def _divides(side: Tensor, items: int) -> bool:
+    """True where a cache can be viewed in elements of `items` of its own."""
+    return not any(number % items for number in (side.shape[3], side.storage_offset(), *side.stride()[:3]))
 
 
 @jit

@@ -16,7 +16,7 @@ from quire.kernels.triton_runtime import tl
 def shared_kernel(
     q_latent, q_rope, latent, rope, table, table_rows, query_start, seq_lens, starts, members, blocks, sums_at,
     stats_at, num_groups, num_seqs, num_items, prefix_parts, stride_latent, stride_rope, stride_rope_head,
-    latent_block, rope_block, stride_table, scale, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    latent_block, rope_block, stride_table, scale, v_scale, EXACT: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     M: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -37,6 +37,7 @@ def shared_kernel(
     num_items                  items of the plan: part num_items is the first of a prefix
     prefix_parts               parts of a shared prefix
     scale, EXACT               scale * log2(e); precision of float32 products
+    v_scale                    scale of the codes of an 8-bit cache, else None
     SIZE, TILE                 tokens of a block; of a tile of keys
     L, LP, R, RP               widths of latent and rotated key, each also padded to a power of two
     HEADS, GROUP               groups of heads; heads of a group (of a program)
@@ -79,6 +80,8 @@ def shared_kernel(
         latent, rope, table + index.to(tl.int64) * stride_table, start, end, stride_latent, stride_rope,
         stride_rope_head, latent_block, rope_block, scale, SIZE % TILE != 0, EXACT, SIZE, TILE, L, LP, R, RP, M,
     )  # fmt: skip
+    if v_scale is not None:
+        sums *= v_scale
     # Each member has its own place, so its dead lanes may be written, too: `live` needs no register up to here.
     at = ((num_items + first * prefix_parts + part).to(tl.int64) * HEADS + head) * ROWS + lane
     at += (lane // ROWS).to(tl.int64) * ((prefix_parts * HEADS - 1) * ROWS)
