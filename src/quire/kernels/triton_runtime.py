@@ -69,7 +69,8 @@ def missing_eight_bits() -> str:
     if (why := missing()) or INTERPRETED:
         return why
     major, minor = torch.cuda.get_device_capability()
-    return "" if (major, minor) >= (8, 9) else f"8-bit numbers need compute capability 8.9, this GPU has {major}.{minor}"
+    enough = (major, minor) >= (8, 9)
+    return "" if enough else f"8-bit numbers need compute capability 8.9, this GPU has {major}.{minor}"
 
 
 def missing_hopper() -> str:
