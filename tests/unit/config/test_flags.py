@@ -92,7 +92,7 @@ def _fields() -> list[tuple[dataclasses.Field, str]]:
 def test_every_flag_reaches_its_option(flag: str) -> None:
     """Whatever the type of a field, its flag parses to a value of that type."""
     texts = {"--dtype": "half", "--load-format": "dummy", "--load-device": "cpu", "--weights-load-device": "cpu",
-             "--routing": "uniform", "--scheduling-policy": "priority", "--device": "cpu",
+             "--routing": "uniform", "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
              "--override-pooler-config": '{"pooling_type": "MEAN"}'}
     boolean = f"--no-{flag[2:]}" in FLAGS
