@@ -18,7 +18,7 @@ from quire.explain.parity import verify
 from quire.kernels.linear import quantized_ref
 from quire.quantization.pack.linear import moved
 from quire.quantization.pack.matrix import QuantizedMatrix
-from quire.quantization.pack.online import quantized
+from quire.quantization.pack.nearest import quantized
 
 from ...filled_models import sliced
 from ...tiny_models import Tiny, random_model
