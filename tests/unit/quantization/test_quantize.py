@@ -21,6 +21,7 @@ from quire.entry.cli.main import main
 from quire.models.quantize import Recipe, quantize_checkpoint
 from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.weights import write
+from quire.weights.files import ITEM_BYTES, read_header
 
 from ...quantized_checkpoints import AWQ_PLACES, QUANTIZED
 from .test_formats import MODELS, check, loaded, written
@@ -151,6 +152,25 @@ def test_transformers_reads_the_same(tmp_path: Path, scheme: str) -> None:
             assert torch.equal(read[name].float(), weight.float()), name
 
 
+@pytest.mark.parametrize("scheme", STEPS)
+def test_values_are_rounded_for_the_stored_scale(plain: Callable[[str], Path], tmp_path: Path, scheme: str) -> None:
+    quantize_checkpoint(plain("qwen3"), tmp_path / "out", recipe(scheme))
+    stored, weight = stored_in(tmp_path / "out"), stored_in(plain("qwen3"))[f"{UP}.weight"].float()
+    name = next(f"{UP}.{name}" for name in ("weight_scale_inv", "weight_scale", "scales") if f"{UP}.{name}" in stored)
+    scale = stored[name].float().t() if scheme == "awq-int4" else stored[name].float()
+    high, wide = (128, 128) if scheme == "fp8-block" else (1, -(-160 // scale.shape[1]))
+    scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:512, :160]
+    if scheme.startswith("fp8"):
+        values = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    else:
+        zero = torch.tensor({"w8a16": 128, "w4a16": 8}.get(scheme, 0))
+        if scheme == "awq-int4":
+            zero = torch.from_numpy(bits(stored[f"{UP}.qzeros"], 1, 4, AWQ_PLACES)).t().repeat_interleave(32, 1)
+        low, high = {"w8a8-int8": (-128, 127), "w8a16": (0, 255)}.get(scheme, (0, 15))
+        values = ((weight / scale).round() + zero).clamp(low, high) - zero
+    assert torch.equal(means(scheme, stored, UP), values * scale)
+
+
 def test_a_head_of_its_own(plain: Callable[[str], Path], tmp_path: Path) -> None:
     """A tied head becomes a tensor, of the same scheme or another one of compressed-tensors."""
     tied = tmp_path / "tied"
@@ -228,6 +248,7 @@ def test_files_and_shards(plain: Callable[[str], Path], tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = {}
     for name in made.files:
+        assert all(one.offset % ITEM_BYTES[one.dtype] == 0 for one in read_header(out / name))
         with safe_open(out / name, "pt") as file:
             found |= dict.fromkeys(file.keys(), name)
             assert all(len(file.get_slice(key)[:1]) for key in file.keys())
