@@ -40,7 +40,8 @@ class Changed:
 def changed_parameters(model: Decoder, folder: Path) -> tuple[Changed, ...]:
     """Return every checkpoint tensor in `folder` that is not bit for bit equal to the tensor in the packed `model`.
 
-    A tensor that the folder does not have counts as changed.
+    A tensor that the folder does not have counts as changed. Matrices that are packed quantized are left out: their
+    layouts cannot be unpacked.
     """
     from safetensors import safe_open
 
@@ -65,17 +66,19 @@ def _compare(name: str, ours: Tensor, read: Callable[[], Tensor] | None) -> Chan
 def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, float32 tensor) of every part of every parameter, from the packed model.
 
-    Norms of heads are [H, D], one row for each head.
+    Norms of heads are [H, D], one row for each head. Matrices that are packed quantized are left out.
     """
     for param in model.layout:
+        if param.scheme is not None:
+            continue
         rows, first = _packed(model.get_submodule(param.module), param.name.rpartition(".")[2]), 0
         for part in param.parts:
             own = rows if len(param.parts) == 1 else rows[first : first + part.rows]
             first += part.rows
-            yield part.stored, _unordered(own, part.order, param.module.endswith("head_norm"))
+            yield part.stored, unordered(own, part.order, param.module.endswith("head_norm"))
 
 
-def _unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
+def unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
     """Return rows (of a norm of heads: the numbers in each row) in the order of the checkpoint."""
     if not order:
         return rows

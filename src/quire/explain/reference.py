@@ -64,7 +64,8 @@ def load(folder: Path) -> Any:
 
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+            local_files_only=True, trust_remote_code=False,
         ).eval()
     except Exception as error:  # of transformers, safetensors, or whatever else reads a file there
         detail = (str(error).splitlines() or [""])[0]

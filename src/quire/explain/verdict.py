@@ -69,6 +69,7 @@ class Report:
     ours      greedy tokens;  theirs  the reference's choices after the same tokens, equal up to the first difference
     margin    lead of the reference's token at the first difference (logits); 0 without a difference
     scale     largest logit of the reference
+    quantized   schemes of quantized matrices, in words; "": there are none;  rounds  activations are quantized
     """
 
     model: str
@@ -80,6 +81,8 @@ class Report:
     theirs: tuple[int, ...]
     margin: float
     scale: float
+    quantized: str = ""
+    rounds: bool = False
 
     @property
     def first_divergent(self) -> tuple[str, str] | None:
@@ -94,8 +97,11 @@ class Report:
 
     @property
     def tied(self) -> bool:
-        """True when no token differs, or rounding decides: the lead at the first difference is at most TIE."""
-        return self.first_token is None or self.margin <= TIE * self.scale
+        """True when no token differs, or rounding decides: the lead at the first difference is at most TIE.
+
+        Where activations are quantized, a rounding may turn many of their values, so tokens decide nothing.
+        """
+        return self.rounds or self.first_token is None or self.margin <= TIE * self.scale
 
     @property
     def ok(self) -> bool:
@@ -114,6 +120,10 @@ class Report:
             "",
             f"{'stage'.ljust(width)}   so far      own  of step",
         ]
+        if self.quantized:
+            how = ("and quantizes activations by the same rules, so a tiny difference may grow where both compute alone"
+                   if self.rounds else "and leaves activations as they are")  # fmt: skip
+            lines[3:3] = [f"Weights: {self.quantized}.", f"The reference has them dequantized in float32, {how}."]
         first = self.first_divergent
         for stage in self.stages:
             shown = stage.first_divergent or stage.worst
@@ -141,6 +151,10 @@ class Report:
 
     def _verdict(self) -> Iterator[str]:
         first = self.first_divergent
+        if self.ok and self.quantized:
+            yield ("equal: every step within its bound, every product that of the dequantized weights, every parameter "
+                   "that is not quantized bit for bit the checkpoint's.")
+            return
         if self.ok:
             yield "equal: every step within the rounding of float32, every parameter bit for bit the checkpoint's."
             return

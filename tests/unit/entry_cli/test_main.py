@@ -21,8 +21,8 @@ SOURCE = Path(__file__).resolve().parents[3] / "src"
 
 
 def test_the_commands_are_these() -> None:
-    assert list(COMMANDS) == ["serve", "chat", "complete", "run-batch", "bench", "weights", "explain", "verify",
-                              "trace", "doctor", "completion"]
+    assert list(COMMANDS) == ["serve", "chat", "complete", "run-batch", "bench", "weights", "quantize", "explain",
+                              "verify", "trace", "doctor", "completion"]
 
 
 @pytest.mark.parametrize("flag", ["--version", "-v", "-V"])

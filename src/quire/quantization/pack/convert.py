@@ -14,7 +14,7 @@ from quire.contracts.params import Param, Part
 from quire.quantization.formats import FORMATS
 from quire.quantization.kfirst import AWQ, GPTQ, GPTQ_V2
 from quire.quantization.pack.matrix import MIDDLE, QuantizedMatrix, Room, Weight, dequantize, torch_room
-from quire.quantization.pack.online import quantized
+from quire.quantization.pack.nearest import quantized
 from quire.quantization.pack.words import WORD, fill_awq, fill_rows, permute, spread
 from quire.quantization.rows import PACKED
 from quire.quantization.slices import packed_scheme
