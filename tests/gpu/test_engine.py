@@ -120,7 +120,7 @@ def qwen3(oracle: Callable[[str], Oracle]) -> Iterator[LLM]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_held(request: pytest.FixtureRequest) -> Iterator[None]:
+def empty_engines(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins with an empty prefix cache; afterwards no request may hold anything."""
     engines = [request.getfixturevalue(name) for name in ("bundled", "qwen3") if name in request.fixturenames]
     for llm in engines:

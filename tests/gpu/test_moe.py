@@ -33,7 +33,7 @@ Layers = list[tuple[MoE, RMSNorm]]
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["alone", "dependent"])
-def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def launch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without and with programmatic dependent launch."""
     monkeypatch.setattr(pdl, "ENABLED", request.param)
     with torch.inference_mode():
