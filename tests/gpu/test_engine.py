@@ -19,7 +19,7 @@ from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.config.bundled import bundled_model
 from quire.worker.graphs import Graphs
 
-from ..tiny_models import EXPERTS, VOCAB, Oracle, Recorder, Tiny, generate, make_oracle, mixed_prompts, quieten
+from ..support.tiny_models import EXPERTS, VOCAB, Oracle, Recorder, Tiny, generate, make_oracle, mixed_prompts, quieten
 
 DEVICE = "cuda"
 NUM_TOKENS = 64

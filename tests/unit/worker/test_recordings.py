@@ -19,7 +19,7 @@ from quire.weights.dummy import load_dummy
 from quire.worker import recordings
 from quire.worker.recordings import LayerRecordings, not_recordable
 
-from ...filled_models import built
+from ...support.filled_models import built
 
 BLOCK, HEADS, DIM, HIDDEN, BLOCKS = 16, 2, 32, 64, 200
 AMX = missing_amx()
