@@ -9,7 +9,7 @@ import torch
 
 from quire import LLM, SamplingParams
 
-from ..tiny_models import Oracle, Recorder, Tiny, make_oracle, mixed_prompts
+from ..support.tiny_models import Oracle, Recorder, Tiny, make_oracle, mixed_prompts
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ from quire.entry.http.listener import HttpListener
 from quire.observe.metrics import Metrics
 from quire.procs.messages import CoreStart
 
-from ..core_thread import CoreThread
+from ..support.core_thread import CoreThread
 from .serving import PATIENCE, Server
 
 

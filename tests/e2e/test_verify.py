@@ -29,7 +29,7 @@ from quire.models.layout import layout
 from quire.weights.load import load_weights
 from quire.weights.units import load_units
 
-from ..tiny_models import EXPERTS, random_model
+from ..support.tiny_models import EXPERTS, random_model
 
 CONFIG = EngineConfig.from_flat(num_threads=1, use_tqdm_on_load=False, kv_cache_memory_bytes=1 << 24)
 HALVES = [f"layer {layer} {half}" for layer in range(3) for half in ("attention", "feed-forward")]

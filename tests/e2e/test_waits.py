@@ -288,7 +288,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Engine]:
+def small_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Engine]:
     """Makes an engine at depth 2 on a random model, with few blocks and a small budget."""
     monkeypatch.setattr(dummy, "SCALE", 0.3)  # flat logits, and yet no two alike: ties are sorted, with reads of it
     sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=16)
@@ -325,7 +325,7 @@ def run(engine: Engine, waiting: Sequence[NewRequest], during: Callable[[], None
 
 
 @pytest.mark.parametrize("attention", ["native", "cpu"])
-def test_reads_of_a_step(attention: str, small: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_of_a_step(attention: str, small_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the worker's thread: exactly the table's reads before the result, and the result's own."""
     steps: list[tuple[Step, Reads]] = []
     slots, whole = Slots(attention), StepRunner.run
@@ -340,7 +340,7 @@ def test_reads_of_a_step(attention: str, small: Callable[[], Engine], monkeypatc
     monkeypatch.setattr(StepRunner, "run", watched)
     able = SUPPORTS["attention"]
     monkeypatch.setitem(SUPPORTS, "attention", {name: able[name] for name in (attention, "ref")})
-    engine = small()
+    engine = small_engine()
     if engine.kernels.attention.__name__.rpartition(".")[2] != attention:
         pytest.skip(f"no {attention} attention on this machine")
     assert run(engine, requests(60), lambda: None) == 60
@@ -357,11 +357,11 @@ def test_reads_of_a_step(attention: str, small: Callable[[], Engine], monkeypatc
     assert min(seen.values()) > 10, f"some of the table was hardly used: {seen}"
 
 
-def test_waits_of_a_step(small: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_of_a_step(small_engine: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the engine's thread: one wait for each step that is confirmed, inside `collect`."""
     real = threading.Lock
     monkeypatch.setattr(threading, "Lock", lambda: Lock(real()))
-    engine = small()
+    engine = small_engine()
     core, executor = engine.core, engine.core.executor
     step = core.step
     calls: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.config.bundled import bundled_model
 from quire.worker.graphs import Graphs
 
-from ..tiny_models import EXPERTS, VOCAB, Oracle, Recorder, Tiny, generate, make_oracle, mixed_prompts, quieten
+from ..support.tiny_models import EXPERTS, VOCAB, Oracle, Recorder, Tiny, generate, make_oracle, mixed_prompts, quieten
 
 DEVICE = "cuda"
 NUM_TOKENS = 64
@@ -120,7 +120,7 @@ def qwen3(oracle: Callable[[str], Oracle]) -> Iterator[LLM]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_held(request: pytest.FixtureRequest) -> Iterator[None]:
+def empty_engines(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test begins with an empty prefix cache; afterwards no request may hold anything."""
     engines = [request.getfixturevalue(name) for name in ("bundled", "qwen3") if name in request.fixturenames]
     for llm in engines:

@@ -26,7 +26,7 @@ SHAPES = ((128, 8, 2048, 768), (64, 6, 2048, 1408), (8, 2, 1024, 3584), (5, 3, 2
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["alone", "dependent"])
-def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def launch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without and with programmatic dependent launch; memory is NaN until it is written."""
     monkeypatch.setattr(pdl, "ENABLED", request.param)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -6,7 +6,7 @@ import torch
 from quire.kernels.linear import scaled, weight_only, weight_only_hopper
 from quire.kernels.triton_runtime import missing_hopper
 
-from ..quantized_cases import (
+from ..support.quantized_cases import (
     CALLS,
     SCALED,
     WEIGHT_ONLY,

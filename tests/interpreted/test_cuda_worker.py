@@ -28,8 +28,8 @@ from quire.worker.graphs import Graphs
 from quire.worker.recorder import Key
 from quire.worker.runner import StepRunner
 
-from ..compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
-from ..naive_runner import NaiveRunner, agree
+from ..support.compared import LIMITS, VOCAB, ComparedRunners, compare_requests, make_model, model_args, runner_of
+from ..support.naive_runner import NaiveRunner, agree
 
 
 class Event:

@@ -32,10 +32,10 @@ from triton.runtime import interpreter
 from quire.kernels.attention import triton
 from quire.kernels.heads import triton as heads
 from quire.kernels.latent import triton as latent
+from quire.kernels.latent.inputs import make, steps, weights
 
-from .. import eight_bit_truth as truth
-from ..eight_bit_truth import DTYPES, K_SCALE, V_SCALE, near, written
-from ..latent_steps import make, steps, weights
+from ..support import eight_bit_truth as truth
+from ..support.eight_bit_truth import DTYPES, K_SCALE, V_SCALE, near, written
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3}
 EVERY = [(DTYPES[0], torch.float32), (DTYPES[0], torch.float16), (DTYPES[1], torch.float32)]

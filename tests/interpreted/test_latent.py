@@ -26,8 +26,8 @@ from quire.kernels.latent.inputs import make, steps, weights
 from quire.kernels.latent.triton_absorbed import merge_kernel
 from quire.layers.latent import split
 
-from ..compared import LIMITS, make_model, runner_of
-from ..naive_runner import NaiveRunner, agree
+from ..support.compared import LIMITS, make_model, runner_of
+from ..support.naive_runner import NaiveRunner, agree
 from ..support.triton_interpreter import allow_scalar_bounds
 from .test_cuda_worker import PLANS, StepRunner, cuda_runner, run_ahead
 

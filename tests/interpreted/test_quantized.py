@@ -19,7 +19,7 @@ from quire.kernels import triton_runtime
 from quire.kernels.linear import scaled, scaled_few, weight_only, weight_only_hopper
 from quire.kernels.quantize.triton import quantize
 
-from ..quantized_cases import (
+from ..support.quantized_cases import (
     CALLS,
     SCALED,
     WEIGHT_ONLY,

@@ -24,7 +24,7 @@ from quire.worker.sampler import Sampler
 from quire.worker.sampling_table import SamplingTable
 from quire.worker.upload import InPlaceUpload
 
-from ..ref_sampler import CPU, RefSampler
+from ..support.ref_sampler import CPU, RefSampler
 from ..support.triton_interpreter import allow_scalar_bounds
 
 if not triton_runtime.INTERPRETED:

@@ -66,7 +66,7 @@ class Jobs:
 
 
 @pytest.fixture(autouse=True)
-def no_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_idle_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle core does not wait for what is being compiled: `Jobs` would not go on meanwhile."""
     monkeypatch.setattr("quire.engine.grammar.IDLE_SECONDS", 0.0)
 

@@ -23,7 +23,7 @@ from quire.contracts.sampling import SamplerSpec
 from quire.explain.describe import plan_engine
 
 from ...e2e.in_process import running_inside
-from ...tiny_models import EXPERTS, Tiny, random_model
+from ...support.tiny_models import EXPERTS, Tiny, random_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
 NUMBERS = (("float32", None), ("bfloat16", None), ("float32", "fp8"))  # type of the computation, option quantization

@@ -14,10 +14,10 @@ from quire.kernels.heads import ref as heads_ref
 from quire.kernels.latent import LatentView, sequences
 from quire.kernels.latent import cpu as latent_cpu
 from quire.kernels.latent import ref as latent_ref
+from quire.kernels.latent.inputs import make, steps, weights
 
-from ... import eight_bit_truth as truth
-from ...eight_bit_truth import DTYPES, K_SCALE, V_SCALE
-from ...latent_steps import make, steps, weights
+from ...support import eight_bit_truth as truth
+from ...support.eight_bit_truth import DTYPES, K_SCALE, V_SCALE
 
 CASES = inputs.CASES[::2]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.config.experts import Routing, read_moe
 from quire.kernels.routing import ref, uniform
 
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.tiny_models import EXPERTS, Tiny, hf_config
 
 ROUTERS = {
     "mixtral": "MixtralTopKRouter", "qwen2_moe": "Qwen2MoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter",

@@ -23,7 +23,7 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans
 from quire.weights.units import load_units
 
-from ...filled_models import sliced
+from ...support.filled_models import sliced
 
 HEADS, HIDDEN, BLOCK = 4, 40, 8
 AT = "layers.0.attention."

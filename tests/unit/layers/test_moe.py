@@ -29,10 +29,10 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
-from ...fake_streams import fake_streams
-from ...filled_models import experts_plan
-from ...simulated_ranks import SIMULATED, owned
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.fake_streams import fake_streams
+from ...support.filled_models import experts_plan
+from ...support.simulated_ranks import SIMULATED, owned
+from ...support.tiny_models import EXPERTS, Tiny, hf_config
 
 CTX: Any = None  # the feed-forward layers read nothing of the step so far
 BLOCKS = {

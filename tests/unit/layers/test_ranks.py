@@ -16,9 +16,9 @@ from quire.models.layout import layout
 from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
-from ...filled_models import experts_plan, sliced, stored_tensors
-from ...simulated_ranks import ThreadedRanks
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.filled_models import experts_plan, sliced, stored_tensors
+from ...support.simulated_ranks import ThreadedRanks
+from ...support.tiny_models import EXPERTS, Tiny, hf_config
 
 CPU, TOKENS, BLOCK = torch.device("cpu"), 11, 8
 FAMILIES = ("llama", "qwen3", *EXPERTS)

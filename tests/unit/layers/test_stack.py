@@ -12,7 +12,7 @@ from quire.layers.context import StepContext
 from quire.layers.stack import Model, first_of_each_kind, run_layers
 from quire.weights.dummy import load_dummy
 
-from ...filled_models import built, fill, normal
+from ...support.filled_models import built, fill, normal
 
 LAYERS = 3
 

@@ -16,7 +16,7 @@ from quire.layers.stack import Model, run_layers
 from quire.models.registry import kv_components, kv_views
 from quire.weights.load import load_weights
 
-from ...filled_models import built
+from ...support.filled_models import built
 
 BASE = {
     "vocab_size": 97,

@@ -22,8 +22,8 @@ from quire.models.plan import EnginePlan
 from quire.models.report import PlanReport
 from quire.weights.dummy import load_dummy
 
-from ...filled_models import planned
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.filled_models import planned
+from ...support.tiny_models import EXPERTS, Tiny, hf_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
 NO_TORCH = """

@@ -18,7 +18,7 @@ from quire.models.build import build_model
 from quire.models.layout import layout
 from quire.models.registry import kv_components, linear_plans, operations, unpacked_bytes
 
-from ...filled_models import built, fill, planned
+from ...support.filled_models import built, fill, planned
 
 ARGS = parse_checkpoint_config(
     {

@@ -21,7 +21,7 @@ from quire.quantization.rules import rules_of
 from quire.weights.cache_scales import read_scales
 from quire.weights.files import read_checkpoint
 
-from ...quantized_checkpoints import numbers
+from ...support.quantized_checkpoints import numbers
 
 FP8 = numbers(8, "float", "tensor")
 ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FP8}

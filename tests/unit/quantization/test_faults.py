@@ -15,7 +15,7 @@ from quire.contracts.scheme import Scheme
 from quire.quantization.read import find_quantization
 from quire.quantization.slices import packed_scheme
 
-from ...quantized_checkpoints import FORMS, quantize_checkpoint
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 from .test_formats import check, loaded, written
 
 LAYER = "model.layers.0."

@@ -22,8 +22,8 @@ from quire.quantization.read import find_quantization
 from quire.weights.files import read_checkpoint
 from quire.weights.load import load_weights
 
-from ...filled_models import sliced
-from ...quantized_checkpoints import FORMS, quantize_checkpoint
+from ...support.filled_models import sliced
+from ...support.quantized_checkpoints import FORMS, quantize_checkpoint
 
 DENSE = {
     "vocab_size": 64, "hidden_size": 160, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,

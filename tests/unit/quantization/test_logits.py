@@ -18,8 +18,8 @@ from quire.quantization.assign import settled
 from quire.quantization.read import find_quantization
 from quire.weights.load import load_weights
 
-from ...filled_models import built
-from ...quantized_checkpoints import FORMS, STATIC, Form, quantize_checkpoint
+from ...support.filled_models import built
+from ...support.quantized_checkpoints import FORMS, STATIC, Form, quantize_checkpoint
 from ..models.test_against_transformers import run_paged, write_checkpoint
 from .test_formats import stored_types
 

@@ -20,8 +20,8 @@ from quire.quantization.pack.linear import moved
 from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.quantization.pack.nearest import quantized
 
-from ...filled_models import sliced
-from ...tiny_models import Tiny, random_model
+from ...support.filled_models import sliced
+from ...support.tiny_models import Tiny, random_model
 from .test_formats import loaded, numbers, written
 
 BLOCKS, CHANNELS = (Scheme(values="e4m3", block=block, inputs=inputs)

@@ -23,7 +23,7 @@ from quire.quantization.pack.matrix import QuantizedMatrix
 from quire.weights import write
 from quire.weights.files import ITEM_BYTES, read_header
 
-from ...quantized_checkpoints import AWQ_PLACES, QUANTIZED
+from ...support.quantized_checkpoints import AWQ_PLACES, QUANTIZED
 from .test_formats import MODELS, check, loaded, written
 
 # Scheme -> the half step of its rounding, as a share of the largest number that shares a scale.

@@ -11,7 +11,7 @@ from quire.contracts.scheme import Scheme
 from quire.quantization.read import FLAGS, METHODS, REFUSED, check_flag, find_quantization, format_words
 from quire.quantization.rules import HEAD, head_is_quantized, rules_of
 
-from ...quantized_checkpoints import FORMS, GPTQ, TOKEN8, compressed, numbers
+from ...support.quantized_checkpoints import FORMS, GPTQ, TOKEN8, compressed, numbers
 
 AWQ = FORMS["awq"].config
 Q, GATE = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.gate_proj"

@@ -19,7 +19,7 @@ from quire.weights.load import load_weights
 from quire.weights.tied import unread_head
 from quire.weights.unpacked import Unpacked
 
-from ...filled_models import Taken, built, stored_tensors
+from ...support.filled_models import Taken, built, stored_tensors
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -17,8 +17,8 @@ from quire.contracts.params import Part
 from quire.models.layout import layout, stored_names
 from quire.weights.load import load_weights
 
-from ...filled_models import Taken, sliced, stored_tensors
-from ...tiny_models import EXPERTS, Tiny, hf_config
+from ...support.filled_models import Taken, sliced, stored_tensors
+from ...support.tiny_models import EXPERTS, Tiny, hf_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
 CUTS = [Parallel(tp=2), Parallel(tp=4), Parallel(pp=2), Parallel(tp=2, pp=2)]

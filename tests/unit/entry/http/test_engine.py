@@ -39,7 +39,7 @@ from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs.core_client import CoreClient
 
-from ....core_thread import CoreThread
+from ....support.core_thread import CoreThread
 
 PATIENCE = 60.0
 PROMPT = [5, 6, 7]
