@@ -129,7 +129,7 @@ def test_a_written_checkpoint(plain: Callable[[str], Path], tmp_path: Path, sche
 
 @pytest.mark.parametrize("scheme", STEPS)
 def test_transformers_reads_the_same(tmp_path: Path, scheme: str) -> None:
-    """Where the packages that transformers needs are installed. It dequantizes on a CPU."""
+    """If the packages that transformers needs are installed. It dequantizes on a CPU."""
     needed = {"fp8-block": "accelerate", "awq-int4": "gptqmodel"}
     pytest.importorskip(needed.get(scheme, "compressed_tensors"))
     folder, out = tmp_path / "plain", tmp_path / "out"
