@@ -100,13 +100,14 @@ def compare(kernel: ModuleType, scheme: Scheme, call: Call, dtype: torch.dtype, 
             tolerance: float) -> None:
     """Run the call through `kernel` and compare with float64 on the same quantized activations.
 
-    Some inputs are 30 or 100 times as large as others, some rows are zeros. Raises AssertionError for an error above
-    `tolerance`, relative to the norm of the result, and when activations that are not quantized would pass, too.
+    Four inputs of 128 are 30 or 100 times as large as others (the largest alone would be exact in e4m3), some rows are
+    zeros. Raises AssertionError for an error above `tolerance`, relative to the norm of the result, and when the result
+    is as near to that of activations that are not quantized.
     """
     n = call.n << call.gated
     matrix = make_matrix(scheme, n, call.k, device)
     x = torch.randn(call.rows, call.k).to(dtype).to(device)
-    x[:, 3] *= 30 if call.gated else 100
+    x[:, torch.arange(call.k) % 128 % 37 == 3] *= 30 if call.gated else 100
     if call.rows > 2:
         x[1] = 0
     norm = torch.rand(call.k).to(dtype).to(device) + 0.5 if call.norm else None
@@ -136,7 +137,7 @@ def compare(kernel: ModuleType, scheme: Scheme, call: Call, dtype: torch.dtype, 
     assert error < tolerance, f"{float(error):.2e} {scheme} {call}"
     if scheme.inputs:
         without = (expected(normed.double()) - truth).norm() / truth.norm()
-        assert without > 2 * tolerance, f"activations that are not quantized differ by {float(without):.2e} only"
+        assert error < without / 1.5, f"{float(error):.2e}: as good as without quantization, {float(without):.2e}"
 
 
 def compare_experts(
