@@ -174,14 +174,14 @@ def test_a_quantized_checkpoint_is_planned(shared: Path) -> None:
     down = found["layers.0.attention.down.weight"]  # 1536 rows and 576, of which the last block of 128 is not full
     assert down["bytes"] == down["raw_bytes"] == (1536 + 576) * 7168 + 4 * (12 + 5) * 56
     assert down["dtype"] == "FP8 in blocks of 128 x 128, activations per token and 128 channels"
-    assert down["run"].endswith(".run") and list(down["stored"].values()) == [None] * 4
+    assert down["run"].rpartition(".")[2] in ("run", "run_norm") and list(down["stored"].values()) == [None] * 4
     assert list(down["stored"])[3] == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
     assert (down["format"], down["decided_by"], down["convert"].rpartition(".")[2]) == (
         "fp8", "quantization_config", "convert")
     up = found["layers.0.attention.kv_up.weight"]
     assert up["dtype"] == "bfloat16" and up["stored_as"] == down["dtype"] and up["bytes"] == 2 * 32768 * 512
     assert up["raw_bytes"] == 32768 * 512 + 4 * 256 * 4
-    assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.norm.triton.rms_norm", "not fused"
+    assert found["layers.0.attention_norm.weight"]["run"] == "quire.kernels.linear.scaled.run_norm", "fused"
     (linear,) = (one for one in plan["kernels"] if one["weights"])
     assert (linear["op"], linear["weights"]) == ("linear", ("fp8 block",))
     assert plan["moe"]["decode"]["quantize_at"] == "experts"

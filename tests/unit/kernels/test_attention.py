@@ -229,12 +229,12 @@ def test_the_scratch_of_many_long_chunks() -> None:
 WRONG = {
     "cache dtype": (lambda q, kv, meta: (q, KVView(kv.k.bfloat16(), kv.v.bfloat16()), meta), "bfloat16"),
     "float16": (lambda q, kv, meta: (q.half(), KVView(kv.k.half(), kv.v.half()), meta), "float16"),
-    "head dim": (lambda q, kv, meta: (q[..., :8].contiguous(), kv, meta), "the cache"),
+    "head dim": (lambda q, kv, meta: (q[..., :8].contiguous(), kv, meta), "head size"),
     "strides": (lambda q, kv, meta: (q.transpose(0, 1).contiguous().transpose(0, 1), kv, meta), "strides"),
     "tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables.long())), "int32"),
     "short tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables[:, :2])), "contexts"),
     "few tables": (lambda q, kv, meta: (q, kv, replace(meta, block_tables=meta.block_tables[:2])), "contexts"),
-    "rows": (lambda q, kv, meta: (q[:-1], kv, meta), "rows of q"),
+    "rows": (lambda q, kv, meta: (q[:-1], kv, meta), "q must have a row"),
 }
 
 
