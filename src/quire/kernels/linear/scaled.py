@@ -133,8 +133,8 @@ def _product(
         return _reference(x, packed, bias, residual, norm, eps, gated)
     rows, n = x.shape[0], packed.values.shape[0] >> gated
     y = x.new_empty(rows, n, dtype=dtype or x.dtype)
-    if residual is not None and residual.is_contiguous():
-        y = residual
+    if residual is not None:
+        y = residual = residual.contiguous()
     if not rows:
         return y
     if rows <= FEW_ROWS:

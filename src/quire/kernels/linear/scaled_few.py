@@ -30,10 +30,10 @@ class Walk:
     programs: int
 
 
-def walk_of(rows: int, n: int, k: int, gated: bool) -> Walk:
-    """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs.
+def walk_of(k: int, gated: bool) -> Walk:
+    """Return the tiling for k inputs and outputs that may be gated.
 
-    It is the best of many, measured on an H200 for the products of Qwen3 8B and 30B-A3B (docs/log.md).
+    It is near the best of many, measured on an H200 for the products of Qwen3 8B (docs/log.md).
     """
     deep = bucket(k) if k <= 8192 else 4096
     return Walk(2 if gated else 4, deep, max(1, deep // 1024 if deep > 2048 else deep // 512), 4)
@@ -52,7 +52,9 @@ def product(
     """
     rows, n, k = x.shape[0], weight.shape[0] >> gated, weight.shape[1]
     size = bucket(rows)
-    walk = walk or walk_of(size, n, k, gated)
+    walk = walk or walk_of(k, gated)
+    if x.stride(1) != 1:
+        x = x.contiguous()
     in_pdl = pdl.in_use()
     blocks = -(-n // walk.block_n)
     steps = -(-blocks // (walk.programs * multiprocessors()))

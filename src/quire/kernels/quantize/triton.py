@@ -1,4 +1,4 @@
-"""Quantization of activations on NVIDIA GPUs, alone or fused with the RMS norm or the gate before it.
+"""Quantization of activations on NVIDIA GPUs, alone or fused with the RMS norm before it.
 
 Floor: x read once, 1 byte per number and the scales written once. 8192 x 4096 in bfloat16 is 101 MB, 23 us at 4.3 TB/s.
 """
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels import pdl
-from quire.kernels.activation.triton import silu
 from quire.kernels.triton_runtime import jit, tl
 
 GROUP = 128  # columns of a row that share a scale with the rule "group"
@@ -20,7 +19,7 @@ ALIGN = 4  # the scales of a group of columns have room for a multiple of so man
 
 def quantize(
     x: Tensor, rule: int, dtype: torch.dtype = torch.float8_e4m3fn, *, scale: Tensor | None = None,
-    powers: bool = False, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False,
+    powers: bool = False, norm: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantize the rows of x [T, K], a multiple of 128 columns; returns q [R, K] and float32 scales.
 
@@ -30,9 +29,8 @@ def quantize(
     dtype   float8_e4m3fn or int8
     powers  scales are rounded up to powers of two
     norm    [K] weight of an RMS norm of x with this `eps`, which is rounded to x's dtype before
-    gated   x is [T, 2K]: silu(first half) * second half, rounded to x's dtype, is quantized
     """
-    rows, width = x.shape[0], x.shape[1] >> gated
+    rows, width = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
     room = -(-rows // ALIGN) * ALIGN
@@ -47,7 +45,7 @@ def quantize(
     if rows:
         _quantize_kernel[(rows, -(-width // block))](
             x, norm, q, scales, x.stride(0), room, eps, width, block, rule, powers,
-            gated, 448 if dtype == torch.float8_e4m3fn else 127, in_pdl, num_warps=max(1, min(16, block // 512)),
+            448 if dtype == torch.float8_e4m3fn else 127, in_pdl, num_warps=max(1, min(16, block // 512)),
             **pdl.options(in_pdl))
     return q, scales
 
@@ -140,11 +138,11 @@ def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.co
 @jit
 def _quantize_kernel(
     x, norm, q, scales, stride, stride_s, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RULE: tl.constexpr,
-    POWERS: tl.constexpr, GATED: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    POWERS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantize BLOCK columns of a row. Grid (rows, ceil(WIDTH / BLOCK)), with one block where a row has one result.
 
-    x                   [rows, WIDTH] bf16 or f16, if GATED [rows, 2 WIDTH];  stride  elements from row to row
+    x                   [rows, WIDTH] bf16 or f16;  stride  elements from row to row
     norm, eps           [WIDTH] weight of an RMS norm before, or None; added to the mean square
     q                   [rows, WIDTH] contiguous, output
     scales              [WIDTH / 128 or 1, rows] float32, output; stride_s  elements from group to group.
@@ -163,9 +161,6 @@ def _quantize_kernel(
         tl.extra.cuda.gdc_wait()
     given = tl.load(x + row * stride + col, mask=inside, other=0.0)
     values = given.to(tl.float32)
-    if GATED:
-        values = silu(values) * tl.load(x + row * stride + WIDTH + col, mask=inside, other=0.0).to(tl.float32)
-        values = values.to(given.dtype).to(tl.float32)
     if norm is not None:
         values *= tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
         values = (values * factor).to(given.dtype).to(tl.float32)
