@@ -70,6 +70,6 @@ class Decoder(nn.Module):
             self._owners[module].take(tensors, place)
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
-        """See `Model`."""
+        """Return the memory of a layer's parameters, or None. See `Model`."""
         owner = self._owners[module]
         return owner.destination() if isinstance(owner, LoadsInPlace) else None

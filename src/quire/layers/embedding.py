@@ -26,7 +26,7 @@ class VocabEmbedding(nn.Module):
         self.packed: packed_linear.PackedLinear | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         weight, (head,) = tensors["weight"].to(self.device), self.tied
         shared = head is not None and "rows" in self.features
         if head is not None:
@@ -57,7 +57,7 @@ class LMHead(nn.Module):
         self.at, self.kernel, self.device = at, build.linears[at or "embed"].load(), build.device
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         self.packed = packed_linear.pack(self.kernel, tensors, self.device)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

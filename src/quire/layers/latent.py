@@ -66,7 +66,7 @@ class Expansion(nn.Module):
         self.at, self._width, self._device = at, width, device
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         self.weight = tensors["weight"].to(self._device).unflatten(0, (-1, self._width))
 
 

@@ -35,7 +35,7 @@ class Linear(nn.Module):
         self.sum_tp = build.sum_tp if build.params[f"{at}.weight"].shard == "columns" else None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         self.packed = packed_linear.pack(self.kernel, tensors, self.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class GatedLinear(Linear):
         self.fused = "gated" in self.features
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         pack = packed_linear.pack_gated if self.fused else packed_linear.pack
         self.packed = pack(self.kernel, tensors, self.device)
 
@@ -81,7 +81,7 @@ class GatedLinear(Linear):
         return packed_linear.run_gated(self.kernel, x, self.packed)
 
     def normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """See `Linear`."""
+        """Return `forward` of norm(x). See `Linear`."""
         if not self.fused or "norm" not in self.features:
             return self(norm(x))
         return packed_linear.run_norm_gated(self.kernel, x, norm.weight, norm.eps, self.packed)

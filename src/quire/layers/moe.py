@@ -39,7 +39,10 @@ class Router(nn.Module):
         self.bias: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """See `Loads`. The bias goes to the routing kernel, not into the product."""
+        """Pack the parameters; the layer owns them from now on.
+
+        See `Loads`. The bias goes to the routing kernel, not into the product.
+        """
         bias = tensors.pop("bias", None)
         self.bias = None if bias is None else bias.to(self.device)
         self.packed = packed_linear.pack(self.linear, tensors, self.device)
@@ -75,13 +78,13 @@ class Experts(nn.Module):
         self.packed: object = None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """See `Loads`."""
+        """Pack the parameters; the layer owns them from now on. See `Loads`."""
         if self.packed is None:
             self.packed = self._empty()
         self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"])
 
     def destination(self) -> dict[str, Tensor] | None:
-        """See `LoadsInPlace`."""
+        """Return the memory of the experts' parameters, or None. See `LoadsInPlace`."""
         if not self.in_place:
             return None
         if self.packed is None:

@@ -25,7 +25,7 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Add the n requests of a prompt. All are accepted, or none, and `Rejected` comes back."""
+    """Add the n requests of a prompt. Either all are accepted, or none is and the answer is `Rejected`."""
 
     requests: Annotated[tuple[NewRequest, ...], msgspec.Meta(min_length=1)]
 

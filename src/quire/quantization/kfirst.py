@@ -12,7 +12,7 @@ from quire.quantization.slices import Axes, cuts_blocks, stored_name, stored_par
 
 
 class ColumnsFirst:
-    """See `quire.quantization.formats.WeightFormat`.
+    """Format that stores a matrix by columns first, in packed words (AWQ, GPTQ). See `WeightFormat` in formats.py.
 
     along   axis of the matrix along which values are packed into words: rows (0, AWQ) or columns (1, GPTQ)
     """
@@ -42,12 +42,18 @@ class ColumnsFirst:
             yield RawTensor(f"{own}.order", order.local_shape, (order,), "int32", ("I32", "I64"))
 
     def spare(self, param: Param) -> Iterator[str]:
-        """See `WeightFormat`. The order is read where the scheme has one."""
+        """Yield names of stored tensors that need not be read.
+
+        See `WeightFormat`. The order is read where the scheme has one.
+        """
         yield from (stored_name(part, suffix) for part in param.parts for suffix in self._spare
                     if suffix != "g_idx" or not stored_scheme(param).order)  # fmt: skip
 
     def objection(self, param: Param) -> str:
-        """See `WeightFormat`. A word of AWQ holds 8 rows, which a slice must not cut."""
+        """Return the reason why a slice cannot be read, or "".
+
+        See `WeightFormat`. A word of AWQ holds 8 rows, which a slice must not cut.
+        """
         scheme = stored_scheme(param)
         per = WORD // scheme.bits
         for part in param.parts:

@@ -14,7 +14,7 @@ WORD = 32  # bits of a packed word
 
 
 class RowMajor:
-    """See `quire.quantization.formats.WeightFormat`.
+    """Format that stores values in the rows of the matrix. See `WeightFormat` in formats.py.
 
     values   suffix of the tensor of values;  packed  values of `Scheme.bits` bits lie in int32 words
     scale    suffix of the scales;  blocks  suffix of the scales of blocks
@@ -59,12 +59,12 @@ class RowMajor:
             yield RawTensor(f"{own}.input_scale", (1,), (given,), "float32", FLOATS)
 
     def spare(self, param: Param) -> Iterator[str]:
-        """See `WeightFormat`."""
+        """Yield names of stored tensors that need not be read. See `WeightFormat`."""
         yield from (stored_part(part, suffix, (1,), Axes(None, None)).stored
                     for part in param.parts for suffix in self._spare)  # fmt: skip
 
     def objection(self, param: Param) -> str:
-        """See `WeightFormat`."""
+        """Return the reason why a slice cannot be read, or "". See `WeightFormat`."""
         scheme = stored_scheme(param)
         per = WORD // scheme.bits if self.packed else 1
         return next(filter(None, (cuts_blocks(part, scheme, per) for part in param.parts)), "")

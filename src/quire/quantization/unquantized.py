@@ -9,7 +9,7 @@ from quire.contracts.params import Param, RawTensor
 
 
 class Unquantized:
-    """See `quire.quantization.formats.WeightFormat`."""
+    """Format of numbers in the model's type. See `WeightFormat` in formats.py."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -44,7 +44,7 @@ class Graphs(Recorder):
         return StepShape(shape.tokens, max(shape.seqs, rows), rows, False, shape.shared)
 
     def shapes(self) -> list[StepShape]:
-        """See `Recorder`: every recorded shape that `fit` may return."""
+        """Return every recorded shape that `fit` may return."""
         narrow, most, found = min(NARROW, self.most_seqs), self.most_seqs, []
         for tokens in reversed(self.tokens):
             wide = [(most, False)] if narrow < min(tokens, most) else []
@@ -55,7 +55,7 @@ class Graphs(Recorder):
         return found
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
-        """See `Recorder`."""
+        """Replay the recording of `key`; without one, do the work. See `Recorder`."""
         graph = self._graphs.get(key)
         if graph is None:
             self.counts["run"] += 1

@@ -71,7 +71,10 @@ class PackedUpload:
         self._results = deque(_Pinned.make(2, max_rows, gpu=gpu) for _ in range(depth + 1))
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """See `Upload`. Takes one copy; more only if the changes do not fit into one buffer."""
+        """Send a step and its changes to the device.
+
+        See `Upload`. Takes one copy; more only if the changes do not fit into one buffer.
+        """
         shared = self._pack_shared(plan)
         self.shared = shared is not None
         while left := self._copy(plan, changes, shared):
@@ -79,11 +82,11 @@ class PackedUpload:
             self.apply()
 
     def apply(self) -> None:
-        """See `Upload`."""
+        """Write the sent changes into the tables. See `Upload`."""
         operations.apply_runs(self.step.words)
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """See `Upload`."""
+        """Start the copy of results; return a function that waits for them. See `Upload`."""
         pinned = self._results[0]
         self._results.rotate(-1)
         pinned.buffer.copy_(out, non_blocking=True)

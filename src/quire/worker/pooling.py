@@ -55,7 +55,7 @@ class Pooler:
         self._prompts: dict[int, _Prompt] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """See `StepFeature`."""
+        """Drop released requests, take admitted ones. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -64,7 +64,10 @@ class Pooler:
                 self._prompts[a.slot] = _Prompt(a.pool, a.sampler.num_prompt, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """See `StepFeature`. Returns vectors of the prompts that end in this step; None if no prompt ends."""
+        """Launch the feature's work for a step.
+
+        See `StepFeature`. Returns vectors of the prompts that end in this step; None if no prompt ends.
+        """
         asked = np.flatnonzero(plan.outputs & POOL).tolist() if self._prompts else ()
         if not asked:
             return None

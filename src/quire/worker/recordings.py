@@ -44,7 +44,7 @@ class LayerRecordings(Recorder):
         self._buffers = Buffers()
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
-        """See `Recorder`."""
+        """Run the layers, recorded where that is possible. See `Recorder`."""
         (attention,), block_size, kernel = ctx.attention, ctx.kv[0].block_size, model.kernels.attention
         kind = len(hidden), attention.shared is not None
         if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size):
@@ -82,7 +82,7 @@ class LayerRecordings(Recorder):
         return out
 
     def unrecorded(self) -> dict[str, str]:
-        """See `Recorder`."""
+        """Return the steps that are not recorded, with reasons. See `Recorder`."""
         always = {
             f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
             "long chunks of prompts": "their attention is divided anew in every step",

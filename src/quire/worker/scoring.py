@@ -36,7 +36,7 @@ class PromptScorer:
         self._prompts: dict[int, _Scored] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """See `StepFeature`."""
+        """Drop released requests, take admitted ones. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -45,7 +45,7 @@ class PromptScorer:
                 self._prompts[a.slot] = _Scored(a.sampler, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """See `StepFeature`."""
+        """Launch the feature's work for a step. See `StepFeature`."""
         asked = np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist() if self._prompts else ()
         if not asked:
             return None

@@ -64,7 +64,7 @@ class InPlaceUpload:
         self.step = StepWords.view(host if device.type == "cpu" else host.to(device), max_seqs)
 
     def send(self, plan: StepPlan, changes: list[Change]) -> None:
-        """See `Upload`."""
+        """Send a step and its changes to the device. See `Upload`."""
         write_step(self._words, plan, self.step, self._dummy)
         if self.step.words is not self._host:
             self.step.words.copy_(self._host)
@@ -83,7 +83,7 @@ class InPlaceUpload:
         """Do nothing: `send` has written the changes."""
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """See `Upload`. Waits at once."""
+        """Start the copy of results; return a function that waits for them. See `Upload`. Waits at once."""
         found: I32 = out.cpu().numpy().copy()
         return lambda: found
 

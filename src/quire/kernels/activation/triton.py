@@ -11,7 +11,7 @@ BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `quire.kernels.activation`."""
+    """Return silu(gate) * up of rows that hold both. See `quire.kernels.activation`."""
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

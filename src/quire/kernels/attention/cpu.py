@@ -25,7 +25,7 @@ def missing() -> str:
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
-    """See `quire.kernels.attention`."""
+    """Write keys and values to their slots of the cache. See `quire.kernels.attention`."""
     size = kv.block_size
     place = (kv_slots // size, kv_slots % size)
     kv.k.transpose(1, 2).index_put_(place, encode(k, kv.k_scale, kv.k.dtype))
@@ -41,7 +41,10 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`)."""
+    """Return the attention of query rows over the paged cache.
+
+    See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`).
+    """
     undeclared = (window, soft_cap, sinks, meta.row_positions)
     assert all(one is None for one in undeclared), "selected for features it does not declare"
     if not is_coded(kv.k):

@@ -23,7 +23,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`."""
+    """Return the attention of query rows over the paged cache. See `quire.kernels.attention`."""
     return _Call(q, kv, meta, scale, window, soft_cap, sinks).run()
 
 
@@ -35,7 +35,7 @@ class _Call(triton.AttentionCall):
     """
 
     def prefill(self, plan: Plan, out: Tensor, config: triton.Config) -> None:
-        """See `triton.AttentionCall`."""
+        """Compute the rows of prompts. See `triton.AttentionCall`."""
         q, kv = self.q, self.kv
         dim, kv_heads, size = q.shape[2], kv.k.shape[1], kv.block_size
         group = q.shape[1] // kv_heads

@@ -82,9 +82,9 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView,
 
 
 def choose_rows(q: Tensor, meta: AttentionMeta, share: float, seed: int = 0) -> tuple[AttentionMeta, Tensor]:
-    """Return a step that computes a random `share` of the rows q, and the indices of those rows.
+    """Choose a random `share` (0 to 1) of the query rows; the last row of each sequence is always chosen.
 
-    The last row of each sequence is always among them.
+    Return `meta` for the chosen rows alone, and their indices in q.
     """
     generator = torch.Generator().manual_seed(seed)
     assert isinstance(meta.query_start, Tensor) and isinstance(meta.seq_lens, Tensor)

@@ -84,7 +84,10 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`)."""
+    """Return the attention of query rows over the paged cache.
+
+    See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`).
+    """
     undeclared = (window, soft_cap, sinks, meta.row_positions)
     assert all(one is None for one in undeclared), "selected for features it does not declare"
     plan = _plan(meta, kv.block_size)
@@ -108,7 +111,7 @@ def rows_only(meta: AttentionMeta, block_size: int) -> bool:
 
 
 def retarget(recording: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
-    """See `quire.kernels.attention`."""
+    """Give a recorded attention call the metadata of another step. See `quire.kernels.attention`."""
     plan, tables = _plan(meta, block_size), meta.block_tables
     assert not plan.chunks, "asked rows_only?"
     (rows,) = plan.rows

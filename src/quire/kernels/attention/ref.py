@@ -8,7 +8,7 @@ from quire.kernels.attention.eight_bits import encode, gather
 
 
 def write_kv(k: Tensor, v: Tensor, kv: KVView, kv_slots: Tensor) -> None:
-    """See `quire.kernels.attention`."""
+    """Write keys and values to their slots of the cache. See `quire.kernels.attention`."""
     k, v = encode(k, kv.k_scale, kv.k.dtype), encode(v, kv.v_scale, kv.v.dtype)
     for row, slot in enumerate(kv_slots.tolist()):
         block, offset = divmod(slot, kv.block_size)
@@ -25,7 +25,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`."""
+    """Return the attention of query rows over the paged cache. See `quire.kernels.attention`."""
     out = torch.zeros_like(q)
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     group = q.shape[1] // kv.k.shape[1]

@@ -69,7 +69,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.attention`."""
+    """Return the attention of query rows over the paged cache. See `quire.kernels.attention`."""
     return AttentionCall(q, kv, meta, scale, window, soft_cap, sinks).run()
 
 

@@ -10,24 +10,27 @@ from quire.kernels.experts.ref import placed
 
 
 def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device) -> stacked.Packed:
-    """See `quire.kernels.experts`. The packed weights are transposed views of stacked ones."""
+    """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
+
+    See `quire.kernels.experts`. The packed weights are transposed views of stacked ones.
+    """
     first, second = stacked.empty(num_experts, gate_up, down, device)
     return first.mT, second.mT
 
 
 def put(packed: stacked.Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
-    """See `quire.kernels.experts`."""
+    """Pack the weights of an expert into its place. See `quire.kernels.experts`."""
     stacked.put(packed, place, gate_up.mT, down.mT)
 
 
 def destination(packed: stacked.Packed) -> stacked.Packed:
-    """See `quire.kernels.experts`."""
+    """Return the packed memory of all experts, for a loader to write to. See `quire.kernels.experts`."""
     return packed[0].mT, packed[1].mT
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: tuple[Tensor, Tensor], expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.experts`."""
+    """Return residual + the weighted sum of each token's experts. See `quire.kernels.experts`."""
     num_experts = packed[0].shape[0]
     places = placed(ids, expert_map).flatten()
     places, order = torch.where(places < 0, num_experts, places).sort(stable=True)

@@ -64,7 +64,10 @@ class Tiles:
 
 
 def empty(num_experts: int, gate_up: QuantizedMatrix, down: QuantizedMatrix, device: torch.device) -> Packed:
-    """See `quire.kernels.experts`."""
+    """Allocate the packed weights of `num_experts` experts, each shaped like `gate_up` and `down`.
+
+    See `quire.kernels.experts`.
+    """
     return _empty(num_experts, gate_up, device), _empty(num_experts, down, device)
 
 
@@ -78,7 +81,7 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device) -> Stac
 
 
 def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
-    """See `quire.kernels.experts`."""
+    """Pack the weights of an expert into its place. See `quire.kernels.experts`."""
     for stack, one in zip(packed, (gate_up, down), strict=True):
         stack.values[place].copy_(one.values, non_blocking=True)
         stack.scales[place].copy_(one.scale.view(stack.scales.shape[1:]), non_blocking=True)
@@ -99,7 +102,10 @@ def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
-    """See `quire.kernels.experts`. Writes to the residual's memory."""
+    """Return residual + the weighted sum of each token's experts.
+
+    See `quire.kernels.experts`. Writes to the residual's memory.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     given = x, weights, ids, packed, expert_map, None if residual is None else y, y

@@ -71,7 +71,10 @@ def tiles(pairs: int, experts: int, item_bytes: int) -> tuple[Tiles, Tiles]:
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None,
         products: Products | None = None) -> Tensor:
-    """See `quire.kernels.experts`. Writes to the residual's memory. `products`: replaces `products` for many tokens."""
+    """Return residual + the weighted sum of each token's experts.
+
+    See `quire.kernels.experts`. Writes to the residual's memory. `products`: replaces `products` for many tokens.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
     given = x, weights, ids, packed, expert_map, None if residual is None else y, y

@@ -22,7 +22,7 @@ FEW = 4096  # up to so many rows (heads of tokens) a program takes fewer rows: m
 def prepare(
     qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor
 ) -> Tensor:
-    """See `quire.kernels.heads`."""
+    """Normalize and rotate heads, write keys and values to the cache, return queries. See `quire.kernels.heads`."""
     tokens, heads, dim = qkv.shape
     k, v = kv.k, kv.v
     kv_heads, block_size = k.shape[1], k.shape[2]

@@ -46,7 +46,7 @@ WORKSPACE = 256 << 20  # bytes of expanded keys and values at a time
 def prepare(
     q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: LatentView, kv_slots: Tensor
 ) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Normalize and rotate, write latents to the cache, return queries. See `quire.kernels.latent`."""
     tokens, heads, width = q.shape
     latent, rope = cache.latent, cache.rope
     dim, turned = latent.shape[3], rope.shape[3]
@@ -131,7 +131,7 @@ def _turn(given, to, cos, sin, known, inside, inverse, HALF: tl.constexpr):
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Return the attention of few query rows, over the latents themselves. See `quire.kernels.latent`."""
     tokens, heads, dim = q_latent.shape
     assert q_latent.is_contiguous() and q_rope.stride(2) == 1
     out = torch.empty_like(q_latent)
@@ -196,7 +196,7 @@ def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, t
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
-    """See `quire.kernels.latent`."""
+    """Return the attention of many query rows, over latents expanded to keys and values. See `quire.kernels.latent`."""
     (heads, width, _), turned, value = kv_up.shape, cache.rope.shape[3], out.shape[2]
     assert meta.prompts is not None and kv_up.is_contiguous() and q.stride(2) == 1 and out.stride()[1:] == (value, 1)
     sizes = {"P": width - value, "PP": _power(width - value), "R": turned, "RP": _power(turned)}

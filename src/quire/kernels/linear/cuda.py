@@ -37,12 +37,12 @@ pack_gated = pack
 
 
 def run(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return gemv.product(x, packed, bias) if few(x.shape[0], packed) else F.linear(x, packed, bias)
 
 
 def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     if out is None:
         out = x.new_empty(x.shape[0], packed.shape[0], dtype=torch.float32)
     if few(x.shape[0], packed):
@@ -55,7 +55,7 @@ def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`; writes the result to the residual's memory."""
     if few(x.shape[0], packed) and residual.is_contiguous():
         return gemv.product(x, packed, bias, residual=residual, out=residual)
     if bias is not None:
@@ -64,26 +64,26 @@ def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) ->
 
 
 def run_gated(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, gated=True)
     return silu_mul(F.linear(x, packed, bias))
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return `run` of the RMS-normalized x. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps)
     return F.linear(rms_norm(x, weight, eps), packed, bias)
 
 
 def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return `run_gated` of the RMS-normalized x. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps, gated=True)
     return silu_mul(F.linear(rms_norm(x, weight, eps), packed, bias))
 
 
 def rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return rows of a packed weight, by token id. See `quire.kernels.linear`."""
     return gemv.gather(packed, ids)

@@ -29,39 +29,39 @@ class Packed:
 
 
 def pack(weight: Tensor) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
     return _pack(weight, False)
 
 
 def pack_gated(weight: Tensor) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
     return _pack(weight, True)
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols), OUT_BF16)
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     return _run(x, packed, bias, x.new_empty((x.shape[0], packed.cols), dtype=torch.float32), OUT_F32)
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols), OUT_BF16, residual.contiguous())
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if not packed.gated:
         raise ValueError("native linear: packed for run, not for run_gated")
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols // 2), OUT_GATED)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return rows of a packed weight, by token id. See `quire.kernels.linear`."""
     if packed.gated or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
         raise ValueError(f"native linear: rows need ids [n] int64 on the CPU and a weight not packed for run_gated; "
                          f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")

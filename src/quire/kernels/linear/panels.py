@@ -80,37 +80,40 @@ class Packed:
 
 
 def pack(weight: Weight) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
     return _pack(weight, False)
 
 
 def pack_gated(weight: Weight) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
     return _pack(weight, True)
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, PLAIN)
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     return _run(x, packed, bias, AS_FLOAT)
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, PLAIN, residual.contiguous())
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     return _run(x, packed, bias, GATED)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
-    """See `quire.kernels.linear`. Rows are float32, the type of the arithmetic."""
+    """Return rows of a packed weight, by token id.
+
+    See `quire.kernels.linear`. Rows are float32, the type of the arithmetic.
+    """
     if packed.gated or packed.quantized or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
         raise ValueError(f"panels linear: rows need ids [n] int64 on the CPU and a weight not packed for run_gated; "
                          f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")

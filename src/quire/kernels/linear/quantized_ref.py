@@ -19,12 +19,12 @@ def pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def run(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return run_float(x, packed, bias).to(x.dtype)
 
 
 def run_float(x: Tensor, packed: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     inputs = rounded(x, packed)
     if packed.order is not None:
         inputs = inputs[:, packed.order]

@@ -50,7 +50,7 @@ class Scaled:
 
     @property
     def most(self) -> int:
-        """Largest magnitude in 8 bits."""
+        """Largest magnitude of the 8-bit type: 127 of INT8, 448 of FP8."""
         return 127 if self.values.dtype == torch.int8 else 448
 
 
@@ -68,7 +68,7 @@ def unsupported() -> str:
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
     (n, k), block = matrix.shape, matrix.scheme.block[0] if matrix.scheme.kind == "fp8 block" else 0
     if k % GROUP or n % 64 or matrix.order is not None or block not in (0, 1, GROUP):
         return matrix
@@ -85,18 +85,18 @@ def pack(matrix: QuantizedMatrix) -> Packed:
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
     (n, _k), block = matrix.shape, matrix.scheme.block[0]
     return matrix if n % 256 and block == GROUP or n % 128 else pack(matrix)
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return _product(x, packed, bias)
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     if isinstance(packed, QuantizedMatrix):
         y = quantized_ref.run_float(x, packed, bias)
     else:
@@ -105,22 +105,22 @@ def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`; writes the result to the residual's memory."""
     return _product(x, packed, bias, residual=residual)
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     return _product(x, packed, bias, gated=True)
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return `run` of the RMS-normalized x. See `quire.kernels.linear`."""
     return _product(x, packed, bias, norm=weight, eps=eps)
 
 
 def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return `run_gated` of the RMS-normalized x. See `quire.kernels.linear`."""
     return _product(x, packed, bias, norm=weight, eps=eps, gated=True)
 
 

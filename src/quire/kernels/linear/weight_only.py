@@ -59,12 +59,12 @@ class Tiled:
     bits: int
 
     def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
-        """See `WeightOnly`."""
+        """Multiply few rows by the packed weight, into y. See `WeightOnly`."""
         return products.product(x, self.tiles, self.scales, self.zeros, bias, y, bits=self.bits,
                                 counters=self.counters, **fused)  # fmt: skip
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """See `WeightOnly`."""
+        """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
         return products.unpack(self.tiles, self.scales, self.zeros, self.bits, self.outputs, dtype)
 
 
@@ -72,7 +72,7 @@ Packed = WeightOnly | QuantizedMatrix
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
     (n, k), (_, group) = matrix.shape, matrix.scheme.block
     group = group or k
     deep = next((deep for deep in (128, 64, 32) if group % deep == 0), 0)
@@ -87,17 +87,17 @@ def pack(matrix: QuantizedMatrix) -> Packed:
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
     return matrix if matrix.shape[0] % (2 * products.ROWS) else pack(matrix)
 
 
 def run(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias. See `quire.kernels.linear`."""
     return _product(x, packed, bias)
 
 
 def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return x @ weight.T + bias in float32. See `quire.kernels.linear`."""
     if isinstance(packed, QuantizedMatrix):
         y = quantized_ref.run_float(x, packed, bias)
     else:
@@ -106,12 +106,12 @@ def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`; writes the result to the residual's memory."""
     return _product(x, packed, bias, residual=residual)
 
 
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-    """See `quire.kernels.linear`."""
+    """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     return _product(x, packed, bias, gated=True)
 
 

@@ -39,29 +39,29 @@ class WeightWords:
 
     @property
     def outputs(self) -> int:
-        """See `WeightOnly`."""
+        """Return the number of outputs of a packed weight. See `WeightOnly`."""
         return self.shape[0]
 
     def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
-        """See `WeightOnly`."""
+        """Multiply few rows by the packed weight, into y. See `WeightOnly`."""
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # not for the copy engine
             x = x.clone(memory_format=torch.contiguous_format)
         return words.product(x, self.words, self.scales, self.zeros, bias, y, bits=self.bits, group=self.group,
                              counters=self.counters, **fused)  # fmt: skip
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """See `WeightOnly`."""
+        """Return the weight [N, K] in a floating-point type. See `WeightOnly`."""
         return words.unpack(self.words, self.scales, self.zeros, self.shape, dtype, bits=self.bits, group=self.group,
                             gated=self.gated)  # fmt: skip
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
     return _pack(matrix, False)
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
-    """See `quire.kernels.linear`."""
+    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
     return _pack(matrix, True)
 
 

@@ -27,7 +27,7 @@ def operations(max_rows: int, vocab: int, device: torch.device) -> "TorchSamplin
 
 
 class TorchSampling:
-    """See `SamplerOperations`. tokens and codes have exactly the rows of the last batch."""
+    """The sampler in PyTorch. See `SamplerOperations`. tokens and codes have exactly the rows of the last batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)
@@ -36,11 +36,11 @@ class TorchSampling:
         self._decoded: dict[int, tuple[Tensor, RowEdits]] = {}  # by slot: the words, and the decoded edits
 
     def take_masks(self, places: I32, masks: I32) -> None:
-        """See `SamplerOperations`."""
+        """Set the grammar masks of the next `sample`. See `SamplerOperations`."""
         self._masks = {row: masks[place] for row, place in enumerate(places.tolist()) if place >= 0}
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """See `SamplerOperations`. logits must be float32."""
+        """Draw one token for each row of logits. See `SamplerOperations`. logits must be float32."""
         assert logits.dtype == torch.float32, f"the sampler takes float32 logits, got {logits.dtype}"
         if mode == Mode.GREEDY:
             tokens, peak = draw_greedy(logits)

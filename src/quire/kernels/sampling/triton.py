@@ -97,7 +97,7 @@ def operations(max_rows: int, vocab: int, device: torch.device) -> TritonSamplin
 
 
 class TritonSampling:
-    """See `SamplerOperations`. tokens, codes [max_rows] and masks have constant addresses.
+    """The sampler in Triton. See `SamplerOperations`. tokens, codes [max_rows] and masks have constant addresses.
 
     Rows beyond the live ones are padding: their slot's parameters are all zeros, and they are sampled greedily. Places
     and masks are neighbours in memory, so that one copy brings both.
@@ -112,7 +112,10 @@ class TritonSampling:
         self._places, self._masks = self._taken[:max_rows], self._taken[max_rows:].view(max_rows, width)
 
     def take_masks(self, places: I32, masks: I32) -> None:
-        """See `SamplerOperations`. PyTorch keeps the pinned buffer until the copy has read it."""
+        """Set the grammar masks of the next `sample`.
+
+        See `SamplerOperations`. PyTorch keeps the pinned buffer until the copy has read it.
+        """
         count = len(self._places)
         # NumPy fills it: PyTorch would wake all its threads, which spin on while masks are to be computed.
         host = torch.empty(count + masks.size, dtype=torch.int32, pin_memory=self._taken.is_cuda)
@@ -121,7 +124,10 @@ class TritonSampling:
         self._taken[: len(host)].copy_(host, non_blocking=True)
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """See `SamplerOperations`. logits: float32, or the dtype that the head computes in."""
+        """Draw one token for each row of logits.
+
+        See `SamplerOperations`. logits: float32, or the dtype that the head computes in.
+        """
         if mode < Mode.FILTERED:
             self._pick(logits, rows, noise=mode == Mode.UNFILTERED)
             return

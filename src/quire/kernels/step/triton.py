@@ -28,7 +28,7 @@ def apply_runs(words: Tensor) -> None:
 
 
 def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
-    """See `quire.kernels.step`."""
+    """Compute token ids, positions and KV slots of a step from the tables. See `quire.kernels.step`."""
     tokens, seqs, rows = len(buffers.token_ids), len(buffers.seq_lens), len(buffers.sample_rows)
     token_programs, seq_programs = -(-tokens // BLOCK), -(-max(seqs, rows) // BLOCK)
     block_tables = tables.block_tables
@@ -42,14 +42,20 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, Tensor]:
-    """See `quire.kernels.step`. Copies nothing: returns the table of all slots, and the sequences' slots as rows."""
+    """Return the block tables of a step's sequences.
+
+    See `quire.kernels.step`. Copies nothing: returns the table of all slots, and the sequences' slots as rows.
+    """
     return tables.block_tables[group], step.slots[:seqs]
 
 
 def finish_step(
     step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor
 ) -> None:
-    """See `quire.kernels.step`. `buffers` are not cut: the kernel reads the number of sequences from the header."""
+    """Write sampled tokens to the history and advance their slots.
+
+    See `quire.kernels.step`. `buffers` are not cut: the kernel reads the number of sequences from the header.
+    """
     _finish_kernel[(-(-max(step.max_seqs, out.shape[1]) // BLOCK),)](
         step.words, tables.computed, tables.history, buffers.seq_lens, buffers.sample_slots, buffers.sample_positions,
         tokens, codes, out, tables.history.stride(0), tables.history.shape[1], out.shape[1], BLOCK, HEADER, NUM_SEQS,

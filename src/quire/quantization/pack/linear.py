@@ -54,13 +54,13 @@ def run(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
 
 
 def run_add(kernel: ModuleType, x: Tensor, packed: PackedLinear, residual: Tensor) -> Tensor:
-    """Return residual [T, N] + `run` of x, perhaps in the residual's memory; needs the feature "add"."""
+    """Return residual [T, N] + `run` of x, perhaps in the residual's memory; needs a kernel with the feature "add"."""
     y: Tensor = kernel.run_add(x, packed.weight, packed.bias, residual)
     return y
 
 
 def run_norm(kernel: ModuleType, x: Tensor, norm: Tensor, eps: float, packed: PackedLinear) -> Tensor:
-    """Return `run` of x after an RMS norm with the weight `norm` [K]; needs the feature "norm"."""
+    """Return `run` of x after an RMS norm with the weight `norm` [K]; needs a kernel with the feature "norm"."""
     y: Tensor = kernel.run_norm(x, norm, eps, packed.weight, packed.bias)
     return y
 

@@ -24,7 +24,7 @@ WORDS = ((r"^logprobs$|\blogprobs(?==-?\d)", "top_logprobs"), (r"\bmax_logprobs\
 
 
 async def chat(context: ServerContext, exchange: Exchange) -> None:
-    """Answer one request."""
+    """Answer a request of /v1/chat/completions."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS[bool(request.logprob_token_ids) :]  # with ids, the number of logprobs is theirs
     await answer_chat(context, exchange, request, lambda job, *rest: (

@@ -21,7 +21,7 @@ WORDS = ((IDS, "prompt"), (r"\bmax_logprobs\b", "--max-logprobs"))
 
 
 async def complete(context: ServerContext, exchange: Exchange) -> None:
-    """Answer one request."""
+    """Answer a request of /v1/completions."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     await answer(context, exchange, request, _params, completion_prompts, CompletionWriter)

@@ -30,7 +30,7 @@ ENCODE = msgspec.json.Encoder().encode
 
 
 async def embed(context: ServerContext, exchange: Exchange) -> None:
-    """Answer one request."""
+    """Answer a request of /v1/embeddings."""
     request = await DECODER.read(context, exchange)
     exchange.words = ((IDS, "input"),)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
