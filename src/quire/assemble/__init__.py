@@ -3,35 +3,41 @@
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from quire.assemble.cpu import assemble_without_triton
 from quire.assemble.parts import Loading, Parts
+from quire.assemble.rank import load_rank
 from quire.config.checkpoint import ModelArgs
 from quire.config.engine import EngineConfig
+from quire.config.placement import check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
 from quire.config.resolve_cuda import gpu_only_options
 from quire.contracts.errors import ConfigError
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.sampling import SamplingParams
+from quire.distributed.mesh import ALONE
 from quire.engine.core import EngineCore
 from quire.kernels.select import Kernels, here
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest
 from quire.kv.pool import BlockPool
+from quire.models.layout import alone
 from quire.models.obtain import obtain_weights, read_model
-from quire.models.plan import EnginePlan, Machine, resolve_engine
+from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
+from quire.models.registry import rank_geometry
 from quire.models.report import PlanReport
 from quire.observe.progress import Progress
-from quire.platforms.cpu import read_cpu_facts
-from quire.platforms.cuda import CudaFacts, read_cuda_facts
+from quire.platforms.cpu import CpuFacts, read_cpu_facts
+from quire.platforms.cuda import read_cuda_facts
 from quire.platforms.detect import DevicePlan, resolve_device
+from quire.quantization.read import Quantization
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
 from quire.text.grammar_trial import GrammarTrial
@@ -49,6 +55,7 @@ class Engine:
     """An assembled engine and every choice that was made for it.
 
     weight_bytes   bytes of the parameters, before they are packed
+    runner         of an engine on one device; None: each rank's process has its own
     phases   seconds by start-up phase, in order;  notes   lines the user should see
     """
 
@@ -60,7 +67,7 @@ class Engine:
     memory: MemoryPlan
     kernels: Kernels
     core: EngineCore
-    worker: StepRunner
+    runner: StepRunner | None
     tokenizer: Tokenizer | None
     tokenizer_folder: Path
     chat_template: ChatTemplate | None
@@ -71,10 +78,18 @@ class Engine:
     phases: dict[str, float]
     notes: tuple[str, ...] = ()
 
+    @property
+    def worker(self) -> StepRunner:
+        """The model runner of an engine on one device. Raises ConfigError for an engine of several ranks."""
+        if self.runner is None:
+            raise ConfigError("this engine's ranks are processes of their own, which cannot be looked into: use one "
+                              "device (no -tp and -pp).")
+        return self.runner
+
     def close(self) -> None:
         """Stop the worker and free its memory; a GPU's memory goes back to the driver."""
         self.core.shutdown()
-        del self.worker, self.core
+        del self.runner, self.core
         gc.collect()  # modules that PyTorch imports late keep the frames of whoever was at work then
         if self.device.device == "cuda":
             torch.cuda.empty_cache()
@@ -93,6 +108,21 @@ class _Phases:
         self._last = now
 
 
+class Found(NamedTuple):
+    """The model of a configuration, read from its files, and the machine, before any plan.
+
+    dtype    type of the computation, as the model and this CPU or GPU allow it
+    """
+
+    folder: Path
+    tokenizer_folder: Path
+    args: ModelArgs
+    dtype: DTypePlan
+    quantization: Quantization
+    device: DevicePlan
+    cpu: CpuFacts
+
+
 def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served: bool = True) -> Engine:
     """Build an engine; raises a `UserError` that names the fix when model or options cannot be served.
 
@@ -102,44 +132,39 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     if config.device.device == "mock":
         raise ConfigError("device=mock has no model and is for `quire serve`: choose another device here.")
     phases = _Phases()
-    device = resolve_device(config.device.device)
-    folder, tokenizer_folder = resolve_folders(config)
-    cpu = read_cpu_facts()
-    args, dtype, quantization = read_model(config, folder, device.device, cpu)
-    torch.set_num_threads(config.device.num_threads or cpu.cores)
+    found = read_files(config)
     phases.end("config")
-    text = load_text(config, folder, tokenizer_folder=tokenizer_folder)
+    text = load_text(config, found.folder, tokenizer_folder=found.tokenizer_folder)
     phases.end("tokenizer")
-    gpu = read_cuda_facts() if device.device == "cuda" else None
-    plan = resolve_engine(config, folder, args, _machine(device, gpu), dtype, here,
-                          quantization=quantization.config, served=served)  # fmt: skip
+    plans = plan_ranks(config, found, served=served)
+    plan, cpu = plans[0], found.cpu
     plan.check_runnable()
-    dtype = plan.dtype
-    obtain_weights(config, folder, args, dtype, None if gpu else cpu.free_memory, quantization=plan.quantization)
-    unread = () if config.load.load_format == "dummy" else unread_head(folder)
+    obtain_weights(config, found.folder, found.args, plan.dtype, None if found.device.device == "cuda" else
+                   cpu.free_memory, quantization=plan.quantization)  # fmt: skip
+    unread = () if config.load.load_format == "dummy" else unread_head(found.folder)
     with Progress("Loading weights", 0, unit="B",
                   enabled=config.load.use_tqdm_on_load and on_loading is None) as progress:  # fmt: skip
-        parts = _build(plan, gpu, on_loading or progress.update, phases.end)
+        parts = _assembler(plans)(plans, on_loading=on_loading or progress.update, end_phase=phases.end)
     tokenizer = text.tokenizer  # not of a core that serves another process, until it needs one
-    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(tokenizer_folder), args.vocab_size, GrammarTrial(),
-                               cpu.cores)  # fmt: skip
-    core = _build_core(parts, compiler)
+    compiler = GrammarCompiler(lambda: tokenizer or Tokenizer.load(found.tokenizer_folder), found.args.vocab_size,
+                               GrammarTrial(), cpu.cores)  # fmt: skip
+    core = assemble_core(parts, compiler)
     phases.end("engine")
-    unused = gpu_only_options(config) if device.device == "cpu" else ()
-    notes = (*quantization.notes, *plan.cache.notes, *_notes(args, dtype, parts.memory, config), *unread,
-             *parts.notes, *unused)  # fmt: skip
+    unused = gpu_only_options(config) if found.device.device == "cpu" else ()
+    notes = (*found.quantization.notes, *plan.cache.notes, *_notes(found.args, plan.dtype, parts.memory, config),
+             *unread, *parts.notes, *unused)  # fmt: skip
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
         config=plan.config,
-        folder=folder,
-        args=args,
-        device=device,
-        dtype=dtype,
+        folder=found.folder,
+        args=found.args,
+        device=found.device,
+        dtype=plan.dtype,
         memory=parts.memory,
-        kernels=parts.model.kernels,
+        kernels=parts.model.kernels if parts.model else Kernels(choices=plan.kernels),
         core=core,
-        worker=parts.worker,
+        runner=parts.worker,
         tokenizer=text.tokenizer,
         tokenizer_folder=text.tokenizer_folder,
         chat_template=text.chat_template,
@@ -152,29 +177,55 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     )
 
 
-def _machine(device: DevicePlan, gpu: CudaFacts | None) -> Machine:
-    if gpu is not None:
-        return Machine(device="cuda", words=f"{device}, {gpu}", total_memory=gpu.total_memory)
-    return Machine(device="cpu", words=str(device), total_memory=read_cpu_facts().total_memory)
+def read_files(config: EngineConfig) -> Found:
+    """Find the model and read its config; weights need not be there. Raises a `UserError` that names the fix."""
+    device = resolve_device(config.device.device)
+    folder, tokenizer_folder = resolve_folders(config)
+    cpu = read_cpu_facts()
+    args, dtype, quantization = read_model(config, folder, device.device, cpu)
+    return Found(folder, tokenizer_folder, args, dtype, quantization, device, cpu)
 
 
-def _build(plan: EnginePlan, gpu: CudaFacts | None, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on this machine."""
-    if gpu is not None:
-        from quire.assemble.cuda import assemble_cuda
+def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> list[EnginePlan]:
+    """Return the plan of every rank, in the order of their numbers."""
+    parallel, words = parallel_sizes(config.parallel), str(found.device)
+    check_parallel(found.args, parallel)
+    total = found.cpu.total_memory
+    if found.device.device == "cuda":
+        gpu = read_cuda_facts()
+        words, total = f"{words}, {gpu}", gpu.total_memory
+    machine = Machine(device=found.device.device, words=words, total_memory=total)
+    return [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
+                           number=number, quantization=found.quantization.config, served=served)
+            for number in range(parallel.size)]  # fmt: skip
 
-        return assemble_cuda(plan, gpu, on_loading=on_loading, end_phase=end_phase)
-    return assemble_without_triton(plan, on_loading=on_loading, end_phase=end_phase,
-                                   free_bytes=lambda: read_cpu_facts().free_memory)  # fmt: skip
+
+def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
+    """Build the engine of a plan on this process's device."""
+    (plan,) = plans
+    torch.set_num_threads(plan.config.device.num_threads or read_cpu_facts().cores)
+    gpu = read_cuda_facts() if plan.machine.device == "cuda" else None
+    loaded = load_rank(plan, ALONE, gpu, on_loading=on_loading, end_phase=end_phase)
+    return loaded.finish(resolve_sizing(plan, loaded.measure()))
 
 
-def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:
+def _assembler(plans: Sequence[EnginePlan]) -> Callable[..., Parts]:
+    if len(plans) == 1:
+        return assemble_rank
+    from quire.assemble.ranks import assemble_ranks
+
+    return assemble_ranks
+
+
+def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
+    """Make the engine core of assembled parts."""
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler = config.scheduler
     report = PlanReport(plan=plan, memory=memory)
     facts = ExecutorFacts(
         depth=parts.depth,
-        decode_lag=parts.depth,
+        decode_lag=parts.depth if parts.num_stages == 1 else 1,
+        num_stages=parts.num_stages,
         num_slots=scheduler.sequences(),
         num_blocks=memory.num_blocks,
         block_size=memory.geometry.block_size,
@@ -190,7 +241,10 @@ def _build_core(parts: Parts, compiler: GrammarCompiler) -> EngineCore:
         revision=config.model.revision or "",
         dtype=plan.dtype.dtype,
         block_size=memory.geometry.block_size,
-        geometry=memory.geometry,
+        geometry=memory.geometry if plan.mesh.parallel.size == 1 else rank_geometry(
+            plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device,
+            block_size=memory.geometry.block_size),
+        weights=msgspec.json.encode(plan.quantization, order="deterministic").decode(),
     )
     return EngineCore(
         parts.executor(facts),

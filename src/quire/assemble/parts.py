@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.config.resolve import MemoryPlan
+from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.layers.stack import Model
 from quire.models.plan import EnginePlan
@@ -20,6 +21,8 @@ class Parts:
     """A model on its device, its worker and its executor.
 
     plan           the plan from which the model was built
+    model, worker  of an engine on one device, or of a rank in its process; None in the process that starts ranks
+    memory         sizes, for the geometry of this rank;  num_stages   of the pipeline
     executor       makes the executor, once the facts are known;  depth  steps in its queue
     prompt_chunk   see `ExecutorFacts`
     hardware       the device, if there is more to say than its name
@@ -27,15 +30,28 @@ class Parts:
     """
 
     plan: EnginePlan
-    model: Model
-    worker: StepRunner
+    model: Model | None
+    worker: StepRunner | None
     executor: Callable[[ExecutorFacts], Executor]
     depth: int
     memory: MemoryPlan
     prompt_chunk: int = 0
+    num_stages: int = 1
     hardware: str = ""
     plans: dict[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A rank's model on its device, with its weights, before the KV cache is sized.
+
+    measure   returns the memory of the device, as `resolve_sizing` takes it
+    finish    builds the rest with the given sizes
+    """
+
+    measure: Callable[[], DeviceMemory | int]
+    finish: Callable[[MemoryPlan], Parts]
 
 
 def cache_scales(plan: EnginePlan) -> list[Scales]:

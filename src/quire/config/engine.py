@@ -127,6 +127,19 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Several devices."""
+
+    tensor_parallel_size: int = option(1, "devices that each hold a slice of every layer", flags=("-tp",), least=1)
+    pipeline_parallel_size: int = option(1, "stages of devices that each hold a range of layers", flags=("-pp",),
+                                         least=1)
+    enable_expert_parallel: bool = option(False, "distribute whole experts over the devices, not slices of each",
+                                          flags=("-ep",))
+    check_collectives: bool = option(False, "compare every exchange between ranks before it runs, and name the ranks "
+                                            "that differ; slow")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Complete configuration of an engine."""
 
@@ -135,6 +148,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @classmethod
     def from_flat(cls, **values: Any) -> "EngineConfig":

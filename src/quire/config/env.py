@@ -14,6 +14,7 @@ Knows names and texts; `option_parsers.py` parses the texts.
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -140,3 +141,8 @@ def hub_offline() -> bool:
     return any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON")
                for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
+
+def loopback_variables() -> dict[str, str]:
+    """Return the variables with which ranks of this host talk through its loopback, unless the user chose otherwise."""
+    name = "GLOO_SOCKET_IFNAME"
+    return {} if name in os.environ or sys.platform != "linux" else {name: "lo"}

@@ -6,11 +6,9 @@ The table of flags decides; a feature leaves this list when the table accepts it
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from quire.config.peer_flags import ON, refusal
+from quire.config.peer_flags import refusal
 from quire.config.placement import Parallel
 from quire.contracts.errors import UnsupportedModel
-
-EXPERTS = "--enable-expert-parallel"
 
 
 class Missing(NamedTuple):
@@ -22,14 +20,8 @@ class Missing(NamedTuple):
 
 def missing_features(parallel: Parallel) -> tuple[Missing, ...]:
     """Return everything that an engine of these sizes needs and does not have."""
-    asked = (
-        ("tensor parallelism", "-tp", str(parallel.tp)),
-        ("pipeline parallelism", "-pp", str(parallel.pp)),
-        ("data parallelism", "-dp", str(parallel.dp)),
-    )
+    asked = (("data parallelism", "-dp", str(parallel.dp)),)
     found = [(f"{feature} ({flag} {text})", refusal(flag, text)) for feature, flag, text in asked]
-    if parallel.expert_ranks > 1:
-        found.append((f"expert parallelism ({EXPERTS})", refusal(EXPERTS, ON)))
     return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.config.checkpoint import ModelArgs
+from quire.config.engine import ParallelConfig
 from quire.contracts.errors import ConfigError
 
 LOGIT_BYTES = 4  # float32
@@ -46,6 +47,12 @@ class Parallel:
 
 
 ALONE = Parallel()
+
+
+def parallel_sizes(config: ParallelConfig) -> Parallel:
+    """Return the sizes that the options ask for."""
+    return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size,
+                    experts=config.enable_expert_parallel)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

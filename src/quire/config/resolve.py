@@ -1,6 +1,7 @@
 """Pure functions that make the choices which depend on model, options and hardware. They return printable plans."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from quire.config.engine import CacheConfig, ModelConfig
 from quire.contracts.blocks import KVComponent, KVGeometry, KVGroup
@@ -133,6 +134,13 @@ def resolve_memory(
     _check_free(source, kv_bytes, max_num_seqs, slot_bytes(length, geometry), free_bytes)
     return MemoryPlan(geometry=geometry, num_blocks=num_blocks, max_model_len=length, kv_bytes=kv_bytes,
                       free_bytes=free_bytes, notes=notes)
+
+
+def shared_sizes(sizes: Sequence[MemoryPlan]) -> list[MemoryPlan]:
+    """Return the sizes of every rank with the smallest number of blocks and the shortest context of all."""
+    blocks, length = min(one.num_blocks for one in sizes), min(one.max_model_len for one in sizes)
+    return [replace(one, num_blocks=blocks, max_model_len=length, kv_bytes=(blocks + 1) * one.geometry.page_bytes)
+            for one in sizes]  # fmt: skip
 
 
 def check_context(model: ModelConfig, context: int) -> None:

@@ -14,6 +14,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     decode_lag    maximum number of in-flight steps of a decoding slot (1: wait for each token; 2: one step ahead)
     num_slots     requests that can hold a slot;  num_blocks  usable KV blocks, the reserved block 0 not counted
     num_drafts    maximum number of drafts that a decode verifies (k); 0: every decode advances by one token
+    num_stages    stages of a pipeline, which work on as many steps at the same time
     prompt_chunk  prompt tokens that about double the time of a step with few decodes; 0: chunks are not kept short
     plans         resolved choices by name (attention, linear, memory, ...), each a printable value
     """
@@ -26,6 +27,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     num_drafts: int = 0
+    num_stages: int = 1
     prompt_chunk: int = 0
     plans: dict[str, object] = msgspec.field(default_factory=dict)
 

@@ -177,7 +177,7 @@ def _run_quire(engine: Engine, prompt_ids: list[int]) -> tuple[list[int], Record
     with torch.inference_mode():
         normed = model.norm(recording.result(stage_name(last, FEED_FORWARD), "sum"))
         recording.keep("norm", "norm", normed)
-        recording.keep("logits", "lm_head", model.head(normed))
+        recording.keep("logits", "lm_head", model.head.whole(normed))
     return completion.token_ids, recording
 
 

@@ -24,13 +24,16 @@ Tags = Sequence[tuple[str, str]]  # (domain, value) pairs, such as ("salt", "s-7
 TENANT = "tenant"  # the domain that separates tenants; they must not learn of each other
 
 
-def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry) -> bytes:
+def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, geometry: KVGeometry,
+                     weights: str = "") -> bytes:  # fmt: skip
     """Return 32 bytes that are equal for two engines exactly when they can exchange blocks.
 
     model, revision   identity of the weights;  dtype  of the computation ("bfloat16")
+    weights           quantization of the weights, "" for none
     geometry          of the whole model, never of one tensor-parallel or pipeline rank; it has the cache's own dtype
     """
-    fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size))]
+    fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size)),
+              ("weights", weights)]  # fmt: skip
     for index, group in enumerate(geometry.groups):
         fields.append(("group", f"{index} window={group.window} layers={','.join(map(str, group.layers))}"))
         for c in group.components:

@@ -1,6 +1,6 @@
 """Inputs of layers: `Build` once, at construction; `StepContext` at every step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from quire.config.resolve_moe import MoEPlan
 from quire.contracts.blocks import KVGroup
 from quire.contracts.params import Param
+from quire.distributed import Group
+from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.attention import AttentionMeta, KVView
 from quire.kernels.linear.plan import LinearPlan
 from quire.kernels.select import Kernels
-
-Sum = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Build:
     params    by name, with local shapes: layers take their sizes from them
     linears   plans of linear layers, by the names of the layers
     experts   numbers of the experts that this rank owns, in the order of their places; None: all of them
-    sum_tp    adds up the partial results of the ranks that share a layer; None: this rank has the whole layer
+    tp        the ranks that share every layer; None: this rank has whole layers
+    vocabulary  this rank's slice of the vocabulary; None: all of it
+    layers    first layer of this rank, and the end of its range; None: it has all layers
     moe       the plan of layers with experts; None without them
     kv_groups   of this rank's layers; (): all layers form a group without a sliding window
     """
@@ -36,7 +38,9 @@ class Build:
     params: Mapping[str, Param]
     linears: Mapping[str, LinearPlan]
     experts: tuple[int, ...] | None = None
-    sum_tp: Sum | None = None
+    tp: Group | None = None
+    vocabulary: VocabularySlice | None = None
+    layers: tuple[int, int] | None = None
     moe: MoEPlan | None = None
     kv_groups: tuple[KVGroup, ...] = ()
 

@@ -46,18 +46,27 @@ class Decoder(nn.Module):
 
     layout      the parameters of this rank;  dtype, device  of activations
     elsewhere   tensors of the checkpoint that other ranks read
+    first, last   this rank has the embedding, or norm and head. A stage in the middle of a pipeline has neither
     """
+
+    embed: VocabEmbedding
+    norm: RMSNorm
+    head: LMHead
 
     def __init__(self, args: ModelArgs, layout: Sequence[Param], build: Build, *,
                  elsewhere: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.args, self.layout, self.kernels, self.elsewhere = args, layout, build.kernels, elsewhere
-        self.dtype, self.device = build.dtype, build.device
-        tied = args.tie_word_embeddings
-        self.head = LMHead("" if tied else "head", build)
-        self.embed = VocabEmbedding("embed", self.head if tied else None, build)
-        self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in range(args.num_layers))
-        self.norm = RMSNorm("norm", args.norm_eps, build)
+        self.dtype, self.device, self.vocabulary = build.dtype, build.device, build.vocabulary
+        self.first, self.last = "embed.weight" in build.params, "norm.weight" in build.params
+        tied = self.first and self.last and args.tie_word_embeddings
+        if self.last:
+            self.head = LMHead("" if tied else "head", build)
+            self.norm = RMSNorm("norm", args.norm_eps, build)
+        if self.first:
+            self.embed = VocabEmbedding("embed", self.head if tied else None, build)
+        own = range(*(build.layers or (0, args.num_layers)))
+        self.layers = nn.ModuleList(DecoderBlock(args, layer, build) for layer in own)
         width = args.latent.rope_dim if args.latent else args.head_dim
         self.rotary = Rotary(args.rope, args.rotary_dim, build.device, width=width)
         self._owners: dict[str, Loads] = {one.at: one for one in self.modules() if isinstance(one, Loads) and one.at}

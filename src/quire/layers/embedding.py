@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.distributed.vocabulary import VocabularySlice
 from quire.layers.context import Build
 from quire.quantization.pack import linear as packed_linear
 
@@ -13,12 +14,13 @@ class VocabEmbedding(nn.Module):
     """The embedding table [V, hidden], a row for each token id.
 
     A head that is `tied` packs the same rows for its product. The unpacked rows are kept beside them, unless the kernel
-    can read packed rows.
+    can read packed rows. Of a sliced vocabulary a rank holds its own rows, and the results are summed over ranks.
     """
 
     def __init__(self, at: str, tied: "LMHead | None", build: Build) -> None:
         super().__init__()
         self.at, self.device, self.dtype = at, build.device, build.dtype
+        self.slice = build.vocabulary
         plan = build.linears[at]
         self.kernel, self.features = plan.load(), plan.features
         self.tied = (tied,)  # in a tuple, so that the head stays a child of the model alone
@@ -41,6 +43,12 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[T] int64 ids in [0, V) -> [T, hidden] in the type of activations; kernels give rows of NaN for other ids."""
+        if self.slice is None:
+            return self._rows(token_ids)
+        rows, ours = self.slice.local(token_ids)
+        return self.slice.group.all_reduce(self._rows(rows).masked_fill(~ours[:, None], 0))
+
+    def _rows(self, token_ids: Tensor) -> Tensor:
         if self.packed is not None:
             return packed_linear.rows(self.kernel, self.packed, token_ids).to(self.dtype)
         assert self.weight is not None, "run before its weights were taken"
@@ -55,11 +63,16 @@ class LMHead(nn.Module):
     def __init__(self, at: str, build: Build) -> None:
         super().__init__()
         self.at, self.kernel, self.device = at, build.linears[at or "embed"].load(), build.device
+        self.slice: VocabularySlice | None = build.vocabulary
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
         """Pack the parameters; the layer owns them from now on. See `Loads`."""
         self.packed = packed_linear.pack(self.kernel, tensors, self.device)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[R, hidden] -> [R, V] float32 logits, written to `out` if it is given."""
+        """[R, hidden] -> [R, V] float32 logits of this rank's ids, written to `out` if it is given."""
         return packed_linear.run_float(self.kernel, hidden, self.packed, out)
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V] float32 logits of the whole vocabulary."""
+        return self(hidden) if self.slice is None else self.slice.whole(self(hidden))

@@ -4,17 +4,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.layers.context import Build, Sum
+from quire.distributed import Group
+from quire.layers.context import Build
 from quire.layers.norm import RMSNorm
 from quire.quantization.pack import linear as packed_linear
 
 
-def add_sum(partial: Tensor, residual: Tensor, sum_tp: Sum) -> Tensor:
+def add_sum(partial: Tensor, residual: Tensor, tp: Group) -> Tensor:
     """Return residual + the sum of the ranks' partial results.
 
     Every product whose weight is divided among ranks by columns ends here, so the residual is added once.
     """
-    return residual + sum_tp(partial)
+    return residual + tp.all_reduce(partial)
 
 
 class Linear(nn.Module):
@@ -32,7 +33,7 @@ class Linear(nn.Module):
         plan = build.linears[at]
         self.kernel, self.features = plan.load(), plan.features
         self.out_features, self.in_features = build.shape(f"{at}.weight")
-        self.sum_tp = build.sum_tp if build.params[f"{at}.weight"].shard == "columns" else None
+        self.tp = build.tp if build.params[f"{at}.weight"].shard == "columns" else None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
         """Pack the parameters; the layer owns them from now on. See `Loads`."""
@@ -50,8 +51,8 @@ class Linear(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual [T, out_features] + the projection of x; it may reuse the memory of `residual`."""
-        if self.sum_tp is not None:
-            return add_sum(self(x), residual, self.sum_tp)
+        if self.tp is not None:
+            return add_sum(self(x), residual, self.tp)
         if "add" in self.features:
             return packed_linear.run_add(self.kernel, x, self.packed, residual)
         return residual + self(x)

@@ -127,8 +127,8 @@ class MoE(nn.Module):
         self.shared = GatedMLP(f"{at}.shared", build) if moe.shared_size else None
         self.shared_gate = Linear(f"{at}.shared_gate", build) if moe.shared_gate else None
         can = build.device.type == "cuda" and "join" in build.moe.features
-        self.sum_tp = build.sum_tp
-        self.forks = can and self.shared is not None and self.sum_tp is None
+        self.tp = build.tp
+        self.forks = can and self.shared is not None and self.tp is None
         self.choose: Callable[[Tensor], Routed] | None = None
         self.on_routing: Callable[[Tensor, Tensor], None] | None = None
 
@@ -140,9 +140,9 @@ class MoE(nn.Module):
             weights, ids = (self.choose or self.router)(x)
             if self.on_routing is not None:
                 self.on_routing(weights, ids)
-            if self.sum_tp is not None:  # one sum of both kinds of experts
+            if self.tp is not None:  # one sum of both kinds of experts
                 partial = None if self.shared is None else self.shared.down(self._shared_inner(self.shared, x))
-                return add_sum(self.experts(x, weights, ids, partial), hidden, self.sum_tp)
+                return add_sum(self.experts(x, weights, ids, partial), hidden, self.tp)
             if self.shared is not None:
                 with fork.beside:
                     hidden = self.shared.down.add(self._shared_inner(self.shared, x), hidden)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from quire.config.checkpoint import ModelArgs
 from quire.contracts.params import Param
 from quire.contracts.scheme import Scheme
+from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels.select import Kernels
 from quire.layers.context import StepContext
 from quire.layers.rope import Rotary, Rotation
@@ -18,6 +19,16 @@ from quire.layers.rope import Rotary, Rotation
 Tap = Callable[[int | str, Tensor], None]
 # Types whose equal values print alike. A module has a set of the names of some buffers.
 PLAIN = (int, float, str, bytes, set, torch.dtype, torch.device, type(None), Scheme)
+
+
+class LogitsHead(Protocol):
+    """The projection from hidden states to logits."""
+
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, hidden] -> [R, V] float32 of this rank's slice of the vocabulary, in `out` where that is given."""
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V] float32 of the whole vocabulary."""
 
 
 class Model(Protocol):
@@ -32,7 +43,10 @@ class Model(Protocol):
     embed: Callable[[Tensor], Tensor]  # token_ids [T] -> [T, hidden]
     layers: Sequence[Callable[..., Tensor]]  # (hidden, rotation, ctx, kv view) -> hidden
     norm: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, hidden], before the head
-    head: Callable[..., Tensor]  # ([R, hidden], out=None) -> [R, V] float32, in `out` where that is given
+    head: LogitsHead
+    first: bool  # has `embed`
+    last: bool  # has `norm` and `head`
+    vocabulary: VocabularySlice | None  # that `embed` and `head` hold; None: the whole vocabulary
     rotary: Rotary
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:

@@ -5,10 +5,14 @@ from collections.abc import Mapping
 
 import torch
 
+from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
+from quire.kernels.sampling import SamplerOperations
+from quire.kernels.sampling.rows import Mode
 from quire.kernels.select import Choice, KernelNeeds, select
 from quire.layers.stack import Model
 from quire.worker.device_state import DeviceState, Limits
+from quire.worker.features import StepFeature
 from quire.worker.graphs import Graphs
 from quire.worker.pooling import Pooler
 from quire.worker.programs import Programs
@@ -17,6 +21,8 @@ from quire.worker.recordings import LayerRecordings, not_recordable
 from quire.worker.runner import StepRunner
 from quire.worker.sampler import Sampler
 from quire.worker.scoring import PromptScorer
+from quire.worker.sliced_sampling import SlicedSampling
+from quire.worker.stage import Stage
 from quire.worker.upload import InPlaceUpload, Upload
 
 NOT_PACKED = "the step operations are PyTorch's, which cannot read packed changes"
@@ -35,7 +41,8 @@ def choose_parts(
     forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
-    packs, why = step.name == "triton", not_recordable(model.kernels, num_groups)
+    packs, why = step.name == "triton", not_recordable(
+        model.kernels, num_groups, divided=model.vocabulary is not None)
     upload = (
         Choice("upload", "packed", "one copy a step; a kernel writes the tables")
         if packs
@@ -58,8 +65,12 @@ def make_runner(
     *,
     target: str,
     forced: Mapping[str, str] | None = None,
+    groups: RankGroups = ALONE,
 ) -> StepRunner:
-    """Build the runner of `model` on `device` with the KV cache `kv`; `target` and `forced`: see `choose_parts`."""
+    """Build the runner of `model` on `device` with the KV cache `kv`; `target` and `forced`: see `choose_parts`.
+
+    groups   the groups of this rank
+    """
     parts = choose_parts(model, target, forced, num_groups=len(limits.windows))
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
@@ -72,13 +83,22 @@ def make_runner(
     if chosen["recorder"] == "graphs":
         recorder = Graphs(limits.graph_sizes, limits.graph_tokens, slots)
     buffers = state.buffers
+    operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
+    if model.vocabulary is not None:
+        pairs = Mode.GREEDY if chosen["sampling"] == "triton" else Mode.UNFILTERED
+        operations = SlicedSampling(operations, model.vocabulary, limits.max_rows, device, pairs)
     sampler = Sampler(
-        sampling.operations(limits.max_rows, model.args.vocab_size, device),
+        operations,
         state.sampling,
         buffers.sample_slots,
         buffers.sample_positions,
         state.tables.history,
     )
-    programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder)
-    features = PromptScorer(lambda rows: model.head(model.norm(rows)), state.tables.history), Pooler(model.norm)
+    stage = None if groups.pp is None or groups.tokens is None else Stage(groups.pp, groups.tokens, state.tables)
+    programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
+                        stage=stage)  # fmt: skip
+    features: tuple[StepFeature, ...] = ()
+    if model.last:
+        scorer = PromptScorer(lambda rows: model.head.whole(model.norm(rows)), state.tables.history)
+        features = scorer, Pooler(model.norm)
     return StepRunner(programs, state, upload, features, limits=limits, parts=parts)

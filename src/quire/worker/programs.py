@@ -20,6 +20,7 @@ from quire.layers.stack import Model, Tap, run_layers
 from quire.worker.device_state import DeviceState, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
+from quire.worker.stage import Stage
 from quire.worker.upload import SHARED_GROUPS, Upload
 
 
@@ -37,6 +38,7 @@ class Programs:
     on_hidden   callback for the hidden states of each layer; steps are not recorded while it is set
     on_logits   callback for the logits of the sampled rows
     some        indices of the layers to run; None: all
+    stage       the neighbours in a pipeline; None: this rank has all layers
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class Programs:
         operations: ModuleType,
         sampler: Sampler,
         recorder: Recorder,
+        stage: Stage | None = None,
     ) -> None:
-        self.model, self.sampler, self.recorder = model, sampler, recorder
+        self.model, self.sampler, self.recorder, self.stage = model, sampler, recorder, stage
         self.on_hidden: Tap | None = None
         self.on_logits: LogitsTap | None = None
         self.some: list[int] | None = None
@@ -58,7 +61,7 @@ class Programs:
         self._windows = state.windows
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
         self.out = zeros(2, rows, dtype=torch.int32, device=device)
-        vocab = model.args.vocab_size
+        vocab = model.vocabulary.count if model.vocabulary else model.args.vocab_size
         self._static = zeros(rows, vocab, dtype=torch.float32, device=device) if recorder.static else None
         self._logits: Tensor | None = None  # of the last step, unless they are static
         self._hidden: dict[Key, Tensor] = {}  # hidden states of recorded steps with prompts
@@ -84,27 +87,36 @@ class Programs:
         else:
             self.recorder.run(shape.key, partial(self.mixed, shape))
             hidden = self._hidden[shape.key]
-        if shape.rows:
+        if shape.rows and self.model.last:
             self.head(hidden if shape.decode else hidden[self._state.buffers.sample_rows[: shape.rows]])
         return None if shape.decode else hidden
 
     def end(self, shape: StepShape, slots: I32) -> None:
         """Launch sampling from the logits of `compute`, and the write-back of tokens. slots [N]: those of the rows."""
-        if self.on_logits is not None and len(slots):
+        if self.on_logits is not None and len(slots) and self.model.last:
             count, buffers = len(slots), self._state.buffers
-            self.on_logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.logits(count))
+            self.on_logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.whole_logits(count))
         mode = self.sampler.table.mode(slots)
         self.recorder.run(("sample", shape.rows, mode), partial(self.sample, shape.rows, mode))
+        if self.stage is not None:
+            self.stage.sampled(self._state.buffers, self.out, len(slots))
 
     def logits(self, rows: int) -> Tensor:
-        """Return the logits [rows, V] of the first rows; valid until the next step's `compute`."""
+        """Return this rank's logits [rows, V] of the first rows; valid until the next step's `compute`."""
         logits = self._logits if self._static is None else self._static
         assert logits is not None, "no row was sampled yet"
         return logits if len(logits) == rows else logits[:rows]
 
+    def whole_logits(self, rows: int) -> Tensor:
+        """Return the logits of the first rows for the whole vocabulary. Every rank must call this."""
+        logits, vocabulary = self.logits(rows), self.model.vocabulary
+        return logits if vocabulary is None else vocabulary.whole(logits)
+
     def decode(self, shape: StepShape) -> None:
         """Launch a recorded decode step up to its logits."""
-        self.head(self.layers(shape, None))
+        hidden = self.layers(shape, None)
+        if self.model.last:
+            self.head(hidden)
 
     def mixed(self, shape: StepShape) -> None:
         """Launch the layers of a recorded step with prompts."""
@@ -117,7 +129,7 @@ class Programs:
 
     def sample(self, rows: int, mode: Mode) -> None:
         """Launch the end of a step: sampling, if there is a row, then `finish_step`."""
-        if rows:
+        if rows and self.model.last:
             self.sampler.sample(self.logits(rows), mode)
         state = self._state
         self.operations.finish_step(
@@ -153,10 +165,15 @@ class Programs:
                     prompts=prompts,
                 )
             )
-        ctx, hidden = StepContext(buffers.positions, tuple(groups), self.kv), model.embed(buffers.token_ids)
+        ctx = StepContext(buffers.positions, tuple(groups), self.kv)
+        hidden = model.embed(buffers.token_ids) if self.stage is None else self.stage.begin(model, buffers.token_ids)
         if self.on_hidden is not None:
-            return run_layers(model, hidden, ctx, self.some, self.on_hidden)
-        return self.recorder.run_layers(model, hidden, ctx, self.some)
+            hidden = run_layers(model, hidden, ctx, self.some, self.on_hidden)
+        else:
+            hidden = self.recorder.run_layers(model, hidden, ctx, self.some)
+        if self.stage is not None:
+            self.stage.end(hidden)
+        return hidden
 
     def _cut(self, shape: StepShape) -> StepBuffers:
         """Return the step's buffers, cut to its sizes.

@@ -93,8 +93,13 @@ class LayerRecordings(Recorder):
         return len(self._recordings)
 
 
-def not_recordable(kernels: Kernels, num_groups: int) -> str:
-    """Return the reason why the layers of a model with these kernels cannot be recorded, or ""."""
+def not_recordable(kernels: Kernels, num_groups: int, *, divided: bool = False) -> str:
+    """Return the reason why the layers of a model with these kernels cannot be recorded, or "".
+
+    divided   other ranks hold parts of each layer
+    """
+    if divided:
+        return "layers sum over ranks, and a recording holds kernels alone"
     if num_groups > 1:
         return f"the layers are in {num_groups} KV groups, and a recording has the block tables of one"
     strange = [f"{choice.op} is {choice.name}" for choice in kernels.choices if choice.name not in NATIVE]

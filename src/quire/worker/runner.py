@@ -67,6 +67,8 @@ class StepRunner:
     def submit(self, plan: StepPlan) -> None:
         """Launch one step. A step with grammar masks samples only after `release`."""
         began = perf_counter() if self._upload.timed else None
+        if self.programs.stage is not None:
+            self.programs.stage.settle(plan)
         changes = self.state.apply(plan)
         for feature in self._features:
             feature.apply(plan)
@@ -102,8 +104,8 @@ class StepRunner:
         slots = plan.slots if shape.decode else plan.slots[(plan.outputs & SAMPLE) != 0]
         programs = self.programs
         programs.end(shape, slots)
-        if len(slots) and programs.sampler.table.scored:
-            scored = programs.sampler.logprobs(programs.logits(len(slots)), slots)
+        if len(slots) and programs.sampler.table.scored and self.model.last:
+            scored = programs.sampler.logprobs(programs.whole_logits(len(slots)), slots)
             features = features if scored is None else (*features, scored)
         fetch, num_tokens = self._upload.fetch(programs.out), self._upload.step.num_tokens
         self._running.append(RunningStep(plan, slots, num_tokens, fetch, features, began, forwarded))

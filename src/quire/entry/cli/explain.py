@@ -3,10 +3,11 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from quire.config import flags
 from quire.config.peer_flags import add_peer_flags
-from quire.config.placement import Parallel
+from quire.config.placement import parallel_sizes
 from quire.config.sources import CONFIG_FILE
 
 SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
@@ -14,7 +15,7 @@ WIDTH = 200  # characters per line where the output is not a terminal
 
 
 def configure(parser: flags.FlagParser) -> None:
-    """Add the command's flags: those of `quire serve`, and the sizes of parallel groups."""
+    """Add the command's flags: those of `quire serve`, and the number of replicas."""
     from quire.explain.describe import GPUS
 
     flags.add_model_argument(parser)
@@ -24,19 +25,8 @@ def configure(parser: flags.FlagParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda", *GPUS), help="a device of this machine, or a GPU model to plan for"
     )
-    for names, what in (
-        (("--tensor-parallel-size", "-tp"), "tensor-parallel ranks"),
-        (("--pipeline-parallel-size", "-pp"), "pipeline stages"),
-        (("--data-parallel-size", "-dp"), "data-parallel replicas of attention"),
-    ):
-        parser.add_argument(*names, dest=names[1][1:], metavar="N", type=int, default=1, help=f"plan for N {what}")
-    parser.add_argument(
-        "--enable-expert-parallel",
-        "-ep",
-        dest="ep",
-        action="store_true",
-        help="distribute whole experts over the tp x dp ranks, not slices of each",
-    )
+    parser.add_argument("--data-parallel-size", "-dp", dest="dp", metavar="N", type=int, default=1,
+                        help="plan for N data-parallel replicas of attention")  # fmt: skip
     flags.add_flags(parser, ((title, option) for title, option in flags.server_options() if option.name != "device"))
     add_peer_flags(parser)
 
@@ -52,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     for note in settings.notes:
         print(f"quire: note: {note}", file=sys.stderr)
     config = flags.server_config(settings).engine
-    plan = plan_engine(config, Parallel(tp=args.tp, pp=args.pp, dp=args.dp, experts=args.ep), described).describe()
+    plan = plan_engine(config, replace(parallel_sizes(config.parallel), dp=args.dp), described).describe()
     if args.layer is not None:
         plan = one_layer(plan, args.layer)
     if args.json:

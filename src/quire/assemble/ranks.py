@@ -1,0 +1,63 @@
+"""An engine of several ranks: a process for each, their plans, sizes that fit all of them, and the executor."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from quire.assemble.parts import Loading, Parts
+from quire.assemble.rank import RankFacts, RankTask
+from quire.config.env import loopback_variables
+from quire.config.resolve import shared_sizes
+from quire.config.resolve_cuda import DeviceMemory
+from quire.models.plan import EnginePlan, resolve_sizing
+from quire.platforms.cpu import read_cpu_facts
+from quire.procs.ranks import RankProcesses, RanksExecutor
+
+MODULE = "quire.entry.rank_process"
+
+
+def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
+    """Start a process for every plan and build the engine in them; raises the first `UserError` of a rank."""
+    parallel, cpu = plans[0].mesh.parallel, read_cpu_facts()
+    threads = max(1, (plans[0].config.device.num_threads or cpu.cores) // parallel.size)
+    lead = (parallel.pp - 1) * parallel.tp
+    folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+    processes: RankProcesses | None = None
+    try:
+        starts = [msgspec.json.encode(RankTask(plan=plan, meeting=str(folder / "meeting"), threads=threads))
+                  for plan in plans]  # fmt: skip
+        processes = RankProcesses(MODULE, starts, [rank_name(plan) for plan in plans], loopback_variables(), lead=lead)
+        measured = [msgspec.json.decode(data, type=DeviceMemory | int) for data in processes.build(on_loading)]
+        end_phase("weights")
+        sizes = shared_sizes([resolve_sizing(plan, _share(one, len(plans)))
+                              for plan, one in zip(plans, measured, strict=True)])  # fmt: skip
+        ready = [msgspec.json.decode(data, type=RankFacts)
+                 for data in processes.size([msgspec.json.encode(size) for size in sizes])]  # fmt: skip
+    except BaseException:
+        if processes is not None:
+            processes.close()
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    end_phase("ranks")
+    facts, running = ready[lead], processes
+    return Parts(
+        plan=plans[lead], model=None, worker=None, depth=max(facts.depth, parallel.pp), num_stages=parallel.pp,
+        memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans), notes=facts.notes,
+        executor=lambda about: RanksExecutor(running, about),
+    )  # fmt: skip
+
+
+def rank_name(plan: EnginePlan) -> str:
+    """Return the words for a rank in messages."""
+    rank, parallel = plan.mesh.rank, plan.mesh.parallel
+    place = [f"tp {rank.place}"] * (parallel.tp > 1) + [f"stage {rank.stage}"] * (parallel.pp > 1)
+    return f"rank {rank.number} ({', '.join(place)})"
+
+
+def _share(measured: DeviceMemory | int, ranks: int) -> DeviceMemory | int:
+    """Return the memory of a rank. The ranks of a CPU share what is free after all have loaded their weights."""
+    return read_cpu_facts().free_memory // ranks if isinstance(measured, int) else measured

@@ -1,0 +1,39 @@
+"""The groups of a rank: with whom it shares layers, and to whom it hands hidden states."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.config.placement import Parallel
+from quire.distributed import Group
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups of a rank; None: it would be alone in the group.
+
+    tp       ranks that share every layer of a stage
+    pp       ranks with the same place in all stages, in the order of stages: hidden states go forward
+    tokens   the ranks of `pp` once more: sampled tokens go from the last to the first. A group of its own, because
+             messages of a group are ordered: two stages that send to each other would wait for each other
+    """
+
+    tp: Group | None = None
+    pp: Group | None = None
+    tokens: Group | None = None
+
+
+ALONE = RankGroups()
+
+
+def tp_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each tensor-parallel group."""
+    for first in range(0, parallel.size, parallel.tp):
+        yield list(range(first, first + parallel.tp))
+
+
+def pp_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each pipeline, in the order of stages."""
+    each = parallel.tp * parallel.pp
+    for replica in range(parallel.dp):
+        for place in range(parallel.tp):
+            yield [replica * each + stage * parallel.tp + place for stage in range(parallel.pp)]

@@ -1,0 +1,80 @@
+"""A stage of a pipeline: hidden states come from the stage before and go to the next; tokens go back to the first.
+
+A slot is in one step in flight at a time, so the first stage needs a token only when the slot's next step comes. Until
+then it owes the token to its history.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.step import StepPlan
+from quire.distributed import Group
+from quire.kernels.step import StepBuffers, Tables
+from quire.layers.stack import Model
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """Tokens of a step that the last stage sampled: their slots, on host and device, and their positions."""
+
+    known: frozenset[int]
+    slots: Tensor
+    positions: Tensor
+
+
+class Stage:
+    """A rank's place in a pipeline.
+
+    forward   group of the stages, for hidden states;  back   the same ranks, for tokens
+    tables    of this rank: the first stage writes the tokens into the history
+    """
+
+    def __init__(self, forward: Group, back: Group, tables: Tables) -> None:
+        self._forward, self._back, self._tables = forward, back, tables
+        self._owed: deque[_Owed] = deque()
+
+    @property
+    def first(self) -> bool:
+        """True on the stage with the embedding."""
+        return self._forward.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """True on the stage with the head."""
+        return self._forward.rank == self._forward.size - 1
+
+    def begin(self, model: Model, token_ids: Tensor) -> Tensor:
+        """Return the input of this stage's layers, [T, hidden]: embedded tokens, or what the stage before sent."""
+        if self.first:
+            return model.embed(token_ids)
+        hidden = torch.empty(len(token_ids), model.args.hidden_size, dtype=model.dtype, device=token_ids.device)
+        return self._forward.receive(hidden, self._forward.rank - 1)
+
+    def end(self, hidden: Tensor) -> None:
+        """Send the output of this stage's layers, [T, hidden], to the next stage."""
+        if not self.last:
+            self._forward.send(hidden, self._forward.rank + 1)
+
+    def sampled(self, buffers: StepBuffers, out: Tensor, rows: int) -> None:
+        """End a step with `rows` sampled rows: the last stage sends their tokens out[0], the first owes them."""
+        if not rows:
+            return
+        if self.last:
+            self._back.send(out[0, :rows], 0)
+        elif self.first:
+            slots = buffers.sample_slots[:rows].clone()
+            self._owed.append(_Owed(frozenset(slots.tolist()), slots, buffers.sample_positions[:rows].clone()))
+
+    def settle(self, plan: StepPlan) -> None:
+        """Write owed tokens of the slots that a plan uses, releases or admits. Called before the plan is applied."""
+        if not self._owed:
+            return
+        used = {*plan.slots.tolist(), *plan.released.tolist(), *(one.slot for one in plan.admitted)}
+        last = max((i for i, owed in enumerate(self._owed) if owed.known & used), default=-1)
+        for _ in range(last + 1):
+            owed = self._owed.popleft()
+            tokens = torch.empty(len(owed.slots), dtype=torch.int32, device=owed.slots.device)
+            self._tables.history[owed.slots, owed.positions] = self._back.receive(tokens, self._back.size - 1)
