@@ -30,5 +30,5 @@ def in_use() -> bool:
 
 
 def options(pdl: bool) -> dict[str, bool]:
-    """Return the launch options of a kernel; empty without PDL, since the interpreter does not know the option."""
+    """Return the launch options of a kernel: with `pdl` programmatic dependent launch, else none."""
     return {"launch_pdl": True} if pdl else {}
