@@ -151,7 +151,7 @@ def _mode(threads: ThreadPoolExecutor, ahead: Ahead) -> Any:
     base: Any = triton.AsyncCompileMode
 
     class Mode(base):  # type: ignore[misc]
-        """Triton's asynchronous mode, which also prepares the launch and lists the submitted kernels."""
+        """Triton's mode of compiling in threads. It also prepares each launch and lists the kernels in `ahead`."""
 
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
             def prepare() -> Any:

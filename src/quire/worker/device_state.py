@@ -122,7 +122,10 @@ class DeviceState:
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. On a CPU, a page of memory is allocated at its first write, not before."""
+    """Return a tensor of zeros. On a CPU, a page of memory is allocated at its first write.
+
+    So the unused part of a token history takes no memory.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, str(dtype).removeprefix("torch.")))

@@ -105,7 +105,10 @@ def paged_attention(
 
 
 def rows_only(meta: AttentionMeta, block_size: int) -> bool:
-    """Return True if the step has no long prompt chunk, so that its attention calls can be recorded."""
+    """Return True if the attention of the step can be recorded.
+
+    It can if no sequence has more than FEW rows and one call of the C kernel computes all rows.
+    """
     plan = _plan(meta, block_size)
     return len(plan.rows) == 1 and not plan.chunks
 

@@ -203,7 +203,10 @@ def multiprocessors() -> int:
 
 @functools.cache
 def shared_memory() -> int:
-    """Return the bytes of shared memory of a program: 99 KiB on the smallest GPUs of compute capability 8.x."""
+    """Return the most bytes of shared memory that a program can have on this GPU.
+
+    In Triton's interpreter it is 99 KiB, as on the smallest GPUs of compute capability 8.x.
+    """
     if INTERPRETED:
         return 99 << 10
     return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin

@@ -109,7 +109,7 @@ def expanded_kernel(
     HEADS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of a tile of rows over a piece of the context, and add it to `out`. Grid (tiles, HEADS).
+    """Compute attention of a tile of rows over a piece of the context; merge it into `out`. Grid (tiles, HEADS).
 
     q                   [T, HEADS, P + R]; stride_q, stride_head  elements from row to row, from head to head
     made, ropes         workspace [n, HEADS, P + V] (unrotated keys, then values) and [n, R]
