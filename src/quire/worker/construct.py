@@ -26,7 +26,7 @@ NO_GRAPHS = "PyTorch's operations launch different work for each step's sizes"
 def choose_parts(
     model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1
 ) -> tuple[Choice, ...]:
-    """Choose step operations, sampler operations, upload and recorder for a model.
+    """Choose the parts of a model runner. Return four choices: step operations, sampler operations, upload, recorder.
 
     target       "cpu" or "cuda": the device that the model's kernels are made for
     forced       "step" or "sampling" -> the implementation to use
@@ -59,7 +59,7 @@ def make_runner(
     target: str,
     forced: Mapping[str, str] | None = None,
 ) -> StepRunner:
-    """Build the runner of `model` on `device` with the KV cache `kv`; `target` and `forced`: see `choose_parts`."""
+    """Build the runner of `model` on `device`. `kv`: KV cache of each layer; `target`, `forced`: see `choose_parts`."""
     parts = choose_parts(model, target, forced, num_groups=len(limits.windows))
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
