@@ -62,7 +62,7 @@ def release(listener: socket.socket, config: HttpConfig) -> None:
 
 
 def max_connections() -> int:
-    """Raise this process's limit of open files. Return the number of connections it allows."""
+    """Raise this process's limit of open files if needed. Return the number of connections that the limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

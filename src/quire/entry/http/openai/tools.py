@@ -28,7 +28,7 @@ class ToolUse:
     shown      tools shown to the model, in the format of templates; None = no tools
     callable   tools that may be called; () = the answer is not parsed for calls
     must       the model must call a tool;  named  tool_choice names the only tool that may be called
-    bound      a grammar must force the model to follow the request
+    bound      a grammar must force the answer to follow tool_choice and strict schemas
     """
 
     shown: list[dict[str, Any]] | None = None
