@@ -104,9 +104,10 @@ class FrontEnd:
 
     def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
               timeout: float | None = None, pool: str = "", tenant: str = "") -> tuple[Generation, list[NewRequest]]:
-        """Make the requests of one prompt. Raises `RequestError`, and keeps nothing, when they cannot be served.
+        """Return the generation of one prompt, and its requests for the core.
 
         timeout   seconds after which the request fails;  pool, tenant  as in `NewRequest`
+        Raises a `RequestError` when the prompt cannot be served, and keeps nothing then.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
@@ -169,7 +170,7 @@ class FrontEnd:
         return pairs, taken.stopped
 
     def take(self, outputs: StepOutputs) -> Taken:
-        """Take one step's outputs and return the changes. The caller then makes the outputs of those `touched`."""
+        """Take one step's outputs and return the changes. The caller then makes the outputs of `touched`."""
         taken = Taken(now=time.monotonic())
         touched: dict[Generation, None] = {}
         finishes = {f.handle: f for f in outputs.finished}
@@ -320,7 +321,8 @@ class FrontEnd:
                             ("structured_outputs", params.structured_outputs)):
             if given and self.tokenizer is None:
                 raise InvalidParameter(
-                    f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name)
+                    f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init): leave {name} out.",
+                    param=name)
 
     def _spec(self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...]) -> SamplerSpec:
         greedy = params.greedy

@@ -75,7 +75,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
 
 
 def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
-    """Return a described plan with one layer: "embed", a number or "head". Raises ConfigError for an unknown layer."""
+    """Return a described plan cut to a layer: "embed", a number or "head". Raises ConfigError for an unknown layer."""
     if found := [one for one in plan["layers"] if one["layer"] == layer]:
         return plan | {"layers": found}
     raise ConfigError(f"--layer {layer} does not exist: give embed, 0 to {len(plan['layers']) - 3}, or head.")

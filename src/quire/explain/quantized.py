@@ -96,7 +96,7 @@ def _parts(param: Param, rows: Tensor) -> Iterator[tuple[Any, Tensor]]:
 
 
 class QuantizedInputs(TorchFunctionMode):
-    """While entered, the linears of a transformers model quantize their inputs by the rules of their weights."""
+    """Context in which the linears of a transformers model quantize their inputs by the rules of their weights."""
 
     def __init__(self, model: Any, rules: Rules, layout: tuple[Param, ...]) -> None:
         super().__init__()

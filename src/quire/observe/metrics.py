@@ -54,7 +54,7 @@ FAMILIES = tuple(MetricFamily(*cells) for cells in read_rows(Path(__file__).with
 
 @dataclass(frozen=True, kw_only=True)
 class StatsLine:
-    """Statistics of now, with rates since the last line. `hit_rate` is None when no prompt has come since then."""
+    """Statistics of now, with rates since the last line. `hit_rate` of the prefix cache is None without a lookup."""
 
     num_running: int = 0
     num_waiting: int = 0

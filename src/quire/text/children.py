@@ -68,7 +68,7 @@ class Children:
 
     def _check(self) -> None:
         if self._closed:
-            raise EngineClosed("this was closed, and its processes have ended: nothing more can be asked of it.")
+            raise EngineClosed("the engine is closed and its child processes have ended: make a new engine.")
 
 
 def _end(child: Child) -> None:

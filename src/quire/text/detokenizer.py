@@ -37,7 +37,7 @@ class Detokenizer(Protocol):
 
 
 def hidden_ids(tokenizer: Tokenizer, skip_special_tokens: bool, shown: Collection[int] | None) -> frozenset[int]:
-    """Return the ids to leave out of a text: all special tokens except `shown`; none if they are not skipped."""
+    """Return the ids to leave out of a text: none or, with `skip_special_tokens`, all special ones except `shown`."""
     special = tokenizer.all_special_ids if skip_special_tokens else frozenset[int]()
     return special.difference(shown) if shown else special
 

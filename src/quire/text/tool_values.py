@@ -22,7 +22,7 @@ def branches(schema: Any) -> list[dict[str, Any]]:
 
 
 def kinds_of(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows; "any" is among them when an alternative names no type."""
+    """Return the JSON types that a schema allows; "any" is among them when an alternative names no type or value."""
     found: set[str] = set()
     for part in branches(schema):
         values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []

@@ -29,7 +29,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script."""
+    """Print the tab-completion script of the given shell."""
     from quire.entry.cli.main import build_parser
 
     print(script(args.shell, build_parser()))
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(parser: FlagParser, command: str = "") -> Iterator[Row]:
-    """Yield (command, flag, word, help) for each word that may follow `command` and its flag ("" = no flag)."""
+    """Yield (command, flag, word, help): a word that may follow a flag ("" = none) of a command or subcommand."""
     for action in parser.actions():
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:

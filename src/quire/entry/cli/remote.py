@@ -45,7 +45,7 @@ def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
     given = vars(args)
     useless = [flag for place, flag in given.items() if place.startswith(ORIGIN) and place != f"{ORIGIN}model"]
     if useless:
-        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options; leave this out.")
+        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options: leave these flags out.")
     name = args.model_name or given.get("model_argument") or given.get(f"{FLAG}model")
     return RemoteModel(args.url, key=args.api_key or client_key(), name=name)
 

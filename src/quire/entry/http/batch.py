@@ -62,7 +62,7 @@ class Line(msgspec.Struct):
 
 
 class Outcome(NamedTuple):
-    """Summary of an output.
+    """Summary of a batch's output file.
 
     answers, errors   numbers of lines
     commonest         the most frequent error: its code, its count and an example; "" without errors

@@ -143,5 +143,5 @@ def _listen_unix(path: str) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on uds={path!r}: {error.strerror or error}.") from None
+        raise ConfigError(f"cannot listen on uds={path!r} ({error.strerror or error}): give another path.") from None
     return listener

@@ -50,7 +50,7 @@ NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Refused(NamedTuple):
-    """Rule that refuses a field: other servers have the field, it would change the answer, and Quire has not.
+    """Rule that refuses a field of other servers: it would change the answer, and Quire does not implement it.
 
     reason     the end of the error message
     harmless   values that have no effect and are accepted, as null is
@@ -139,7 +139,7 @@ class RequestDecoder(Generic[T]):
             words = f"the body is not valid JSON: {json_fault(error, body)}."
             raise HttpError(400, words, code="invalid_json") from error
         except UnicodeDecodeError as error:
-            raise HttpError(400, "the body is not valid UTF-8.", code="invalid_json") from error
+            raise HttpError(400, "the body is not valid UTF-8: send JSON in UTF-8.", code="invalid_json") from error
         except RecursionError as error:
             words = f"the body is nested too deeply: at most {MAX_DEPTH} levels of lists and objects."
             raise HttpError(400, words, code="invalid_json") from error

@@ -37,7 +37,7 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
     plan, given = context.text().pooling, several(request.input, "input")
     plan.check(request.dimensions)
     if len(given) > schema.MAX_INPUTS:
-        raise InvalidParameter(f"input holds {len(given)} texts: at most {schema.MAX_INPUTS} per request.",
+        raise InvalidParameter(f"input holds {len(given)} texts: send at most {schema.MAX_INPUTS} per request.",
                                param="input")
     if not plan.source:
         exchange.warn(f"embeddings are {plan}")

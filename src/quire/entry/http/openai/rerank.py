@@ -19,7 +19,7 @@ SCORE = RequestDecoder(schema.ScoreRequest)
 
 
 async def rerank(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with the documents, the most similar to the query first. Equal documents keep their order."""
+    """Answer with the documents, the most similar to the query first. Documents with equal scores keep their order."""
     request = await RERANK.read(context, exchange)
     request_id, model = exchange.name(request.request_id), context.model(request.model)
     context.text().pooling.check_scores()

@@ -37,7 +37,7 @@ ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str,
 
 
 async def respond(context: ServerContext, exchange: Exchange) -> None:
-    """Answer POST /v1/responses: generate a response, at once or in the background, and store it."""
+    """Answer POST /v1/responses: generate a response, at once or in the background, and store it by default."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
@@ -103,7 +103,7 @@ def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "as
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with a stored response in its current state. DELETE removes the response, so that none can continue it."""
+    """Answer with a stored response in its current state. DELETE removes it; no request can continue it then."""
     asked = parse_qs(exchange.scope["query_string"].decode("latin-1"))
     for name in asked.keys() & ASKED.keys() - ({"stream"} if asked.get("stream") == ["false"] else set()):
         raise not_implemented(name, ASKED[name])

@@ -44,7 +44,7 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, *, max_to
     if (constraint := structured(request)) is not None:
         given["structured_outputs"] = constraint
     if request.logprob_token_ids and logprobs is None and request.prompt_logprobs is None:
-        raise InvalidParameter("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+        raise InvalidParameter("logprob_token_ids needs logprobs: send logprobs, too.", param="logprob_token_ids")
     return defaults.clone(**given, max_tokens=max_tokens, logprobs=logprobs)
 
 

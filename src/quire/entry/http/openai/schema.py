@@ -364,7 +364,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """Message of the model. `content` is null if there are only calls. Both fields of the reasoning are equal."""
+    """Message of the model. `content` is null if there are only calls. `reasoning` equals `reasoning_content`."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
