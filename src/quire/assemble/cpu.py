@@ -23,7 +23,7 @@ from quire.worker.device_state import Limits
 
 def assemble_without_triton(plan: EnginePlan, *, free_bytes: Callable[[], int], on_loading: Loading,
                             end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on the plan's device; raises a `UserError` that names the fix.
+    """Build the parts of a plan's engine on the plan's device; raises a `UserError` that names the fix.
 
     free_bytes   returns the free bytes of the device's memory
     """

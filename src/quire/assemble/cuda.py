@@ -38,7 +38,7 @@ DEVICE = torch.device("cuda", 0)
 
 def assemble_cuda(plan: EnginePlan, facts: CudaFacts, *, on_loading: Loading,
                   end_phase: Callable[[str], None]) -> Parts:
-    """Build the engine of a plan on a GPU; raises a `UserError` that names options with which it fits.
+    """Build the parts of a plan's engine on a GPU; raises a `UserError` that names options with which the model fits.
 
     end_phase   called with the name of each start-up phase when it ends
     """
