@@ -9,8 +9,10 @@ from quire.engine.table import RunningTable
 def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: int = 0) -> tuple[I32, I32]:
     """Choose the running slots of the next step, and the most tokens that each slot computes.
 
+    budget       tokens of the step;  num_drafts  most drafts per decode, see `ExecutorFacts`
+    decode_lag   most steps in flight of a decoding slot, see `ExecutorFacts`
     Decoding slots come first, so that a long prompt never delays them; each takes one token of the budget. The rest of
-    the budget goes to slots that are catching up, in order. Drafts have a budget of their own, `MAX_VERIFY_ROWS`.
+    the budget goes to slots that compute prompts or recompute tokens, in order. Drafts count against `MAX_VERIFY_ROWS`.
     Returns (slots [S], num_tokens [S]), both int32, decodes first.
     """
     order = table.order()
