@@ -55,7 +55,7 @@ class Loaded:
 
 
 def cache_scales(plan: EnginePlan) -> list[Scales]:
-    """Return the scales of keys and values of each layer that the checkpoint has for an 8-bit KV cache; []: all are 1.
+    """Return each layer's scales of keys and values for an 8-bit KV cache, from the checkpoint; [] = all are 1.
 
     Raises WeightsError for scales that cannot be used.
     """

@@ -69,8 +69,10 @@ def activation_cases(setup: Setup) -> Iterator[KernelCase]:
 
 
 def heads_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of norm and rotation of the heads, and of writing keys and values to the cache.
-    The written cache is compared, too."""
+    """Yield cases of the heads operation: norm, rotation, and writing keys and values to the cache.
+
+    The written cache is compared, too.
+    """
     args, size = setup.args, setup.block_size
     heads, kv_heads, dim = args.num_heads, args.num_kv_heads, args.head_dim
     turned = heads + kv_heads
@@ -236,7 +238,7 @@ def _attention_pair(setup: Setup, kv: KVView, meta: AttentionMeta, sizes: tuple[
 
 
 def sampler_cases(setup: Setup) -> Iterator[KernelCase]:
-    """Yield cases of sampling. The reference is the CPU's sampler, because the library draws other noise."""
+    """Yield cases of sampling. The reference for results is Quire's PyTorch sampler: the library draws other noise."""
     vocab, device = setup.args.vocab_size, setup.device
 
     def pairs(kind: str, rows: int, count: int) -> list[Pair]:

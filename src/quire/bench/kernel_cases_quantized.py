@@ -23,9 +23,11 @@ SCHEMES = {
 
 
 def quantized_cases(setup: Setup, shapes: Mapping[str, tuple[int, int]]) -> Iterator[KernelCase]:
-    """Yield cases of the projections `shapes` (outputs, inputs) by name, for a scheme of each kind.
+    """Yield cases of the projections in `shapes`, for a quantization scheme of each kind.
 
-    Operations in 8 bits count half: tensor cores do twice as many of them.
+    shapes   name of a projection -> (outputs, inputs)
+
+    Operations on 8-bit activations count half in `flops`: tensor cores do twice as many of them per second.
     """
     for words, scheme in SCHEMES.items():
         needs = KernelNeeds(device=setup.device.type, dtype=str(setup.dtype).removeprefix("torch."), scheme=scheme)

@@ -32,7 +32,13 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLoad:
-    """Random prompts with a common prefix. Lengths are drawn from [len * (1 - ratio), len * (1 + ratio)]."""
+    """Random prompts behind a common prefix.
+
+    input_len, output_len       mean lengths, in tokens; the prefix is not counted
+    input_ratio, output_ratio   each length is drawn from [len * (1 - ratio), len * (1 + ratio)]
+    prefix_len                  tokens of the common prefix
+    as_text                     True: prompts are common English words, about a token each; False: token ids
+    """
 
     input_len: int = 1024
     output_len: int = 128

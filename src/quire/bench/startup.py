@@ -18,9 +18,11 @@ CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from quire.bench.startup i
 
 
 def measure_startup(options: dict[str, Any], repeat: int, on_run: Callable[[], None]) -> dict[str, Any]:
-    """Start `repeat` processes one after the other. Return all totals, and the phases of the fastest run.
-    `on_run`: called after each run. Raises `ConfigError` with a child's user error, `EngineDead` with the last line of
-    a child that failed."""
+    """Start an engine in `repeat` processes, one after the other. Return all totals, and the phases of the fastest run.
+
+    Times are in seconds, up to the first token. `on_run` is called after each run. Raises `ConfigError` with a child's
+    user error, `EngineDead` with the last line that a failed child wrote.
+    """
     name, given = resolve_target(options)
     runs = []
     for _ in range(repeat):

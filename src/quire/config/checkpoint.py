@@ -93,7 +93,7 @@ MATH_KEYS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
-    """All arguments of a decoder model; no default is left to the model file.
+    """Arguments of a decoder model, complete: layers and kernels add no defaults of their own.
 
     head_dim         dimensions of a query or key head;  rotary_dim  number of these that are rotated
     attention_bias   q, k and v projections have a bias;  output_bias  o_proj has a bias

@@ -9,9 +9,9 @@ from quire.contracts.errors import ConfigError
 
 def option(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (),
            least: float | None = None, above: float | None = None) -> Any:
-    """Make a dataclass field that becomes a command-line flag `--field-name`.
+    """Make a dataclass field that becomes a command-line flag `--field-name` with the default and the help text.
 
-    flags          further spellings of the flag
+    flags          further spellings of the flag;  choices  allowed values; empty: all
     least, above   bounds of a number, or of each number of a tuple
     """
     return field(default=default, metadata={
@@ -101,11 +101,11 @@ class SchedulerConfig:
     watermark: float = option(0.01, "share of the KV blocks kept free when a request is admitted while others run")
 
     def sequences(self) -> int:
-        """Return the requests running at once. The default is at most the token budget; a GPU may change it."""
+        """Return max_num_seqs, or its default: 256, at most max_num_batched_tokens. A GPU's default may be larger."""
         return self.max_num_seqs or min(SEQUENCES, self.max_num_batched_tokens or SEQUENCES)
 
     def token_budget(self, default: int = CPU_TOKENS) -> int:
-        """Return the maximum number of tokens of a step. The default lets every running request advance."""
+        """Return max_num_batched_tokens; if not set, the larger of `default` and `sequences()`."""
         return self.max_num_batched_tokens or max(default, self.sequences())
 
 
@@ -160,13 +160,13 @@ class EngineConfig:
 
 
 def flat_names() -> dict[str, str]:
-    """Return option name -> the component that holds the option."""
+    """Return option name -> the field of `EngineConfig` that holds the option: max_num_seqs -> scheduler."""
     default = EngineConfig()
     return {f.name: part.name for part in fields(default) for f in fields(getattr(default, part.name))}
 
 
 def by_part(values: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Group options by component. Raises `ConfigError` for an unknown option, with the nearest name."""
+    """Return part -> its options; `known` is option name -> part. Raises `ConfigError` for an unknown option."""
     parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in known:

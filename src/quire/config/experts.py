@@ -72,7 +72,7 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
 
 
 def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs | None:
-    """Return the experts of a config.json; None for families without experts. Raises ModelError or UnsupportedModel."""
+    """Return the expert layers' arguments; None for families without experts. Raises ModelError or UnsupportedModel."""
     if model_type not in MOE_KEYS:
         return None
     read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}

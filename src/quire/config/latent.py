@@ -16,7 +16,7 @@ LATENT_KEYS = frozenset("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_
 
 @dataclass(frozen=True, kw_only=True)
 class LatentArgs:
-    """Sizes of the projections; P = nope_dim, R = rope_dim, V = v_dim, L = kv_rank.
+    """Sizes of multi-head latent attention; P = nope_dim, R = rope_dim, V = v_dim, L = kv_rank.
 
     q_rank     width of the compressed query; 0: queries come from one projection
     kv_rank    width of the compressed keys and values, which the cache keeps beside a rotated key of rope_dim
@@ -45,7 +45,7 @@ class LatentArgs:
 
 
 def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source: str) -> LatentArgs | None:
-    """Return the latent attention of a config.json; None for other families. Raises ModelError or UnsupportedModel."""
+    """Return the sizes of latent attention; None for other families. Raises ModelError or UnsupportedModel."""
     if model_type not in LATENT_FAMILIES:
         return None
     for key in ("attention_bias", "mlp_bias"):

@@ -12,7 +12,7 @@ from quire.contracts.errors import UnsupportedModel
 
 
 class Missing(NamedTuple):
-    """A missing feature, with the flag that asks for it, and the error message of `quire serve`."""
+    """A feature that is not implemented, and the error message of `quire serve` about its flag."""
 
     feature: str
     reason: str
@@ -26,13 +26,13 @@ def missing_features(parallel: Parallel) -> tuple[Missing, ...]:
 
 
 def check_missing(missing: Sequence[Missing]) -> None:
-    """Refuse an engine that needs these features, in the words of the first. Raises UnsupportedModel."""
+    """Raise UnsupportedModel with the reason of the first missing feature; do nothing when there is none."""
     if missing:
         raise UnsupportedModel(missing[0].reason)
 
 
 def not_runnable(missing: Iterable[str]) -> str:
-    """Return the sentence about a plan that needs these features; "" where nothing is missing."""
+    """Return the sentence "Not runnable yet: ..." that names these missing features; "" when there is none."""
     *most, last = missing or [""]
     words = f"{', '.join(most)} and {last} are" if most else f"{last} is"
     return last and f"Not runnable yet: {words} not implemented; the plan below is what it would be."

@@ -22,11 +22,11 @@ NOTHING = ("", "none", "null")  # values that never have an effect
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFlag:
-    """A vLLM flag. `meaning` is one of MEANINGS, `takes` is one of NARGS.
+    """A vLLM flag. `meaning` is one of MEANINGS, `takes` is a key of NARGS.
 
     neutral   values without any effect (ON and OFF for a switch)
-    idle      further values of a refused flag that have no effect here; they get a note
-    option    our option that an alias sets;  values  their value -> ours (empty: the same texts)
+    idle      further values of a refused flag that have no effect in Quire; the user gets a note
+    option    Quire's option that an alias sets;  values  vLLM's value -> Quire's (empty: the same texts)
     """
 
     names: tuple[str, ...]
@@ -75,7 +75,7 @@ class Given(NamedTuple):
 class PeerOutcome:
     """Effect of the given vLLM flags.
 
-    values    our option that an alias sets -> (value, a text or what the table maps it to; spelling of the flag)
+    values    Quire's option that an alias sets -> (its text, or the value that the table gives; the flag's spelling)
     notes     a line for each flag that changes nothing;  refusals  a line for each refused flag
     """
 
@@ -85,7 +85,7 @@ class PeerOutcome:
 
 
 def add_peer_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of the table that the parser lacks, without a line in its help."""
+    """Add to `parser` every vLLM flag in `peer_flags.txt` that the parser lacks. --help does not show these flags."""
     known = parser._option_string_actions
     for flag in PEER_FLAGS:
         names = [name for name in flag.names if name not in known]
@@ -113,7 +113,7 @@ def given_peer_flags(namespace: Mapping[str, Any]) -> list[Given]:
 
 
 def file_peer_flag(key: str, value: object) -> Given | None:
-    """Return a key of a file as a vLLM flag; None for another key, or for a flag that works in Quire."""
+    """Return the vLLM flag that a key of a --config file names; None for other keys and flags that work in Quire."""
     for flag in PEER_FLAGS:
         off = flag.takes == "switch" and key == f"no-{flag.name[2:]}"
         if flag.meaning == "works" or (f"--{key}" not in flag.names and not off):
@@ -129,7 +129,7 @@ def file_peer_flag(key: str, value: object) -> Given | None:
 
 
 def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutcome:
-    """Return the effect of the given vLLM flags. Flags that are also in `besides` are skipped, because those win."""
+    """Return the effect of the vLLM flags in `given`. Flags that are also in `besides` are skipped: those win."""
     table = {flag.name: flag for flag in PEER_FLAGS}
     stronger = {other.flag for other in besides}
     outcome = PeerOutcome()
@@ -153,7 +153,7 @@ def judge(given: Iterable[Given], *, besides: Iterable[Given] = ()) -> PeerOutco
 
 
 def refusal(spelling: str, text: str) -> str:
-    """Return why Quire refuses or ignores a vLLM flag with the value `text`; "" if it accepts them.
+    """Return why Quire refuses a vLLM flag with this value, or why the flag changes nothing; "" for an accepted value.
 
     text   value of the flag; ON or OFF for a switch
     """
@@ -168,13 +168,13 @@ def _refusal(flag: PeerFlag, spelling: str, text: str) -> str:
 
 
 def abbreviated(name: str) -> str:
-    """Return the flag whose short form begins the name: tensor-parallel-size for tp-size, because of -tp; else ""."""
+    """Return the vLLM flag whose short form (-tp) begins `name` (tp-size): "tensor-parallel-size"; "" for none."""
     short = f"-{name.partition('-')[0]}"
     return next((flag.name[2:] for flag in PEER_FLAGS if len(short) > 2 and short in flag.names), "")
 
 
 def refuse(refusals: Sequence[str]) -> None:
-    """Raise a `ConfigError` that names every refused flag; do nothing when there is none."""
+    """Raise a `ConfigError` that joins these messages about refused flags; do nothing when there is none."""
     if refusals:
         raise ConfigError("; ".join(refusals) + ".")
 

@@ -50,17 +50,14 @@ class PoolingPlan:
                                    "this model's embeddings.", param="dimensions")
 
     def check_scores(self) -> None:
-        """Raise `InvalidParameter` when the model's embeddings do not measure similarity."""
+        """Raise `InvalidParameter` when neither the model's files nor pooler_config define a pooling."""
         if not self.source:
             raise InvalidParameter(
                 f"this model was not made to compare texts: it has no {MODULES} of sentence-transformers. Serve an "
                 "embedding model, or set pooler_config for this one.", param="model")
 
     def finish(self, pooled: F32, dimensions: int | None) -> F32:
-        """Return the embedding: the first `dimensions` numbers (None: all) of the vector [width] that was pooled.
-
-        It has length 1 when `normalize` is set.
-        """
+        """Return the first `dimensions` numbers (None: all) of `pooled` [width], scaled to length 1 by `normalize`."""
         vector = pooled[:dimensions]
         return vector / max(float(np.linalg.norm(vector)), 1e-12) if self.normalize else vector
 

@@ -18,7 +18,7 @@ ALIASES = {"half": "float16", "float": "float32"}
 class DTypePlan:
     """The dtype of activations and KV cache, and the reason for it.
 
-    weights   dtype of the matrices, where kernels can read them in another one; "": the same
+    weights   dtype of stored matrices that kernels convert as they read them; "": the same dtype
     """
 
     dtype: str
@@ -88,13 +88,13 @@ def resolve_dtype(requested: str, checkpoint: str, has_bf16_units: bool, device:
 def resolve_geometry(
     components: tuple[KVComponent, ...], num_layers: int, block_size: int | None, default: int = CPU_BLOCK_SIZE
 ) -> KVGeometry:
-    """Return the page: components of every layer for `block_size` tokens (None: `default`, the kernel's best size)."""
+    """Return the page: `components` of every layer for `block_size` tokens (None: `default`, the kernel's best)."""
     group = KVGroup(layers=tuple(range(num_layers)), components=components)
     return KVGeometry(block_size=block_size or default, groups=(group,))
 
 
 def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
-    """Raise `ConfigError` when `weights` bytes exceed the free memory. `dtype` is the weights' ("": quantized)."""
+    """Raise `ConfigError` when `weights` bytes exceed `free_bytes`. `dtype`: of the weights ("": quantized)."""
     if weights >= free_bytes:
         less = "use dtype=bfloat16 (--dtype bfloat16), which halves them, or " if dtype == "float32" else ""
         raise ConfigError(f"{_bytes(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {_bytes(free_bytes)} "
@@ -152,7 +152,7 @@ def check_context(model: ModelConfig, context: int) -> None:
 
 
 def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
-    """Return the bytes of a slot in the tables: its columns, and 4 bytes per token of history and block table entry."""
+    """Return the bytes of a slot's rows in tables of the engine: SLOT_BYTES, and 4 per token and per block."""
     return SLOT_BYTES + 4 * (max_model_len + geometry.request_blocks(max_model_len))
 
 

@@ -22,9 +22,9 @@ MOST_UTILIZATION = 0.98  # the largest that a message proposes
 class DeviceMemory:
     """Measured memory of a GPU when its KV cache is sized; all in bytes.
 
-    at_start   free after our CUDA context was created, before anything else;  free  free now
+    at_start   free after this process's CUDA context was created, before anything else;  free  free now
     weights    the packed parameters;  later  memory still to be taken after the cache: CUDA graphs, their inputs
-    others     memory of other processes; None: unknown, then all that is not ours counts as theirs
+    others     memory of other processes; None: unknown, then all used memory at the start counts as theirs
     per_seq, per_token   cost of each unit of max_num_seqs and max_num_batched_tokens; 0: unknown
     """
 
@@ -39,22 +39,22 @@ class DeviceMemory:
 
     @property
     def outside(self) -> int:
-        """Memory of other processes, as far as known."""
+        """Bytes held by other processes, as far as known."""
         return self.total - self.at_start if self.others is None else min(self.others, self.total - self.at_start)
 
     @property
     def working(self) -> int:
-        """Our memory beside the weights: context, activations of the largest step, tables, CUDA graphs."""
+        """Bytes of this process beside weights and KV cache: CUDA context, activations, tables, CUDA graphs."""
         return max(0, self.total - self.outside - self.free - self.weights) + self.later
 
     @property
     def ours(self) -> int:
-        """Our memory: weights and working memory, without the KV cache."""
+        """Bytes of this process without the KV cache: weights and working memory."""
         return self.weights + self.working
 
 
 def resolve_batch(scheduler: SchedulerConfig, total: int, wide: bool = False) -> SchedulerConfig:
-    """Return the scheduler's configuration with the defaults for a GPU of `total` bytes.
+    """Return `scheduler` with max_num_seqs and max_num_batched_tokens filled in for a GPU of `total` bytes.
 
     A large GPU runs more requests, because their KV caches fit.
     wide   True: the model has experts and its tokens are not streamed; a large GPU then takes more tokens per step
@@ -71,7 +71,7 @@ def check_sequences(config: EngineConfig) -> None:
     """Raise `ConfigError` for more sequences than a step on a GPU can have."""
     if config.scheduler.sequences() > MOST_SEQUENCES:
         raise ConfigError(f"max_num_seqs={config.scheduler.max_num_seqs}: a step on a GPU has at most {MOST_SEQUENCES} "
-                          "sequences, the others wait: lower it.")
+                          "sequences, the others wait: lower max_num_seqs.")
 
 
 def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, dtype: str) -> None:
@@ -84,7 +84,7 @@ def check_weights(weights: int, total: int, free: int, config: EngineConfig, *, 
 
 
 def no_room_for_steps(weights: int, free: int, config: EngineConfig) -> str:
-    """Return the message for a largest step that does not fit into `free` bytes beside `weights` bytes."""
+    """Return the error text for `weights` and `free` bytes: the largest step does not fit beside the weights."""
     seqs, tokens = config.scheduler.sequences(), config.scheduler.token_budget(CUDA_TOKENS)
     fewer = max(1, seqs // 4)
     return (f"tables and activations of a step of {tokens} tokens and {seqs} sequences do not fit beside "
@@ -139,7 +139,7 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
 
 
 def gpu_only_options(config: EngineConfig) -> tuple[str, ...]:
-    """Return a line for the user for each option that was set and has no effect on a CPU."""
+    """Return a message for each option that the user set and that has no effect on a CPU."""
     default = EngineConfig()
     set_ones = [name for name in ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
                 if vars(config.device)[name] != vars(default.device)[name]]

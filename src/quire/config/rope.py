@@ -47,7 +47,7 @@ class RopeArgs:
 def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the rotary settings of config.json. `rope_scaling` wins over `rope_parameters`, as in Hugging Face.
 
-    Raises as `read_rope`.
+    Raises ModelError or UnsupportedModel.
     """
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):

@@ -73,7 +73,7 @@ class ServerConfig:
 
     @property
     def max_waiting(self) -> int:
-        """Maximum number of waiting requests. A server's queue always has a limit."""
+        """Maximum number of waiting requests; never unlimited, unlike the engine's option max_waiting."""
         scheduler = self.engine.scheduler
         if scheduler.max_waiting is not None:
             return scheduler.max_waiting
@@ -86,7 +86,7 @@ class ServerConfig:
 
     @classmethod
     def from_flat(cls, **values: Any) -> "ServerConfig":
-        """Build a configuration from flat option names, the engine's included. Raises `ConfigError`."""
+        """Build a configuration from flat option names of server and engine: `port=8000`. Raises `ConfigError`."""
         parts = by_part(values, server_names())
         own = {name: kind(**parts.get(name, {})) for name, kind in server_parts().items()}
         config = cls(engine=EngineConfig.from_flat(**parts.get("engine", {})), **own)
@@ -100,13 +100,13 @@ def server_parts() -> dict[str, type[Any]]:
 
 
 def server_names() -> dict[str, str]:
-    """Return option name -> the part of `ServerConfig` that holds the option."""
+    """Return option name -> the field of `ServerConfig` that holds the option, "engine" for the engine's options."""
     own = {option.name: part for part, kind in server_parts().items() for option in fields(kind)}
     return dict.fromkeys(flat_names(), "engine") | own
 
 
 def is_loopback(host: str) -> bool:
-    """True when only this machine can reach the address."""
+    """True for "localhost" and loopback addresses, which only this machine can reach."""
     name = host.lower().removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True

@@ -33,7 +33,7 @@ MASK = "***"  # stands for a secret that is not shown
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Options that were given, the origin of each, and notes about flags that have no effect."""
+    """Values of the options that were given, the origin of each value, and notes about flags that have no effect."""
 
     values: dict[str, Any]
     origins: dict[str, str]
@@ -44,7 +44,7 @@ class Settings:
         self.values[name], self.origins[name] = value, origin
 
     def describe(self, options: Iterable[tuple[str, Field[Any]]]) -> str:
-        """Return every option, given or not, as a file for --config. Comments show origins; secrets are masked."""
+        """Return a --config file with all `options` (title, field). Comments show origins; secrets are masked."""
         lines: list[str] = []
         for title, option in options:
             if f"# {title}" not in lines:
@@ -212,7 +212,7 @@ def _file_items(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--config {path}: the file is not UTF-8 text.") from None
+        raise ConfigError(f"--config {path}: the file is not UTF-8 text: save it as UTF-8.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: the file is not YAML ({' '.join(str(error).split())}).") from None
     if value is None:
@@ -222,5 +222,5 @@ def _file_items(path: Path) -> dict[str, Any]:
     keys = [str(key.value).replace("_", "-") for key, _ in tree.value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise ConfigError(f"--config {path}: {twice} appears twice.")
+        raise ConfigError(f"--config {path}: {twice} appears twice: keep one line.")
     return {str(key).replace("_", "-"): item for key, item in value.items()}

@@ -7,7 +7,7 @@ PAGE_ALIGN = 256  # bytes; every component of a page starts at a multiple of thi
 
 
 class KVComponent(msgspec.Struct, frozen=True):
-    """A tensor of one layer inside a page, laid out `[head][token][dim]`."""
+    """A tensor that a page holds for each layer of its group, such as keys or values, laid out `[head][token][dim]`."""
 
     name: str
     num_heads: int
@@ -16,13 +16,13 @@ class KVComponent(msgspec.Struct, frozen=True):
     item_bytes: int
 
     def num_bytes(self, block_size: int) -> int:
-        """Bytes of this component in one page, padded to PAGE_ALIGN."""
+        """Bytes of this component for one layer in one page of `block_size` tokens, padded to PAGE_ALIGN."""
         exact = self.num_heads * block_size * self.head_dim * self.item_bytes
         return -(-exact // PAGE_ALIGN) * PAGE_ALIGN
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of layers whose KV has the same lifetime; one block table per group.
+    """A set of layers whose KV has the same lifetime. Each request has one block table per group.
 
     window   tokens that a row attends to, its own included; None for full attention
     """
@@ -37,7 +37,7 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and groups of pages. A page holds `block_size` tokens of every layer of a group."""
+    """Size of a page and the groups of layers. A page holds `block_size` tokens of every layer of one group."""
 
     block_size: int
     groups: tuple[KVGroup, ...]
@@ -49,11 +49,14 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return len(group.layers) * sum(c.num_bytes(self.block_size) for c in group.components)
 
     def request_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of a request that keeps all its tokens in every group. With windows it needs fewer."""
+        """Return the number of blocks, over all groups, that hold `num_tokens` tokens of a request.
+
+        A group with a window gives blocks back early, so the request may need fewer.
+        """
         return len(self.groups) * self.num_blocks(num_tokens)
 
     def most_tokens(self, num_blocks: int) -> int:
-        """Return the longest request that `num_blocks` blocks hold, with all its tokens in every group."""
+        """Return the length in tokens of the longest request that fits into `num_blocks` blocks over all groups."""
         return num_blocks // len(self.groups) * self.block_size
 
     @property
@@ -62,5 +65,5 @@ class KVGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(group.window for group in self.groups)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks of one group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

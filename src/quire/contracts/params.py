@@ -17,7 +17,7 @@ class Part(msgspec.Struct, frozen=True):
     start, count   of the slice, along `axis`: rows (0) or columns (1)
     order    row order that the kernels need: in each run of len(order) rows of the slice, row i of the parameter is
              row order[i] of the run. () keeps the stored order
-    name     such as "q" in a fused parameter, "3.gate" for expert 3; "" for the only part
+    name     part of the parameter that the slice fills: "q" of a fused parameter, "3.gate" of expert 3; "": all
     """
 
     stored: str
@@ -45,13 +45,13 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Param(msgspec.Struct, frozen=True):
-    """A parameter of a rank, with its local shape.
+    """A parameter of a rank; `shape` is the rank's slice of it.
 
     dtype   "float32" when the parameter stays float32 for every dtype of the model, else ""
     format  of the stored weights, a name of `quire.quantization.formats.FORMATS`
     stored  scheme in which the checkpoint stores the matrix; None: unquantized
-    scheme  scheme of the matrix that kernels pack; None: numbers of the model's dtype, to which a quantized matrix is
-            dequantized when it is loaded
+    scheme  scheme of the matrix that kernels pack. None: the matrix has the model's dtype; the loader dequantizes a
+            quantized one
     shard   how tensor parallelism cuts the parameter: "rows" or "columns" of the matrix; "experts" (whole experts per
             rank, or a slice of each); "" (every rank has the whole parameter)
     """
@@ -75,9 +75,11 @@ FLOATS = ("F32", "BF16", "F16", "F64")  # types of stored numbers, in safetensor
 
 
 class RawTensor(NamedTuple):
-    """A tensor that is loaded for a layer: name within the layer, local shape, parts, dtype ("": the model's).
+    """A tensor that a loader fills from the checkpoint, before conversion and packing.
 
-    readable   types of stored tensors that can be read
+    name       name within the layer;  shape  on this rank;  parts  slices of the checkpoint that fill the tensor
+    dtype      of the tensor; "": the model's
+    readable   dtypes of stored tensors that the loader accepts
     """
 
     name: str
@@ -88,7 +90,7 @@ class RawTensor(NamedTuple):
 
 
 def of_expert(param: Param, place: int, count: int) -> Param:
-    """Return the parameter of the expert at `place` among the `count` that a parameter stacks."""
+    """Return the parameter of one expert: number `place` of the `count` experts that `param` stacks."""
     if count == 1:
         return param
     each = len(param.parts) // count
@@ -97,7 +99,7 @@ def of_expert(param: Param, place: int, count: int) -> Param:
 
 
 def fused(param: Param) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Return the number of experts that the parameter stacks (1 if none), and the parts of each as (name, rows)."""
+    """Return the number of experts that the parameter stacks (1 if none), and an expert's parts as (name, rows)."""
     stem = param.parts[0].name.rpartition(".")[0]
     own = [part for part in param.parts if part.name.rpartition(".")[0] == stem]
     return len(param.parts) // len(own), tuple((part.name.rpartition(".")[2], part.rows) for part in own)

@@ -33,7 +33,7 @@ class ExecutorFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Executor(Protocol):
-    """Runs plans in order. The engine cannot tell a real one from the mock."""
+    """Runs step plans in order, on a device or on its simulation (`MockExecutor`)."""
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step. At most `facts().depth` steps may be uncollected."""

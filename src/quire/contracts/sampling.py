@@ -82,8 +82,8 @@ class SamplingParams(
     def hides_special_tokens(self) -> bool:
         """True when special tokens are left out of the text.
 
-        Structured output keeps them: without them the text may break its grammar (JSON strings can hold reasoning
-        tags).
+        Special tokens stay in structured output: without them the text may break its grammar (JSON strings can hold
+        reasoning tags).
         """
         return self.skip_special_tokens and not (self.structured_outputs and self.structured_outputs.given)
 

@@ -46,7 +46,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
         return 4 if self.values == "w4" else 8
 
     def scales(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of the scales of a matrix [rows, columns]."""
+        """Return the shape of the scales of a matrix [rows, columns]: (blocks of rows, blocks of columns)."""
         high, wide = self.block
         return -(-rows // (high or max(rows, 1))), -(-columns // (wide or max(columns, 1)))
 

@@ -49,7 +49,7 @@ class StructuredOutputsParams(
 
     @property
     def given(self) -> list[str]:
-        """Return the names of `KINDS` that are set: none when only reasoning has a budget."""
+        """Names of the fields of `KINDS` that are set; empty when only `budget` is set."""
         given = [name for name in KINDS if getattr(self, name) is not None]
         return given if self.json_object is not False else [name for name in given if name != "json_object"]
 

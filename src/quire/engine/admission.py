@@ -10,10 +10,10 @@ from quire.kv.prefix import PrefixMatch
 
 
 class Admitter:
-    """Moves waiting requests into slots, as long as tokens, slots and blocks last.
+    """Moves waiting requests into slots, until the token budget, the slots or the blocks are used up.
 
-    headroom   blocks that stay free while any request runs
-    prefix_queries, prefix_hits   prompt tokens looked up in the prefix cache and found, since the start
+    headroom   blocks that must stay free when a request is admitted while others run
+    prefix_queries   prompt tokens looked up in the prefix cache, since the start;  prefix_hits  of these, tokens found
     """
 
     def __init__(self, roster: Roster, history: PrefixHistory, *, by_priority: bool, headroom: int) -> None:
@@ -23,9 +23,9 @@ class Admitter:
         self.prefix_queries = self.prefix_hits = 0
 
     def admit(self, slots: I32, num_tokens: I32, room: int) -> tuple[I32, I32, list[Admission]]:
-        """Admit waiting requests in order, for `room` tokens in all. The first request that does not fit ends this.
+        """Admit waiting requests in order, up to `room` tokens in all; stop at the first request that does not fit.
 
-        Returns slots and num_tokens with those of the new requests appended, and the admissions.
+        Returns `slots` and `num_tokens` extended by the new requests, and the admissions.
         """
         admitted: list[Admission] = []
         new_tokens: list[int] = []
@@ -56,9 +56,10 @@ class Admitter:
         )
 
     def offer_chunks(self, slots: I32, num_tokens: I32) -> bool:
-        """Publish the blocks that running prompts compute in this step, so that new requests can share them.
+        """Publish the prompt blocks that running requests compute in this step, so that new requests can share them.
 
-        Returns True when a request failed.
+        slots, num_tokens   [S] int32, the running slots of the step and the tokens that each computes
+        Returns True when the bookkeeping of a request failed; `Roster.fail` has ended that request.
         """
         planned = self._table.planned[slots]
         failed = False

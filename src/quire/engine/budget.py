@@ -10,8 +10,10 @@ def share_budget(table: RunningTable, budget: int, decode_lag: int, num_drafts: 
                  num_stages: int = 1) -> tuple[I32, I32]:  # fmt: skip
     """Choose the running slots of the next step, and the most tokens that each slot computes.
 
+    budget       tokens of the step;  num_drafts  most drafts per decode, see `ExecutorFacts`
+    decode_lag   most steps in flight of a decoding slot, see `ExecutorFacts`
     Decoding slots come first, so that a long prompt never delays them; each takes one token of the budget. The rest of
-    the budget goes to slots that are catching up, in order. Drafts have a budget of their own, `MAX_VERIFY_ROWS`.
+    the budget goes to slots that compute prompts or recompute tokens, in order. Drafts count against `MAX_VERIFY_ROWS`.
     In a pipeline of `num_stages` the decoding slots are spread evenly over as many steps, which run at the same time.
     Returns (slots [S], num_tokens [S]), both int32, decodes first.
     """

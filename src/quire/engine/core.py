@@ -62,7 +62,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True when `step` has something to do or to report."""
+        """True when a request is live, a step is in flight or an ended request is not reported yet."""
         return bool(self._requests or self._in_flight or self._finished)
 
     @property
@@ -76,7 +76,7 @@ class EngineCore:
         return self._torn
 
     def add(self, new: NewRequest, *, places: int = 1) -> None:
-        """Accept a request. Raises a `RequestError` with the reason when it cannot; then nothing is kept.
+        """Accept a request. Raises a `RequestError` with the reason when the engine refuses it; nothing is kept then.
 
         places   queue places and free slots that the request and its children need together; the children are then
                  never refused. 0: the request is accepted beyond the limit of the queue
@@ -190,7 +190,7 @@ class EngineCore:
                 self._finished.append(self._finisher.end(request, FinishReason.ERROR, error=failure))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every indexed block; running requests keep theirs. Returns True when no request was running."""
+        """Empty the prefix cache; running requests keep their blocks. Returns True when no request was running."""
         self.scheduler.allocator.pool.reset()
         return len(self.scheduler.table) == 0
 

@@ -25,13 +25,14 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 @dataclass(kw_only=True, slots=True)
 class ResultRows:
-    """Columns of a step's valid rows: rows of requests that have neither ended nor failed.
+    """Columns of a step's L valid rows: rows of requests that have neither ended nor failed.
 
     planned  [L] slots when the step was planned
     slots    [L] slots now; -1: the request was preempted
-    tokens   [L, 1+k]
-    counts   [L] valid tokens of each row;  most  [L] the most that were planned. None: one each
-    held     [L] False: the request was preempted. None: none was
+    tokens   [L, 1+k] sampled tokens
+    counts   [L] valid tokens of each row; None: each row has one
+    most     [L] planned upper bound of `counts`; None: each row has one
+    held     [L] False: the request was preempted; None: no request was
     """
 
     requests: list[Request]
@@ -66,7 +67,10 @@ class Finisher:
         vector: F32 | None = None,
         distrust: bool = False,
     ) -> Finish:
-        """End a request in any state and free what it holds. `distrust`: no request may reuse its blocks."""
+        """End a request, whether it waits or runs, and free its slot, blocks and grammar. Returns its `Finish`.
+
+        distrust   True: its blocks may hold wrong KV and leave the prefix cache
+        """
         self._num_stopping[np.fromiter(request.stop_ids, np.int64)] -= 1
         if request.new.grammar is not None:
             self._grammars.drop(request.new.handle)
@@ -77,7 +81,7 @@ class Finisher:
                       vector=vector)  # fmt: skip
 
     def apply(self, step: InFlight, result: StepResult) -> tuple[StepOutputs, list[Request]]:
-        """Confirm a step. Returns the outputs and the requests that ended in the step."""
+        """Confirm `step` by its result: append tokens, end requests. Returns the outputs and the ended requests."""
         started = perf_counter()
         assert result.step == step.plan.step and np.array_equal(result.slots, step.sampling), "results out of order"
         failed = self._failures(step, result)

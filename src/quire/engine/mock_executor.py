@@ -37,7 +37,7 @@ SIZES = {"num_slots": 8, "num_blocks": 64, "block_size": 4, "vocab_size": 1000, 
 
 
 def chain(previous: int, token: int) -> int:
-    """Return the digest of a prefix extended by one token (splitmix64's finalizer)."""
+    """Return the digest of a prefix and one more token; `previous` is the prefix's digest (splitmix64's finalizer)."""
     x = (previous ^ (token + 1) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -66,7 +66,10 @@ def mock_hidden(digest: int, width: int) -> F32:
 
 
 def allowed_token(token: int, mask: I32 | None, vocab_size: int) -> int:
-    """Return the token that the mock samples instead of `token` under a mask (None: no mask); -1 if none is allowed."""
+    """Return the token that the mock samples under a grammar mask: one chosen by `token`; -1 if the mask allows none.
+
+    mask   a row of `Executor.release`; None: `token` itself is returned
+    """
     if mask is None:
         return token
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little"))
@@ -100,12 +103,12 @@ class MockExecutor:
 
     sizes     sizes of `ExecutorFacts` that differ from `SIZES`
     windows   of the KV groups, as in `KVGroup`; each group checks that it wrote every block that it reads
-    accepts   numbers of correct drafts, for one decode after another, repeated; they end at a planted failure
+    accepts   number of accepted drafts of one decode after another; the sequence repeats, and a planted failure ends it
     verify    check every position that a row may attend to (O(length) per step)
     answers   give every request the tokens of `mock_tokens`; without `answers` and `verify` tokens are arbitrary and
               cost nothing per request, for timing the engine
     step_seconds   duration of a step; steps run one after another, as on a device, and `collect` waits for them
-    width     of hidden states
+    width     size of a hidden state
     fail      request id -> number of outputs after which the request fails with "nan_logits" (0: or "nan_hidden")
     computed  request id -> tokens computed for it so far, over all its admissions; kept with `verify` only
     """
@@ -141,7 +144,7 @@ class MockExecutor:
             self._sample(NO_MASKS)
 
     def release(self, step: int, masks: I32) -> None:
-        """Let a step sample, with its masks."""
+        """Let the step sample under its grammar masks. See `Executor.release`."""
         self._released.add(step)
         if self._waiting is not None:
             assert step == self._waiting.step, "a step is released that does not wait"
@@ -154,7 +157,7 @@ class MockExecutor:
         self._results.append(((self._run if self._answers else self._run_fast)(plan, by_slot), self._done))
 
     def collect(self) -> StepResult:
-        """Return the oldest result."""
+        """Wait until the oldest step is done and return its result."""
         result, done = self._results.popleft()
         if self._step_seconds:
             time.sleep(max(0.0, done - time.monotonic()))

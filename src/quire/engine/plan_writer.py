@@ -40,7 +40,7 @@ class PlanWriter:
         self._shared: tuple[int, tuple[SharedPrefix, ...]] = (-1, ())
 
     def write(self, step: int, slots: I32, num_tokens: I32, admitted: list[Admission], appended: I32) -> InFlight:
-        """Advance the table by the chosen tokens and write the plan."""
+        """Mark `num_tokens` of `slots` as planned in the `RunningTable`, and return the step with its plan."""
         table = self._table
         before = table.planned[slots]
         table.planned[slots] = after = before + num_tokens

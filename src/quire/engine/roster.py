@@ -33,9 +33,9 @@ class Roster:
         self._arrivals = 0
 
     def add(self, new: NewRequest, tags: Tags, parent: Request | None, places: int = 1) -> Request:
-        """Queue a request. It is blocked while the prompt of its `parent` is not planned to the end.
+        """Queue a new request and return its record. It is blocked until the whole prompt of `parent` is planned.
 
-        places   as in `EngineCore.add`
+        tags     of its block keys, see `KeyChain`;  places  as in `EngineCore.add`
         """
         if new.parent is None:
             self.queue.check_room(places, self.num_blocked, self.table.num_free)
@@ -54,7 +54,10 @@ class Roster:
         return request
 
     def remove(self, request: Request, *, distrust: bool = False) -> None:
-        """End a request in any state and free what it holds. `distrust` also withdraws the blocks it published."""
+        """End a request, whether it waits or runs, and free its slot and blocks.
+
+        distrust   True: blocks that the request has published may hold wrong KV and leave the prefix cache
+        """
         before, blocked_on = request.state, request.blocked_on
         if before is RequestState.RUNNING:
             (self.allocator.forget if distrust else self.allocator.free)(request.slot)
@@ -91,7 +94,7 @@ class Roster:
             self.queue.push(request)
 
     def unblock_children(self, parent: Request) -> None:
-        """Unblock the children of `parent`. Its prompt is planned to the end, or never will be."""
+        """Queue the children of `parent`. Call this when the parent's whole prompt is planned, or the parent ends."""
         for child in self._children.pop(parent.new.handle, {}).values():
             self.num_blocked -= 1
             child.to(RequestState.WAITING)
@@ -102,17 +105,17 @@ class Roster:
         return self._chains[request.new.handle]
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Index the full blocks of the first `num_tokens` tokens of the request.
+        """Index the full blocks among the request's first `num_tokens` tokens, so that other requests can share them.
 
-        These tokens are known, and computed already or by the plan that is being made.
+        The KV of these tokens must be computed already, or by the plan that is being made.
         """
         full = num_tokens // self.allocator.block_size
         self.allocator.publish(request.slot, self._chains[request.new.handle], full)
 
     def fail(self, request: Request) -> None:
-        """End a request whose bookkeeping raised an exception; `take_broken` returns it. Call this in the handler.
+        """End a request whose bookkeeping raised an exception, and log the exception. Call this in the handler.
 
-        Blocks that the request has published may never be computed, so they are withdrawn.
+        `take_broken` returns the request. Its published blocks may never be computed, so they are withdrawn.
         """
         LOG.exception("request %s failed; the others go on", request.new.request_id)
         if request.state is RequestState.WAITING and request.slot >= 0:  # its admission broke off; not in any plan

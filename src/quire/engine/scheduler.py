@@ -42,7 +42,7 @@ class Scheduler:
         return self.growth.num_preempted
 
     def plan(self, step: int) -> InFlight | None:
-        """Return the next step, or None when nothing can run before more results arrive."""
+        """Plan step number `step` and return it; None when nothing can run before more results arrive."""
         preempted = self.growth.num_preempted
         budget = self._step_budget()
         slots, num_tokens = share_budget(self.table, budget, self._lag, self._num_drafts, self._stages)

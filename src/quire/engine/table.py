@@ -11,7 +11,7 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class RunningTable:
-    """Columns with a row per slot.
+    """Running requests, as arrays with a row per slot.
 
     planned      tokens whose computation is planned; for a decoding slot, `upper_bound` without the last token
     confirmed    prompt and confirmed output tokens
@@ -51,7 +51,7 @@ class RunningTable:
         return self._order
 
     def enter(self, request: Request, computed: int, by_priority: bool) -> int:
-        """Give `request` a slot and return it. `computed` of its tokens need no computation."""
+        """Give `request` a free slot and return the slot. The KV of its first `computed` tokens exists already."""
         slot = self._free[-1]
         self.planned[slot] = computed
         self.confirmed[slot] = self.upper_bound[slot] = self.goal[slot] = len(request.tokens)
@@ -68,7 +68,7 @@ class RunningTable:
         return slot
 
     def leave(self, request: Request) -> int:
-        """Take the slot back and return it. Results still in flight are counted on the request."""
+        """Free the request's slot and return the slot. `request.in_flight` then counts its steps not yet collected."""
         slot = request.slot
         assert self.requests[slot] is request
         request.in_flight = int(self.in_flight[slot])

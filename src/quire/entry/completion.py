@@ -48,7 +48,7 @@ class Completion:
         return (self.last_token_time - self.first_token_time) / (len(self.token_ids) - 1)
 
     def push(self, token: int, finish: Finish | None) -> bool:
-        """Take one token. Return True when a stop string ended the completion, so that the core must abort it."""
+        """Append a token. Return True when a stop string ended the completion here, so that the core must abort it."""
         self.token_ids.append(token)
         if finish is None and (self.text is None or not self.text.stepwise):
             return False  # nearly every call
@@ -61,7 +61,7 @@ class Completion:
         return False
 
     def end(self, finish: Finish) -> None:
-        """Finish the completion as the core says, unless it has finished."""
+        """Finish the completion with the core's finish reason, unless the completion has finished already."""
         if self.finish_reason is not None:
             return
         self.finish_reason, self.vector = finish.reason.value, finish.vector
@@ -108,7 +108,7 @@ class Generation:
     """A prompt and its n completions.
 
     began             monotonic time when a step first scheduled the prompt, if known
-    num_preemptions   sum over its completions
+    num_preemptions   preemptions of all its completions
     due               the next output is made when a completion has this many tokens, or at the end; 0 = at each token
     """
 
@@ -133,13 +133,13 @@ class Generation:
             self.due = 1
 
     def wait_on(self, num_tokens: int) -> None:
-        """Set when the next output is due, after one was made at `num_tokens` tokens."""
+        """Set `due` for the next output, after an output at `num_tokens` tokens of a completion."""
         if self.due and self.params.stream_interval is not None:
             self.due = num_tokens - num_tokens % self.params.stream_interval + self.params.stream_interval
 
     @property
     def wanted(self) -> bool:
-        """True when an output is due after a completion ended."""
+        """True when an output is due: all completions have ended, or one has reached `due` tokens."""
         return self.finished or self.due <= max(len(c.token_ids) for c in self.completions)
 
     @property
@@ -164,7 +164,7 @@ class Generation:
         self.prompt_logprobs.extend(self._named(rows, i) for i in range(len(rows.ranks)))
 
     def output(self) -> RequestOutput:
-        """Make the output for the user."""
+        """Return the output for the user: each completion so far or, when streamed, its new part."""
         return RequestOutput(request_id=self.request_id, prompt=self.prompt, prompt_token_ids=self.prompt_token_ids,
                              outputs=[c.output() for c in self.completions], finished=self.finished,
                              prompt_logprobs=self.prompt_logprobs, num_cached_tokens=self.num_cached,

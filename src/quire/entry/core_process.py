@@ -48,7 +48,7 @@ def _build_to_stay(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]
 
 
 def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
-    """Build the core of a configuration, and the `Ready` message about it. Imports torch only when there is a model."""
+    """Build a core. Return it with its `Ready` message. `send` gets progress. The device "mock" needs no torch."""
     if config.device.device == "mock":
         return _build_mock(config)
     from quire.assemble import assemble

@@ -56,8 +56,8 @@ class Taken:
     stopped            handles to abort in the core
     started            generations that got their first token
     finished           generations whose completions have all ended
-    broken             generations that lost a completion to an exception in our code, once for each completion
-    gaps               time of a completion's token before -> number of completions that got their next token now
+    broken             generations with a completion that an exception in our code ended, once per completion
+    gaps               time of a previous token -> number of completions whose next token came in this step
     num_tokens         tokens taken;  num_stop_strings  completions that a stop string ended
     """
 
@@ -104,9 +104,10 @@ class FrontEnd:
 
     def start(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0,
               timeout: float | None = None, pool: str = "", tenant: str = "") -> tuple[Generation, list[NewRequest]]:
-        """Make the requests of one prompt. Raises `RequestError`, and keeps nothing, when they cannot be served.
+        """Return the generation of one prompt, and its requests for the core.
 
         timeout   seconds after which the request fails;  pool, tenant  as in `NewRequest`
+        Raises a `RequestError` when the prompt cannot be served, and keeps nothing then.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(
@@ -153,9 +154,9 @@ class FrontEnd:
         return generation, requests
 
     def apply(self, outputs: StepOutputs) -> tuple[list[tuple[int, RequestOutput]], list[int]]:
-        """Take one step's outputs. Return (first handle, output) pairs, and the handles to abort in the core.
+        """Take one step's outputs. Return (handle of the first completion, output) pairs, and the handles to abort.
 
-        A handle is to be aborted when a stop string, or an exception in the handling of its text, ended it here.
+        The core must abort a handle when a stop string, or an exception in our code, ended its completion here.
         """
         taken = self.take(outputs)
         pairs = []
@@ -169,7 +170,7 @@ class FrontEnd:
         return pairs, taken.stopped
 
     def take(self, outputs: StepOutputs) -> Taken:
-        """Take one step's outputs. The caller makes `Generation.output` of the generations in `touched`."""
+        """Take one step's outputs and return the changes. The caller then makes the outputs of `touched`."""
         taken = Taken(now=time.monotonic())
         touched: dict[Generation, None] = {}
         finishes = {f.handle: f for f in outputs.finished}
@@ -320,7 +321,8 @@ class FrontEnd:
                             ("structured_outputs", params.structured_outputs)):
             if given and self.tokenizer is None:
                 raise InvalidParameter(
-                    f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init).", param=name)
+                    f"{name} needs a tokenizer, and this engine has none (skip_tokenizer_init): leave {name} out.",
+                    param=name)
 
     def _spec(self, params: SamplingParams, seed: int, num_prompt: int, stop_ids: tuple[int, ...]) -> SamplerSpec:
         greedy = params.greedy
@@ -358,7 +360,7 @@ class _Last:
         self._left, self._finishes = Counter(handles), finishes
 
     def get(self, handle: int) -> Finish | None:
-        """Return the finish if this is the handle's last token of the step, else None. Call it once per token."""
+        """Return the finish of a handle at its last token of the step, else None. Call this once per token."""
         self._left[handle] -= 1
         return None if self._left[handle] else self._finishes.get(handle)
 

@@ -44,7 +44,7 @@ def check_arguments(method: Callable[..., Any], given: Mapping[str, Any]) -> Non
 
 
 def no_attribute(kind: str, name: str) -> AttributeError:
-    """Return the error for an attribute that the class does not have."""
+    """Return the `AttributeError` for attribute `name` of class `kind`; vLLM's own methods get a hint."""
     if name in METHODS:
         return AttributeError(f"{kind}.{name} is not implemented: {METHODS[name]}.")
     return AttributeError(f"{kind!r} object has no attribute {name!r}")

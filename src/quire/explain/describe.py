@@ -75,10 +75,10 @@ def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str
 
 
 def one_layer(plan: dict[str, Any], layer: str) -> dict[str, Any]:
-    """Cut a described plan to a layer: "embed", a number or "head". Raises ConfigError when there is no such layer."""
+    """Return a described plan cut to a layer: "embed", a number or "head". Raises ConfigError for an unknown layer."""
     if found := [one for one in plan["layers"] if one["layer"] == layer]:
         return plan | {"layers": found}
-    raise ConfigError(f"--layer {layer}: there are embed, 0 to {len(plan['layers']) - 3} and head.")
+    raise ConfigError(f"--layer {layer} does not exist: give embed, 0 to {len(plan['layers']) - 3}, or head.")
 
 
 def _quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Changed:
 
 
 def changed_parameters(model: Decoder, folder: Path) -> tuple[Changed, ...]:
-    """Return every checkpoint tensor in `folder` that is not bit for bit equal to the tensor in the packed `model`.
+    """Return a `Changed` for every tensor in `folder` that differs in any bit from the tensor in the packed `model`.
 
     A tensor that the folder does not have counts as changed. Matrices that are packed quantized are left out: their
     layouts cannot be unpacked.
@@ -64,9 +64,9 @@ def _compare(name: str, ours: Tensor, read: Callable[[], Tensor] | None) -> Chan
 
 
 def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, float32 tensor) of every part of every parameter, from the packed model.
+    """Yield (checkpoint name, float32 tensor) for every checkpoint tensor, read back from the packed parameters.
 
-    Norms of heads are [H, D], one row for each head. Matrices that are packed quantized are left out.
+    Norms of heads are [H, D]: H heads, D numbers per head. Matrices that are packed quantized are left out.
     """
     for param in model.layout:
         if param.scheme is not None:
@@ -79,7 +79,10 @@ def parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def unordered(rows: Tensor, order: tuple[int, ...], by_head: bool) -> Tensor:
-    """Return rows (of a norm of heads: the numbers in each row) in the order of the checkpoint."""
+    """Return a packed parameter in the order of the checkpoint; `order` is the packed order, () = unchanged.
+
+    `order` permutes each group of len(order) rows or, `by_head`, the numbers in each row.
+    """
     if not order:
         return rows
     back = torch.tensor(order).argsort()

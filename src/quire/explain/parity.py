@@ -48,7 +48,7 @@ TEXT = (
 def verify(
     model: str, config: EngineConfig | None = None, prompt: str | None = None, *, reference: Path | None = None
 ) -> Report:
-    """Compare `model` (folder, hub id, or "" for the bundled one) with transformers.
+    """Compare `model` (folder, hub id, or "" for the bundled one) with transformers. Return the report.
 
     config      engine options; dtype and KV cache are forced to float32, and the device to the CPU
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer

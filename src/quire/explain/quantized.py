@@ -36,12 +36,12 @@ class _Kept:
         self.weights: dict[str, dict[int, Weight]] = {}
 
     def take(self, module: str, place: int, tensors: dict[str, Weight]) -> None:
-        """Keep the weights of a module or an expert."""
+        """Keep the weights `tensors` of a module. `place`: index of the expert they belong to."""
         for name, weight in tensors.items():
             self.weights.setdefault(f"{module}.{name}", {})[place] = weight
 
     def destination(self, module: str) -> None:
-        """Nothing is loaded in place."""
+        """Return None: no weight is loaded in place."""
 
 
 def is_quantized(model: Decoder) -> bool:
@@ -50,13 +50,13 @@ def is_quantized(model: Decoder) -> bool:
 
 
 def describe(model: Decoder) -> tuple[str, bool]:
-    """Return the schemes of a model's matrices in words, and True where activations are quantized."""
+    """Return (quantization schemes of a model's matrices in words, True if any scheme quantizes activations)."""
     schemes = dict.fromkeys(param.scheme for param in model.layout if param.scheme)
     return "; ".join(map(scheme_words, schemes)), any(scheme.inputs for scheme in schemes)
 
 
 def write_dequantized(model: Decoder, folder: Path, out: Path) -> Rules:
-    """Write the model in `folder` to `out`, dequantized to float32, and return how activations are quantized."""
+    """Write the model in `folder` to `out`, dequantized to float32. Return the rules that quantize its activations."""
     from safetensors.torch import save_file
 
     kept, stored, rules = _Kept(model), dict[str, Tensor](), dict[str, QuantizedMatrix]()
@@ -96,7 +96,7 @@ def _parts(param: Param, rows: Tensor) -> Iterator[tuple[Any, Tensor]]:
 
 
 class QuantizedInputs(TorchFunctionMode):
-    """While entered, the linears of a transformers model quantize their inputs by the rules of their weights."""
+    """Context in which the linears of a transformers model quantize their inputs by the rules of their weights."""
 
     def __init__(self, model: Any, rules: Rules, layout: tuple[Param, ...]) -> None:
         super().__init__()

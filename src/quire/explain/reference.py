@@ -26,16 +26,16 @@ SHARED = ("mlp.shared_experts", "mlp.shared_expert")
 
 @dataclass
 class Differences:
-    """Largest difference of each step, relative to the largest value of the reference's row; the worst row counts.
+    """Differences between Quire and the reference, `found[stage, step]`; see `relative_difference`.
 
-    Has no entry for a step that the reference never reached.
+    A step that the reference never reached has no entry.
     """
 
     ours: Recording
     found: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def replace(self, stage: str, step: str, theirs: Tensor) -> Tensor:
-        """Compare `theirs` [..., T rows] with Quire's result, and return Quire's in its shape."""
+        """Compare `theirs` (T rows) with Quire's result, and return Quire's result in the shape of `theirs`."""
         ours = self.ours.result(stage, step)
         self.found[stage, step] = relative_difference(ours.flatten(1), theirs.reshape(len(ours), -1))
         return ours.reshape(theirs.shape)
@@ -46,9 +46,10 @@ class Differences:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """ours, theirs [T, width] -> the largest difference of a row over the largest value of the reference's row.
+    """Return the largest difference between `ours` and `theirs` [T, width], relative to the row of `theirs`.
 
-    A row counts as at least a tenth of the median row: sums that happen to be near zero have rounding, too.
+    The divisor is the row's largest value, but at least a tenth of the median row's: sums near zero have rounding,
+    too. Different shapes differ by infinity.
     """
     if ours.shape != theirs.shape:
         return float("inf")
@@ -100,7 +101,7 @@ def run_alone(model: Any, token_ids: list[int]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def run_on(model: Any, token_ids: list[int], ours: Recording) -> Differences:
-    """Compute every recorded step from Quire's results of the steps before it, and return the differences."""
+    """Run the reference with Quire's recorded results as the inputs of its steps. Return the differences."""
     differences = Differences(ours)
     body = model.base_model
     _on_result(body.get_input_embeddings(), differences, "embed", "embed_tokens")

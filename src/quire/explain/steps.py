@@ -40,7 +40,7 @@ class Recording:
 
 
 def watch(model: Decoder, recording: Recording) -> None:
-    """Record every step inside the layers of `model` from now on. The tap of `run_layers` records their results."""
+    """Record every step inside the layers of `model` from now on. The tap of `run_layers` records whole layers."""
     block: Any
     for index, block in enumerate(model.layers):
         keep: Any = partial(recording.keep, stage_name(index, ATTENTION))
@@ -60,7 +60,7 @@ def watch(model: Decoder, recording: Recording) -> None:
 
 
 def stage_name(layer: int, half: str) -> str:
-    """Return the name of half a layer, as reports show it."""
+    """Return the name of a half of a layer, such as "layer 3 attention"."""
     return f"layer {layer} {half}"
 
 
@@ -116,7 +116,7 @@ def _watch_latent(layer: LatentAttention, keep: Any) -> None:
     sizes, kernel = layer.sizes, layer.kernel
 
     def neighbours(x: Tensor) -> Tensor:
-        """Put the rotated part, at the end of the last dimension, in the order of the checkpoint."""
+        """Return x with its rotated part, the end of the last dimension, in the order of the checkpoint."""
         if not sizes.interleaved:
             return x
         first, second = x[..., -sizes.rope_dim :].chunk(2, -1)

@@ -38,7 +38,7 @@ class Span:
     """A recorded call.
 
     takes, gives   shapes of arguments and result, in words
-    phase          number and kind of the engine step, for its call only
+    phase          number, kind and tokens of the engine step, in the call that runs the step; "" in all others
     begin, end     nanoseconds
     """
 
@@ -63,7 +63,7 @@ class Span:
     def render(self, shown: set[object] | None, depth: int = 0) -> Iterator[str]:
         """Yield the lines of a tree. Calls like the call before them are joined in a line.
 
-        shown   collects the calls that were shown: a call like them has no lines for calls inside; None: show all
+        shown   keys (`alike`) of the calls shown so far; a further call with such a key gets one line; None = show all
         """
         indent, again = "  " * depth, shown is not None and self.inside and self.alike() in shown
         if self.phase:
@@ -90,10 +90,10 @@ class Span:
 
 
 def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
-    """Run and record a request on an engine with a single step in flight and without CUDA graphs.
+    """Run a request and return its recorded calls. The engine has one step in flight and no CUDA graphs.
 
-    The request first runs without a trace, to warm up; the prefix cache is emptied. Nothing else may run in this
-    process meanwhile. Puts back all functions that it has replaced, also after an error.
+    The request first runs without a trace, to warm up. The prefix cache is emptied before each run. Nothing else
+    may run in this process meanwhile. Puts back all functions that it has replaced, also after an error.
     """
     engine, params = llm.engine, llm.get_default_sampling_params().clone(max_tokens=max_tokens, ignore_eos=True)
     assert engine.core.facts.depth == 1, "steps in flight would be mixed up"
@@ -112,7 +112,7 @@ def trace(llm: LLM, prompt: PromptLike, *, max_tokens: int = 4) -> Span:
 
 @contextmanager
 def recording(llm: LLM, wait: Callable[[], None] = lambda: None) -> Iterator[Span]:
-    """Record every call inside the context, below the span that it yields. wait: called at the end of each call."""
+    """Context manager: yield a root span and record calls inside the block below it. wait: called after each call."""
     root = Span("", "")
     stack, num_steps = [root], 0
 

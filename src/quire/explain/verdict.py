@@ -56,7 +56,7 @@ class Stage:
 
     @property
     def first_divergent(self) -> Step | None:
-        """The first step that differs by more than rounding."""
+        """The first step that differs by more than rounding; None if none does."""
         return next((step for step in self.steps if step.diverged), None)
 
 
@@ -86,12 +86,12 @@ class Report:
 
     @property
     def first_divergent(self) -> tuple[str, str] | None:
-        """Names of the first stage that differs by more than rounding, and of its first such step."""
+        """(stage, step) names of the first step that differs by more than rounding; None if none does."""
         return next(((stage.name, step.name) for stage in self.stages if (step := stage.first_divergent)), None)
 
     @property
     def first_token(self) -> int | None:
-        """Index of the first greedy token that differs."""
+        """Index of the first greedy token that differs; None if all are equal."""
         pairs = zip(self.ours, self.theirs, strict=True)
         return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
 

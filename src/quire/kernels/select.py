@@ -23,9 +23,10 @@ _WEIGHTS = frozenset({*KINDS, UNQUANTIZED, "ue8m0"})  # features that are words 
 class KernelNeeds:
     """Requirements of a model for an operation.
 
-    features   words of the operation's `__init__` (window, sinks, ...)
+    device     "cpu" or "cuda";  dtype  type that the model computes in, such as "bfloat16"
+    features   features that the operation's package defines (window, sinks, ...)
     head_dim   size of the attention heads; 0: does not matter
-    scheme     of the weights, for operations that multiply with weights; None: unquantized
+    scheme     scheme of the weights, for operations that multiply with weights; None: unquantized
     """
 
     device: str
@@ -36,7 +37,7 @@ class KernelNeeds:
 
     @property
     def weights(self) -> frozenset[str]:
-        """Features that a kernel of weights must have."""
+        """Features (kinds of weights) that an implementation which reads weights must have."""
         return frozenset({UNQUANTIZED}) if self.scheme is None else self.scheme.needs
 
 
@@ -44,9 +45,10 @@ class KernelNeeds:
 class Choice:
     """The chosen implementation of an operation.
 
-    rejected   (implementation, reason) of better ones that were not chosen; of all others if one was forced
+    op, name   operation;  name of the implementation
+    rejected   (implementation, reason why not) of each that comes before the chosen one in the table, best first
     features   features of the implementation on this machine, sorted, without the kinds of weights
-    weights    quantized weights that the implementation runs, words of `Scheme.needs`; (): unquantized, or none
+    weights    kind of quantized weights that the choice is for, words of `Scheme.needs`; (): unquantized, or no weights
     """
 
     op: str
@@ -62,15 +64,16 @@ class Choice:
 
     @property
     def of(self) -> str:
-        """The kind of quantized weights in words, such as " of fp8 block weights"; "" for others."""
+        """Kind of quantized weights as text behind the operation: " of fp8 block weights"; "" for other choices."""
         return f" of {' '.join(self.weights)} weights" if self.weights else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The chosen implementation modules by operation, and the choices. None: the model does not use the operation.
+    """The chosen implementations of operations: a module for each operation, and the choices with reasons.
 
-    The plan of the expert layers names the implementation of `experts`: it depends on the dispatcher.
+    None: the model does not use the operation. The implementation of `experts` is not here: the plan of the expert
+    layers names it, because it depends on the dispatcher.
     """
 
     choices: tuple[Choice, ...]
@@ -88,14 +91,18 @@ class Kernels:
 
 
 def here(need: str) -> str:
-    """Return the reason why this process cannot meet `need`, or ""; imports the module that knows it."""
+    """Return the reason why this process cannot meet `need`, a key of `NEEDS`, or "". Imports the checking module."""
     module, _, name = NEEDS[need].partition(":")
     why: str = getattr(importlib.import_module(module), name)()
     return why
 
 
 def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
-    """Return the reason why an implementation cannot serve `needs`, or "". The machine is probed last."""
+    """Return the reason why an implementation cannot serve `needs`, or "".
+
+    support   capabilities of the implementation
+    probe     function that checks the machine for a need; called last
+    """
     if why := runs_no(support, needs):
         return why
     if needs.device not in support.devices:
@@ -112,7 +119,10 @@ def objection(support: Support, needs: KernelNeeds, probe: Probe = here) -> str:
 
 
 def runs_no(support: Support, needs: KernelNeeds) -> str:
-    """Return the kind of weights that an implementation lacks, in words, or ""; "" for one that reads no weights."""
+    """Return as text that an implementation does not run the kind of weights in `needs`; "" if it does.
+
+    It is "" for an implementation that reads no weights.
+    """
     if not support.features & _WEIGHTS:
         return ""
     lacking = sorted(needs.weights - support.features)
@@ -126,9 +136,12 @@ def features(support: Support, probe: Probe = here) -> tuple[str, ...]:
 
 
 def select(op: str, needs: KernelNeeds, forced: str | None = None, probe: Probe = here) -> Choice:
-    """Choose the best implementation of `op` for `needs`, or `forced`. Those of other kinds of weights do not count.
+    """Choose the best implementation of `op` for `needs`. Implementations for other kinds of weights do not count.
 
-    Raises ConfigError if `forced` does not exist or cannot serve the needs, with the reasons for every candidate.
+    forced   name of the implementation to use; None: the best
+    probe    function that checks the machine for a need
+
+    Raises ConfigError, with the reason for every candidate, if none can serve the needs, or if `forced` cannot.
     """
     supports = SUPPORTS[op]
     if forced is not None and forced not in supports:
@@ -155,13 +168,14 @@ def choose_kernels(
     attention_features: frozenset[str] = frozenset(), cache_features: frozenset[str] = frozenset(),
     forced: dict[str, str] | None = None, probe: Probe = here,
 ) -> tuple[Choice, ...]:  # fmt: skip
-    """Choose implementations of the operations `ops` for a model.
+    """Choose an implementation of each operation in `ops` for a model. Return the choices in the order of `ops`.
 
-    device, dtype        where and in which type the model computes
-    head_dim             size of its attention heads
-    attention_features   words of `quire.kernels.attention` that it needs
-    cache_features       words for the type of the KV cache, of the operations that read or write it
-    forced               operation -> implementation to use
+    device, dtype        device and type that the model computes on and in
+    head_dim             size of the model's attention heads
+    attention_features   features of `quire.kernels.attention` that the model needs
+    cache_features       features for the type of the KV cache, which operations that read or write it need
+    forced               operation -> name of the implementation to use
+    probe                function that checks the machine for a need
     """
     forced = forced or {}
     unknown = sorted(set(forced) - set(ops))
@@ -178,7 +192,8 @@ def choose_linears(needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | 
                    probe: Probe = here) -> tuple[Choice, ...]:  # fmt: skip
     """Choose an implementation of `linear` for each kind of quantized weights in `schemes`.
 
-    forced   the implementation of unquantized weights to use; "ref" means the reference of quantized weights, too
+    forced   implementation that the user asked for. It is used for the kinds of weights that it runs. "ref" also means
+             the reference of quantized weights
     """
     named = {"ref": "quantized_ref"}.get(forced or "", forced)
     chosen = dict[frozenset[str], Choice]()
@@ -191,18 +206,21 @@ def choose_linears(needs: KernelNeeds, schemes: Iterable[Scheme], forced: str | 
 
 
 def select_kernels(device: str, dtype: str, **asked: Any) -> Kernels:
-    """Choose implementations as `choose_kernels` does, and import them."""
+    """Choose implementations as `choose_kernels` does with these arguments; import and return them."""
     return load_kernels(choose_kernels(device, dtype, **asked))
 
 
 def load_kernels(choices: tuple[Choice, ...]) -> Kernels:
-    """Import the chosen implementations. The plans of linear layers name those of quantized weights."""
+    """Import the chosen implementations and return them.
+
+    Choices for quantized weights are not imported: the plans of linear layers name these.
+    """
     modules = {choice.op: load_kernel(choice.op, choice.name) for choice in choices if not choice.weights}
     return Kernels(choices=choices, **modules)
 
 
 def load_kernel(op: str, name: str) -> ModuleType:
-    """Import an implementation."""
+    """Import and return the module of the implementation `name` of the operation `op`."""
     return importlib.import_module(f"quire.kernels.{op}.{name}")
 
 

@@ -23,12 +23,13 @@ NEEDS: Mapping[str, str] = {
 class Support:
     """Capabilities of an implementation.
 
-    features       features on every machine; the docstring of the operation's package defines them. Kernels of weights
-                   name the kinds of weights that they run: words of `KINDS`, or UNQUANTIZED
-    extra          need -> features that it has only if the need is met. A probe of the need tells why it lacks them
-    max_head_dim   the widest attention head; None: any
-    needs          keys of `NEEDS`: it cannot run if one of them is not met
-    typed          dtype -> needs that this dtype adds
+    features       features on every machine; the docstring of the operation's package defines them. An implementation
+                   that reads weights names the kinds of weights that it runs: words of `KINDS`, or UNQUANTIZED
+    extra          need -> features that the implementation has only if the need is met. The probe of the need returns
+                   the reason why it is not met
+    max_head_dim   largest size of an attention head; None: any
+    needs          keys of `NEEDS`, which must all be met for the implementation to run
+    typed          dtype -> more needs, for a model in this dtype
     """
 
     devices: frozenset[str]

@@ -26,7 +26,7 @@ else:
     INTERPRETED = False
 
     def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-        """Stand in for `triton.jit`: return the function, which cannot be launched."""
+        """Replace `triton.jit` where Triton is not installed: return the function, which cannot be launched."""
         return function or jit
 
 
@@ -40,7 +40,7 @@ else:
     gl = hopper = descriptors = None
 
     def gluon_jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-        """Stand in for `gluon.jit`: return the function, which cannot be launched."""
+        """Replace `gluon.jit` where Gluon cannot run: return the function, which cannot be launched."""
         return function or gluon_jit
 
 

@@ -53,12 +53,13 @@ def block_key(parent: bytes, token_bytes: bytes | memoryview, extras: bytes = b"
 
     parent        key of the previous block; the root for the first block
     token_bytes   tokens of the block as packed little-endian uint32
+    extras        `extras_digest` of the request's tags for the first block, b"" for later blocks
     """
     return sha256(b"".join((parent, token_bytes, extras))).digest()
 
 
 def group_keys(keys: list[bytes], group: int) -> list[bytes]:
-    """Return the keys of the blocks that hold the KV of `group`: the blocks' keys, extended by the group's number."""
+    """Return the keys of blocks in KV group `group`: `keys` with the group's number appended; group 0 keeps them."""
     return [key + bytes((group,)) for key in keys] if group else keys
 
 
@@ -74,8 +75,9 @@ def _pack(fields: Iterable[tuple[str, str]]) -> bytes:
 class KeyChain:
     """Keys of a request's full blocks. Each key is computed once, at its first use.
 
+    root     key before the first block, a `namespace_digest`
     tokens   the request's own array('I') of prompt and generated ids; it may only grow
-    tags     as in `extras_digest`; they enter the key of the first block, and through the chain all others
+    tags     (domain, value) pairs such as ("salt", "s-7"); requests with different tags share no key
     """
 
     __slots__ = ("block_size", "root", "tags", "tokens", "_extras", "_keys")
@@ -96,8 +98,9 @@ class KeyChain:
         return len(self._keys)
 
     def continues(self, block: int) -> bytes | None:
-        """Return the part of a block's hash input that precedes its tokens: the previous key, or root and extras.
-        None: the previous block has no key yet."""
+        """Return the bytes that a block's key hashes before its tokens: the previous key; for block 0, root and extras.
+        None: the previous block has no key yet.
+        """
         if block == 0:
             return self.root + self._extras
         return self._keys[block - 1] if block <= len(self._keys) else None

@@ -33,9 +33,9 @@ class PrefixHistory:
 
     def admit(self, name: str, chain: KeyChain, match: PrefixMatch, num_prompt: int, *,
               reads: bool) -> PrefixReport | None:
-        """Report why `match` misses full blocks of the prompt; None when it has all of them.
+        """Return the report of why `match` lacks full blocks of the prompt; None when it has all of them.
 
-        Remembers the prompt and its later output. Call this before the prompt's blocks are in the pool.
+        Remembers the prompt and its later output under `name`. Call this before the prompt's blocks are in the pool.
         num_prompt   tokens of `chain` that are the prompt;  reads  False: the request does not read the prefix cache
         """
         at, num_blocks = match.num_blocks, num_prompt // chain.block_size

@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that `take` can give, blank and cached."""
+        """Number of blocks that `take` can give: blank blocks, and cached blocks without a reference."""
         return len(self._blank) + len(self._cached)
 
     @property
@@ -55,7 +55,7 @@ class BlockPool:
         return self._keys[block]
 
     def num_free_among(self, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks` are free. Sharing `blocks` takes as many from the free blocks."""
+        """Return the number of free blocks in `blocks`. `share` lowers `num_free` by this number."""
         refs = self._refs
         return sum([refs[block] == 0 for block in blocks])
 
@@ -102,7 +102,7 @@ class BlockPool:
             refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a reference from each block of a table, given in table order.
+        """Remove one reference from each block in `blocks`, a part of a block table in order.
 
         The end of a sequence is evicted before its beginning, because more requests can match the beginning.
         """
@@ -141,7 +141,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def reset(self) -> bool:
-        """Drop every key. Returns False when blocks are in use: their holders may still publish old content."""
+        """Drop every key. Returns False when a block is held, because its holder may still publish old content."""
         if self.on_drop is not None:
             for key in self._index:
                 self.on_drop(key, "reset")

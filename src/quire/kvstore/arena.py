@@ -58,11 +58,11 @@ class KVArena:
         return self.num_blocks * self.page_bytes
 
     def offset(self, layer: int, component: int) -> int:
-        """Return the bytes from the start of a page to a component of a layer."""
+        """Return the bytes from the start of a page to component number `component` of `layer`."""
         return self._places[layer][component]
 
     def views(self, layer: int) -> tuple[Tensor, ...]:
-        """Return views of a layer's components, each [num_blocks, num_heads, block_size, head_dim] in its own type.
+        """Return a view of each component of a layer, [num_blocks, num_heads, block_size, head_dim] in its own dtype.
 
         The stride of the first dimension is a whole page. Offsets exceed 2^31 elements: kernels need 64-bit indices.
         """

@@ -20,7 +20,10 @@ from quire.layers.rope import Rotary, Rotation
 
 
 class DecoderBlock(nn.Module):
-    """A decoder layer: h = hidden + attention(norm(hidden)), then h + mlp(norm(h)). `args` choose the kinds of both."""
+    """A decoder layer: h = hidden + attention(norm(hidden)), then h + mlp(norm(h)).
+
+    `args` choose grouped-query or latent attention, and a gated MLP or experts.
+    """
 
     def __init__(self, args: ModelArgs, layer: int, build: Build) -> None:
         super().__init__()
@@ -36,13 +39,13 @@ class DecoderBlock(nn.Module):
             self.mlp = GatedMLP(f"{at}.mlp", build)
 
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext, kv: KVView) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden], which may reuse the memory of `hidden`."""
+        """Run the layer on hidden [T, hidden] and return [T, hidden]; it may reuse the memory of `hidden`."""
         hidden = self.attention(hidden, self.attention_norm, rotation, ctx, kv)
         return self.mlp(hidden, self.mlp_norm, ctx)
 
 
 class Decoder(nn.Module):
-    """The model class of every family so far. It has no weights until each `LoadUnit` was loaded.
+    """Decoder model, the class of every family so far. It has no weights until every `LoadUnit` is loaded.
 
     layout      the parameters of this rank;  dtype, device  of activations
     elsewhere   tensors of the checkpoint that other ranks read
@@ -74,11 +77,11 @@ class Decoder(nn.Module):
         assert not lost, f"layers and parameters differ: {sorted(lost)}"
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
-        """Give a layer the parameters of a `LoadUnit`; the layer packs them."""
+        """Give the layer named `module` the parameters of a `LoadUnit`; the layer packs them. See `Model`."""
         with torch.no_grad():
             self._owners[module].take(tensors, place)
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
-        """Return the memory of a layer's parameters, or None. See `Model`."""
+        """Return the parameter memory of the layer named `module` for the loader to write to; None: call `take`."""
         owner = self._owners[module]
         return owner.destination() if isinstance(owner, LoadsInPlace) else None

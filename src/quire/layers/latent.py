@@ -24,9 +24,9 @@ from quire.layers.rope import Rotation
 
 
 def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
-    """Return the most query rows of a sequence that is absorbed, and the choice in words.
+    """Return (most, the choice in words): sequences with at most `most` query rows are absorbed, others naive.
 
-    form   "auto", or "absorbed" or "naive" wherever possible
+    form   "absorbed": all sequences; "naive": none; "auto": as many rows as cost less arithmetic absorbed
     """
     most = {"absorbed": math.inf, "naive": 0.0}.get(form, args.break_even)
     some = f"absorbed up to {most:.0f} query tokens per sequence, else naive"
@@ -37,8 +37,8 @@ def choose_form(args: LatentArgs, form: str = "auto") -> tuple[float, str]:
 def split(meta: AttentionMeta, most: float) -> tuple[AttentionMeta, tuple[Prompt, ...]]:
     """Return the metadata of the absorbed part of a step, and the sequences of the naive part.
 
-    All sequences from the first with more than `most` rows on are naive: decodes come first, and the rows of each part
-    must be contiguous. A captured step names no prompts, so it is absorbed as a whole.
+    The first sequence with more than `most` rows is naive, and so are all sequences after it: decodes come first, and
+    the rows of each part must be contiguous. A captured step names no prompts, so the whole step is absorbed.
     """
     known = sequences(meta) if meta.prompts is None else meta.prompts
     naive = tuple(itertools.dropwhile(lambda prompt: prompt[1] - prompt[0] <= most, known))
@@ -66,7 +66,7 @@ class Expansion(nn.Module):
         self.at, self._width, self._device = at, width, device
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Pack the parameters; the layer owns them from now on. See `Loads`."""
+        """Move the parameters to the layer's device, as a weight [H, P + V, L]. See `Loads`."""
         self.weight = tensors["weight"].to(self._device).unflatten(0, (-1, self._width))
 
 

@@ -28,7 +28,7 @@ Routed = tuple[Tensor, Tensor]  # weights [T, k] float32, ids [T, k] int32
 
 
 class Router(nn.Module):
-    """The router: scores all experts for each token; `kernels/routing` chooses by the scores."""
+    """Scores all experts for each token; the kernel `kernels/routing` then chooses experts by the scores."""
 
     packed: packed_linear.PackedLinear
 
@@ -39,16 +39,19 @@ class Router(nn.Module):
         self.bias: Tensor | None = None
 
     def take(self, tensors: dict[str, Tensor], place: int) -> None:
-        """Pack the parameters; the layer owns them from now on.
+        """Pack the weight, and move weight and bias to the layer's device. See `Loads`.
 
-        See `Loads`. The bias goes to the routing kernel, not into the product.
+        The routing kernel adds the bias to the scores; the projection does not.
         """
         bias = tensors.pop("bias", None)
         self.bias = None if bias is None else bias.to(self.device)
         self.packed = packed_linear.pack(self.linear, tensors, self.device)
 
     def forward(self, x: Tensor) -> Routed:
-        """x [T, hidden] -> weights and ids of the chosen experts. With `router_float` the scores stay float32."""
+        """Return (weights, ids) of the experts chosen for each token of x [T, hidden], both [T, top_k].
+
+        With `router_float` the scores stay float32.
+        """
         logits = (packed_linear.run_float if self.exact else packed_linear.run)(self.linear, x, self.packed)
         weights, ids = self.kernel.route(logits, self.bias, self.routing)
         return weights, ids
@@ -57,7 +60,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The experts that this rank owns, stacked in the order of `Build.experts`.
 
-    With the kernel's feature "in place" they are loaded into its memory without packing; else each expert is packed.
+    A kernel with the feature "in place" reads experts as they are loaded, without packing. For other kernels, and for
+    quantized experts, each expert is packed.
     """
 
     def __init__(self, at: str, num_experts: int, build: Build) -> None:
@@ -78,13 +82,13 @@ class Experts(nn.Module):
         self.packed: object = None
 
     def take(self, tensors: dict[str, Any], place: int) -> None:
-        """Pack the parameters; the layer owns them from now on. See `Loads`."""
+        """Pack the matrices of the expert at `place` into the stack. See `Loads`."""
         if self.packed is None:
             self.packed = self._empty()
         self.kernel.put(self.packed, place, tensors["gate_up"], tensors["down"])
 
     def destination(self) -> dict[str, Tensor] | None:
-        """Return the memory of the experts' parameters, or None. See `LoadsInPlace`."""
+        """Return the memory of all experts' parameters, for the loader to write to; None: the loader calls `take`."""
         if not self.in_place:
             return None
         if self.packed is None:

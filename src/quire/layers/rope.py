@@ -13,9 +13,9 @@ Rotation = tuple[Tensor, Tensor]  # cos and signed sin, each [T, D]
 
 
 class Rotary:
-    """Rotation angles of a model: frequencies [D / 2] float32 and the factor on cos and sin.
+    """Rotation angles of a model: frequencies [D / 2] float32, and `scale`, the factor on cos and sin.
 
-    The first `rotated` of `width` dimensions are rotated; the pairs of the others have angle 0.
+    Of the `width` = D dimensions, the first `rotated` are rotated; the pairs of the others have angle 0.
     """
 
     def __init__(self, args: RopeArgs, rotated: int, device: torch.device, *, width: int) -> None:
@@ -32,7 +32,7 @@ class Rotary:
 
 
 def rope_frequencies(args: RopeArgs, head_dim: int) -> tuple[Tensor, float]:
-    """Return the radians per position of each pair, [head_dim / 2] float32, and the factor on cos and sin."""
+    """Return the angle in radians per position of each pair, [head_dim / 2] float32, and the factor on cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     unscaled = 1.0 / (args.theta**exponents)
     if args.kind == "linear":

@@ -50,10 +50,13 @@ class Model(Protocol):
     rotary: Rotary
 
     def take(self, module: str, place: int, tensors: dict[str, Any]) -> None:
-        """Give a layer the parameters of a `LoadUnit` to pack. Called once for each, before the first step."""
+        """Give the layer named `module` the parameters of a `LoadUnit` to pack, at `place` (of an expert; else 0).
+
+        Called once for each unit, before the first step.
+        """
 
     def destination(self, module: str) -> dict[str, Tensor] | None:
-        """Return the memory of a layer's parameters, for a loader to write to; None: the loader calls `take`."""
+        """Return the parameter memory of the layer named `module` for a loader to fill; None: call `take` instead."""
 
 
 def run_layers(
@@ -83,7 +86,7 @@ def run_layers(
 
 
 def first_of_each_kind(layers: Iterable[object]) -> list[int]:
-    """Return the index of the first layer of each kind.
+    """Return the index of the first layer of each kind. A warm-up of these layers launches every kernel.
 
     Layers of a kind differ only in the numbers in their tensors, so they launch the same kernels.
     """

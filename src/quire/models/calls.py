@@ -17,7 +17,7 @@ class Call(NamedTuple):
     """A call of a kernel function.
 
     function     operation and function: "linear.run"
-    parameters   that it reads, by their names below the layer
+    parameters   that the call reads, by their names below the layer
     when         condition of the call, in words; "": always
     """
 
@@ -29,7 +29,8 @@ class Call(NamedTuple):
 def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) -> str:
     """Return the name of the function that packs parameter `name`, such as "linear.pack"; "" if it is not packed.
 
-    in_place   experts are loaded into the kernel's memory without packing
+    linear     features of the kernel of each linear layer, by the layer's name
+    in_place   True: experts are loaded into the kernel's memory without packing
     """
     if name.endswith((".experts.gate_up", ".experts.down")):
         return "" if in_place else "experts.put"
@@ -44,19 +45,22 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
 
 
 def embedding_calls(args: ModelArgs, linear: Features) -> Iterator[Call]:
-    """Token ids -> hidden states."""
+    """Yield the kernel calls of the embedding, from token ids to hidden states."""
     rows = "plain" in linear("embed") or args.tie_word_embeddings and "rows" in linear("embed")
     yield Call("linear.rows" if rows else "torch.nn.functional.embedding", ("embed.weight",))
 
 
 def head_calls(args: ModelArgs) -> Iterator[Call]:
-    """Hidden states of the sampled rows -> logits."""
+    """Yield the kernel calls of the final norm and the head, from hidden states of the sampled rows to logits."""
     yield Call("norm.rms_norm", ("norm.weight",))
     yield Call("linear.run_float", ("embed.weight" if args.tie_word_embeddings else "head.weight",))
 
 
 def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model") -> Iterator[Call]:
-    """Hidden states -> hidden states, through attention and a feed-forward layer; `routing` as of `build_model`."""
+    """Yield the kernel calls of decoder layer number `layer`: attention, then an MLP or experts.
+
+    routing   the option `routing`: "model", or "uniform" without a router
+    """
     if args.latent:
         yield from _latent(args, linear)
     else:

@@ -7,7 +7,10 @@ from quire.config.checkpoint import ModelArgs
 
 
 def model_facts(args: ModelArgs) -> dict[str, Any]:
-    """Return plain values under "attention", "rope" and "router"; the router is None without experts."""
+    """Return plain values about attention, rope and router of a model, under these names.
+
+    The router is None without experts.
+    """
     latent, moe = args.latent, args.moe
     width = latent.v_dim if latent else args.head_dim
     return {

@@ -39,15 +39,14 @@ def alone(args: ModelArgs) -> Rank:
 
 
 def stored_names(params: Iterable[Param]) -> Iterator[str]:
-    """Yield the names of the checkpoint tensors of these parameters; with quantized ones, those that are not read, too.
-    """
+    """Yield the checkpoint names of these parameters' tensors, and of unread tensors beside quantized ones."""
     for param in params:
         yield from (part.stored for raw in raw_tensors(param) for part in raw.parts)
         yield from spare_names(param)
 
 
 def parameters_per_token(args: ModelArgs) -> float:
-    """Return the number of parameters that a token is multiplied with; of the experts, only those chosen for it."""
+    """Return the number of weights that multiply each token: all of a dense model, of experts only the chosen ones."""
     chosen = args.moe.routing.top_k / args.moe.routing.num_experts if args.moe else 1.0
     return sum(prod(param.shape) * (chosen if param.shard == "experts" else 1.0) for param in layout(args))
 
@@ -187,8 +186,9 @@ class _Layout:
 
 
 def head_order(rotated: int, dim: int) -> tuple[int, ...]:
-    """Return the order of a head's rows when only the first `rotated` of `dim` are rotated; () when all are.
+    """Return the order in which a head's rows are stored for the kernels: row i is the checkpoint's row order[i].
 
+    rotated, dim   rotated rows, and all rows; (): the order stays, because all rows are rotated
     Kernels rotate whole heads, in pairs of a row of the first half and a row of the second. So each half of the head
     begins with a half of the rotated rows; the other rows get angle 0.
     """

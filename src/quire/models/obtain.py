@@ -30,11 +30,11 @@ from quire.weights.match import match_tensors
 
 def read_model(config: EngineConfig, folder: Path, device: str,
                cpu: CpuFacts) -> tuple[ModelArgs, DTypePlan, Quantization]:
-    """Read the arguments, the compute type and the quantization of the model in `folder`.
+    """Return the arguments, the dtype of the computation and the quantization of the model in `folder`.
 
-    Weights need not be there: the headers of quantized ones are read on the hub.
+    Weights need not be in the folder: the headers of quantized weights are then read on the hub.
 
-    Raises a `UserError` for a model that is not implemented, and for options that it cannot meet.
+    Raises a `UserError` for a model that is not implemented, and for options that the model cannot meet.
     """
     args = read_checkpoint_config(folder)
     check_context(config.model, args.max_position_embeddings)
@@ -44,7 +44,10 @@ def read_model(config: EngineConfig, folder: Path, device: str,
 
 
 def settled_quantization(config: EngineConfig, folder: Path, args: ModelArgs) -> Quantization:
-    """Return the quantization of a model by its files, the option `quantization` and the names of its weights."""
+    """Return the quantization of the model in `folder`, with the modules whose stored tensors differ from its config.
+
+    The files, the option `quantization` and the names of the stored tensors decide it.
+    """
     found = find_quantization(folder, read_raw_config(folder), config.load.quantization)
     if not found.config:
         return found
@@ -64,9 +67,9 @@ def _stored_types(config: EngineConfig, folder: Path) -> dict[str, str]:
 
 def obtain_weights(config: EngineConfig, folder: Path, args: ModelArgs, dtype: DTypePlan, free_bytes: int | None,
                    *, quantization: Mapping[str, Any]) -> None:
-    """Download the weights that `folder` lacks, unless their headers show that the model could not be loaded.
+    """Download the weights that `folder` lacks. First check by their headers that the model can be loaded.
 
-    free_bytes   memory that must hold the parameters, where it is known
+    free_bytes   memory that must hold the parameters and the KV cache; None: not checked
     Raises a `UserError` that names the fix.
     """
 

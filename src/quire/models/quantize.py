@@ -33,11 +33,12 @@ SPARE_BYTES = 64 << 20  # on the disk, for files beside the weights and headers
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The quantization that is asked for.
+    """Settings of `quire quantize`.
 
-    scheme, head   names of `SCHEMES`; head "": the head stays as it is
+    scheme, head   names of `SCHEMES`, for the layers and for the LM head; head "": the head stays unquantized
     group_size     columns of a group; 0: 128, -1: a scale for each row
-    ignore         modules that stay, by their names, whole words of them ("mlp", "self_attn.q_proj"), or "re:PATTERN"
+    ignore         modules that stay unquantized: full names, whole words of names ("mlp", "self_attn.q_proj") or
+                   "re:PATTERN"
     """
 
     scheme: str
@@ -48,7 +49,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """Tensors that are read and written, in the order of the files, and the config.json that tells about them."""
+    """Tensors that `quire quantize` reads and writes, in the order of the files, and the config.json of the result."""
 
     source: Checkpoint
     items: tuple[WriteItem, ...]
@@ -92,7 +93,7 @@ def quantize_checkpoint(folder: Path, out: Path, recipe: Recipe,
 
 
 def plan_quantization(folder: Path, recipe: Recipe) -> QuantizePlan:
-    """Return what is written for the model in `folder`, decided from its config.json and the headers of its weights.
+    """Return the plan for the model in `folder`, made from its config.json and the headers of its weights.
 
     Raises a `UserError` in one line: a quantized model, an unknown scheme, a group that does not divide the columns, a
     name of `ignore` that no module has, parts of a fused matrix that would differ.
@@ -216,7 +217,7 @@ def _check_readable(args: ModelArgs, config: Mapping[str, Any], items: Sequence[
 
 
 def check_out(out: Path) -> None:
-    """Refuse a folder that is not empty."""
+    """Raise `ConfigError` when `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"-o {out} exists and is not an empty folder: choose a new one.")
 

@@ -25,23 +25,23 @@ CACHE_BYTES = ITEM_BYTES | {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def linear_plans(args: ModelArgs, params: Iterable[Param], choices: Iterable[Choice]) -> dict[str, LinearPlan]:
-    """Plan a model's linear layers, by name."""
+    """Return linear layer -> its plan. `choices` holds the kernel chosen for each operation."""
     return plan_linears(params, choices, exact=args.moe is not None and args.moe.router_float)
 
 
 def unpacked_bytes(params: Iterable[Param], dtype: str) -> int:
-    """Return the size of the parameters in bytes before packing; `dtype` is that of parameters without one."""
+    """Return the size of the parameters in bytes before packing. `dtype` counts for parameters that name no dtype."""
     return sum(num_bytes(one, ITEM_BYTES[one.dtype or dtype]) for one in params)
 
 
 def check_routing(args: ModelArgs, routing: str) -> None:
-    """Refuse "uniform" for a model without experts; raises ConfigError."""
+    """Raise ConfigError for routing "uniform" and a model without experts."""
     if routing == "uniform" and args.moe is None:
         raise ConfigError("routing=uniform is for models with experts, which this one has not: leave it out.")
 
 
 def operations(args: ModelArgs) -> tuple[str, ...]:
-    """Return the operations of `kernels/` that a model needs, except experts: `MoEPlan` has their kernel."""
+    """Return the names of the kernel operations that a model needs, without experts: `MoEPlan` has their kernel."""
     attention = ("latent",) if args.latent else ("heads", "attention")
     return ("norm", *attention, "activation", "linear", *(("routing",) if args.moe else ()))
 

@@ -48,9 +48,9 @@ class PlanReport:
     """A plan as plain values for people: `quire explain`, `/debug/plan`, the banner.
 
     plan     of any rank: the parameters of all ranks follow from its mesh
-    memory   of the rank with the least room, number `fullest`, or the reason why nothing fits there
-    load_error   error that the loader would raise for the weights; "" where there is none
-    headers  of the weights, where they are not in the folder
+    memory   of rank number `fullest`, which has the least room, or the reason why nothing fits there
+    load_error   error that the loader would raise for the weights; "": none
+    headers  of the weights, when the folder lacks them; else None
     """
 
     plan: EnginePlan
@@ -60,7 +60,7 @@ class PlanReport:
     headers: Checkpoint | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return the report as plain values; reads the headers of the weights, where there are any."""
+        """Return the report as plain values. Reads the headers of the weights, if the folder has weights."""
         args, plan, config = self.plan.args, self.plan.experts, self.plan.config
         sent = collectives(args, self.plan.mesh.parallel, ITEM_BYTES[self.plan.dtype.dtype],
                            plan.dispatcher if plan else "")  # fmt: skip
@@ -101,7 +101,7 @@ class PlanReport:
 
     @cached_property
     def held(self) -> list[tuple[Rank, int]]:
-        """Every rank and the bytes of its parameters. Raises ConfigError where a slice would cut a group."""
+        """Every rank with the bytes of its parameters. Raises ConfigError where a slice would cut a group."""
         every = list(ranks(self.plan.args, self.plan.mesh.parallel))
         held = {kind: sum(map(self.num_bytes, self._layout(rank)))
                 for kind, rank in {rank.kind: rank for rank in every}.items()}  # fmt: skip

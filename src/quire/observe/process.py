@@ -65,7 +65,7 @@ def return_memory() -> None:
 
 
 async def watch_event_loop(report: Callable[[float], None], interval: float = 0.5) -> None:
-    """Report, every `interval` seconds until cancelled, by how many seconds this coroutine was woken too late.
+    """Call `report` every `interval` seconds, until cancelled, with the seconds by which this coroutine woke too late.
 
     A callback that blocks the event loop delays every connection by this time.
     """

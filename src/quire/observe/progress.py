@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A progress bar towards `total`. Draws only when enabled and on a terminal; rich is imported only then.
+    """A progress bar towards `total`. The bar is drawn only when enabled and on a terminal; rich is imported only then.
 
     total  0: unknown; the elapsed time is shown instead, until `update` gives a total
     unit   "B": bytes and their rate; any other unit: counts and the remaining time

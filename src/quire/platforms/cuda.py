@@ -47,7 +47,7 @@ class CudaFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NvmlFacts:
-    """Facts about a GPU from NVML: "" and None stand for unknown values."""
+    """Answers of NVML, NVIDIA's management library, about a GPU; "" and None stand for unknown values."""
 
     driver_version: str = ""
     others_memory: int | None = None

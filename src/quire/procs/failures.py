@@ -14,7 +14,7 @@ KINDS: dict[str, type[errors.QuireError]] = {
 
 
 def failed(error: BaseException) -> Failed:
-    """Return the message that says why the core cannot start or go on, with the traceback for logs."""
+    """Return the message that says why the core cannot start or go on. A `UserError` has no traceback in it."""
     details = "" if isinstance(error, errors.UserError) else "".join(traceback.format_exception(error))
     if isinstance(error, errors.QuireError):
         return Failed(type(error).__name__, str(error), details)
@@ -23,7 +23,7 @@ def failed(error: BaseException) -> Failed:
 
 
 def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:
-    """Return the message that refuses the requests of a prompt."""
+    """Return the message that refuses the requests `handles` of a prompt because of `error`."""
     if isinstance(error, errors.QuireError):
         param = error.param if isinstance(error, errors.InvalidParameter) else None
         return Rejected(handles, type(error).__name__, str(error), param)

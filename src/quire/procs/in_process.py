@@ -20,8 +20,8 @@ Done = queue.SimpleQueue[StepResult | Exception]
 class InProcessExecutor(LaunchingExecutor):
     """Executor of a worker in this process.
 
-    Depth 1 runs a plan in the caller's thread, when the plan is submitted or its grammar masks come. Depth 2 runs it in
-    a worker thread while the core plans the next step; the thread waits for masks when it needs them.
+    With depth 1 a plan runs in the caller's thread, when the plan is submitted or its grammar masks come. With depth 2
+    a worker thread runs the plan while the core makes the next plan; the thread waits for masks when it needs them.
 
     The thread ends with the executor, closed or not, and before the interpreter: a thread that computes while the
     interpreter ends aborts the process. Later plans run in the caller's thread.

@@ -24,7 +24,7 @@ class Launches(Protocol):
 
 
 class LaunchingExecutor:
-    """Runs the host's part of plans in this thread. After a fault every step fails.
+    """Executor that launches plans in the caller's thread; the device runs them later. After a fault every step fails.
 
     controls   operations for `control`, by name
     """

@@ -65,7 +65,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The engine is loaded. `plans` maps a choice to one printable line; `phases` to seconds."""
+    """The engine is loaded. `plans`: choice -> printable line; `phases`: start-up phase -> seconds."""
 
     max_model_len: int
     vocab_size: int

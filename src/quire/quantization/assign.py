@@ -25,7 +25,7 @@ FOUND = "found"  # key of the modules whose stored tensors contradict the config
 
 
 def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Param, ...]:
-    """Return the parameters with their formats and schemes.
+    """Return the parameters with their formats and schemes filled in.
 
     config   as `settled` returns it; {}: unquantized
     Raises UnsupportedModel where the parts of a fused matrix differ, or a group does not divide the columns, and
@@ -42,11 +42,11 @@ def with_formats(params: Iterable[Param], config: Mapping[str, Any]) -> tuple[Pa
 
 
 def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str, str]) -> dict[str, Any]:
-    """Return the config with the modules in which the stored tensors differ from it, under `FOUND`.
+    """Return `config` with an entry `FOUND`: modules that are stored unquantized, and whether the head is quantized.
 
     params   of the whole model
     stored   names in the checkpoint -> types in safetensors' spelling, "" for an unknown type; {}: names are not known
-    Raises WeightsError for a module that the config leaves alone and the checkpoint stores quantized.
+    Raises WeightsError for a module that the config leaves unquantized and the checkpoint stores quantized.
     """
     if not config or config["quant_method"] == ONLINE or not stored:
         return config
@@ -65,7 +65,7 @@ def settled(config: dict[str, Any], params: Iterable[Param], stored: Mapping[str
 
 
 def decided_by(param: Param, config: Mapping[str, Any]) -> str:
-    """Return where the format of a parameter was decided, in words; "" where there is nothing to decide."""
+    """Return the source of a parameter's format in words, such as "--quantization"; "": it is unquantized anyway."""
     if not config or not is_quantizable(param):
         return ""
     if config["quant_method"] == ONLINE:
@@ -76,7 +76,7 @@ def decided_by(param: Param, config: Mapping[str, Any]) -> str:
 
 
 def is_quantizable(param: Param) -> bool:
-    """True for a matrix that checkpoints store quantized."""
+    """True for a matrix that a checkpoint may store quantized; embedding, norms and routers never are."""
     return len(param.shape) == 2 and not param.name.endswith(NEVER)
 
 

@@ -25,7 +25,7 @@ class CacheChoice(NamedTuple):
 
     @property
     def features(self) -> frozenset[str]:
-        """Features that kernels of this cache must have."""
+        """Features that an attention kernel must have to read and write this cache."""
         return frozenset({FEATURES[self.dtype]} if self.dtype in FEATURES else ())
 
 

@@ -11,18 +11,18 @@ from quire.quantization.unquantized import ONLINE, UNQUANTIZED
 
 
 class WeightFormat(Protocol):
-    """The torch-free half of a weight format: stored tensors, and slices that cannot be read."""
+    """A weight format, without torch: the tensors that it stores for a parameter, and slices that cannot be read."""
 
     name: str
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
         """Return the tensors that a checkpoint stores for a parameter, each with its own parts and slices.
 
-        The parameter is one matrix: of stacked experts, that of an expert (`of_expert`).
+        The parameter is one matrix. For stacked experts, call this with each expert's parameter (`of_expert`).
         """
 
     def spare(self, param: Param) -> Iterator[str]:
-        """Yield names of tensors that checkpoints may store beside these, and that need not be read."""
+        """Yield names of tensors that checkpoints may store beside those of `tensors`, and that need not be read."""
 
     def objection(self, param: Param) -> str:
         """Return the reason why a slice of this parameter cannot be read; "" when all can."""
@@ -35,7 +35,7 @@ FORMATS: dict[str, WeightFormat] = {
 
 
 def raw_tensors(param: Param) -> Iterator[RawTensor]:
-    """Yield the tensors that a checkpoint stores for a parameter of one expert or many, with their slices."""
+    """Yield the tensors that a checkpoint stores for a parameter, with their slices; of stacked experts, all."""
     count = fused(param)[0] if param.shard == "experts" else 1
     for place in range(count):
         yield from FORMATS[param.format].tensors(of_expert(param, place, count))
@@ -47,9 +47,9 @@ def spare_names(param: Param) -> Iterator[str]:
 
 
 def num_bytes(param: Param, item_bytes: int) -> int:
-    """Return the bytes of a parameter before kernels pack it, with scales.
+    """Return the bytes of a parameter before kernels pack it, with its scales.
 
-    item_bytes   of a number in the type in which unquantized parameters are loaded
+    item_bytes   bytes of a number when the parameter is unquantized
     """
     if param.scheme is None:
         return prod(param.shape) * item_bytes

@@ -33,14 +33,14 @@ WAY_OUT = "use the unquantized checkpoint of this model, or one in FP8, INT8, AW
 
 
 class Quantization(NamedTuple):
-    """The quantization of a checkpoint; config: {} for an unquantized model. notes: lines for the user."""
+    """The quantization of a checkpoint: its checked quantization_config ({}: unquantized), and lines for the user."""
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
 
 
 def find_quantization(folder: Path, raw: Mapping[str, Any], asked: str | None = None) -> Quantization:
-    """Return the checked quantization of the model in `folder`.
+    """Return the checked quantization of the model in `folder`, from config.json or the files beside it.
 
     raw     decoded config.json;  asked  the option `quantization`
     Raises ModelError with the name of a wrong field, UnsupportedModel for a method that is not implemented, and
@@ -192,7 +192,7 @@ def _as_asked(config: dict[str, Any], asked: str, source: str) -> tuple[dict[str
 
 
 def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return lines for the user about a quantization."""
+    """Return lines for the user about a checked quantization_config; () when there is nothing to say."""
     notes = []
     if config.get("quant_method") == ONLINE:
         notes.append("weights are quantized to FP8 while they are loaded: blocks of 128 x 128 where they fit, else "
@@ -207,7 +207,7 @@ def quantization_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def format_words(quantization: Mapping[str, Any]) -> str:
-    """Return the format with the numbers of bits that the config names; "" for {}.
+    """Return words for a checked quantization_config: its format and numbers of bits; "" for {}.
 
     Examples: "fp8 in blocks of 128 x 128",
     "compressed-tensors (8-bit int weights per channel, 8-bit int activations per token)".

@@ -16,8 +16,8 @@ WORD = 32  # bits of a packed word
 class RowMajor:
     """Format that stores values in the rows of the matrix. See `WeightFormat` in formats.py.
 
-    values   suffix of the tensor of values;  packed  values of `Scheme.bits` bits lie in int32 words
-    scale    suffix of the scales;  blocks  suffix of the scales of blocks
+    packed   True: values of `Scheme.bits` bits lie in int32 words
+    scale, blocks   names of the tensor of scales ("weight_scale"): of whole rows or the matrix, and of blocks
     """
 
     def __init__(self, name: str, *, scale: str = "weight_scale", blocks: str = "weight_scale", packed: bool = False,
@@ -25,7 +25,7 @@ class RowMajor:
         self.name, self.packed, self._scale, self._blocks, self._spare = name, packed, scale, blocks, spare
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
-        """Values of all parts; then scales, zero points, order and activation scale of each part."""
+        """Return the values of all parts; then scales, zero points, order and activation scale of each part."""
         scheme, own = stored_scheme(param), param.name.rpartition(".")[2]
         (dtype, readable), suffix = ("int32", "I32") if self.packed else TYPES[scheme.values], "weight"
         if self.packed:

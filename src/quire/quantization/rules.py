@@ -28,28 +28,32 @@ Rules = Callable[[str], Rule | None]  # module -> its rule; None: its weight is 
 
 
 def rules_of(config: Mapping[str, Any]) -> Rules:
-    """Return the rules of a checked quantization_config, by names like "model.layers.0.self_attn.q_proj".
+    """Return a function from a module's name, like "model.layers.0.self_attn.q_proj", to its rule; None: unquantized.
 
-    The rules raise UnsupportedModel for numbers that no kernel runs. For `HEAD` they tell how the head is stored if it
-    is quantized (`head_is_quantized`).
+    config   a checked quantization_config
+    The function raises UnsupportedModel for numbers that no kernel runs. For `HEAD` it assumes a quantized head: ask
+    `head_is_quantized` first.
     """
     return _RULES[config["quant_method"]](config)
 
 
 def head_is_quantized(config: Mapping[str, Any]) -> bool:
-    """True when the config says that the head is quantized; without a word about it only compressed-tensors does."""
+    """True when a checked quantization_config covers the LM head: gptq by its key lm_head, others by their method.
+
+    Methods that cover the head are compressed-tensors and modelopt.
+    """
     if config["quant_method"] == "gptq":
         return bool(config.get("lm_head"))
     return config["quant_method"] in ("compressed-tensors", "modelopt")
 
 
 def refused(what: str) -> UnsupportedModel:
-    """Return the error for a quantization that is not implemented."""
+    """Return the error to raise for a quantization that is not implemented; `what` describes it."""
     return UnsupportedModel(f"quantization_config: {what}: {PLAIN}.")
 
 
 def is_kept(module: str, kept: Iterable[str]) -> bool:
-    """True when `kept` names a module: in full, by a parent, or by its last words."""
+    """True when a name in `kept` means this module: its full name, its parent's name, or its last words."""
     words, names = module.removesuffix(".weight").split("."), frozenset(kept)
     return bool(names) and any(
         ".".join(words[: i + 1]) in names or ".".join(words[i:]) in names for i in range(len(words)))

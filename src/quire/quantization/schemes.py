@@ -40,7 +40,10 @@ class Stored(NamedTuple):
 
 
 def scheme_rule(name: str, group: int = 0) -> Rule:
-    """Return the rule of a scheme by its name. group: columns of a group; 0: the default, -1: a group for each row."""
+    """Return the format and scheme of a name of `SCHEMES`. Raises ConfigError for an unknown name or a wrong group.
+
+    group   columns of a group; 0: the default, -1: a group for each row
+    """
     if name not in SCHEMES:
         raise ConfigError(f"scheme {name} does not exist (one of {', '.join(SCHEMES)}).")
     rule = SCHEMES[name]
@@ -64,7 +67,7 @@ def method_of(rule: Rule) -> str:
 
 
 def stored_of(weight: str, shape: tuple[int, int], rule: Rule, dtype: str) -> tuple[Stored, ...]:
-    """Return the tensors that a checkpoint stores for a matrix.
+    """Return the tensors that a checkpoint stores for a matrix [N, K] of `shape`, quantized by `rule`.
 
     weight   its unquantized name, "....q_proj.weight";  dtype  its unquantized type
     """
@@ -80,7 +83,10 @@ def stored_of(weight: str, shape: tuple[int, int], rule: Rule, dtype: str) -> tu
 
 
 def scale_type(rule: Rule, dtype: str) -> str:
-    """Return the type of a rule's scales: of AWQ float16, of compressed-tensors bfloat16 in bfloat16 models."""
+    """Return the type of the scales that a rule's format stores, in safetensors' spelling; `dtype`: of the model.
+
+    AWQ has F16, compressed-tensors BF16 in bfloat16 models; all others F32.
+    """
     if rule.format == AWQ.name:
         return "F16"
     return "BF16" if dtype == "BF16" and method_of(rule) == "compressed-tensors" else "F32"

@@ -7,7 +7,7 @@ from quire.contracts.scheme import Scheme
 
 
 class Axes(NamedTuple):
-    """The axes of a stored tensor that follow the rows and the columns of the matrix; None: no axis does.
+    """Axes of a stored tensor that run along the rows and the columns of the matrix; None: the tensor has no such axis.
 
     units   rows and columns of the matrix for each number of the tensor along these axes
     """
@@ -23,7 +23,10 @@ def stored_name(part: Part, suffix: str) -> str:
 
 
 def stored_part(part: Part, suffix: str, shape: tuple[int, ...], axes: Axes) -> Part:
-    """Return the slice of a tensor stored beside a weight that belongs to the part; partial units are read whole."""
+    """Return the slice of a tensor beside a weight that belongs to `part`; blocks that the slice cuts are read whole.
+
+    suffix, shape   last word of the tensor's name, and its whole shape
+    """
     axis, unit = (axes.columns, axes.units[1]) if part.axis else (axes.rows, axes.units[0])
     if axis is None:
         return Part(stored_name(part, suffix), shape, 0, shape[0], name=part.name)
@@ -42,7 +45,7 @@ def scale_part(part: Part, suffix: str, stored: Scheme) -> Part:
 
 
 def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
-    """Return the reason why a slice of columns cannot be read: it would cut a group or a packed word; "" if it can.
+    """Return the reason why a slice of columns cannot be read: it cuts a group or a packed word. "": it cuts none.
 
     packed   columns in a word of stored values
     """
@@ -58,7 +61,7 @@ def cuts_blocks(part: Part, stored: Scheme, packed: int) -> str:
 
 
 def packed_scheme(parts: tuple[Part, ...], stored: Scheme) -> Scheme:
-    """Return the scheme of the matrix that stacks these parts.
+    """Return the scheme of the matrix that stacks these parts, stored in the scheme `stored`.
 
     The scale of a tensor becomes that of each row. Blocks stay blocks where every block of the matrix lies in one block
     of one part; else each row gets the scales of its own blocks: (128, 128) becomes (1, 128), which is exact.

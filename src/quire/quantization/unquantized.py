@@ -9,21 +9,21 @@ from quire.contracts.params import Param, RawTensor
 
 
 class Unquantized:
-    """Format of numbers in the model's type. See `WeightFormat` in formats.py."""
+    """Format of weights stored as plain numbers. See `WeightFormat` in formats.py."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def tensors(self, param: Param) -> tuple[RawTensor, ...]:
-        """The parameter itself."""
+        """Return one tensor: the parameter itself."""
         return (RawTensor(param.name.rpartition(".")[2], param.shape, param.parts, param.dtype),)
 
     def spare(self, param: Param) -> Iterator[str]:
-        """No tensor is stored beside it."""
+        """Yield nothing: no tensor is stored beside an unquantized one."""
         yield from ()
 
     def objection(self, param: Param) -> str:
-        """Refuse a slice beyond the tensor; any other can be read."""
+        """Return the reason why a slice cannot be read: it ends beyond the stored tensor; "" for any other."""
         for part in param.parts:
             end, size = part.start + part.count, part.shape[part.axis]
             if not 0 <= part.start <= end <= size:

@@ -4,13 +4,13 @@ import msgspec
 
 
 class Thought(msgspec.Struct, frozen=True):
-    """Another piece of the reasoning, without its tags."""
+    """Next piece of the reasoning text, without its tags."""
 
     text: str
 
 
 class Words(msgspec.Struct, frozen=True):
-    """Another piece of the content."""
+    """Next piece of the content: text that is neither reasoning nor a call."""
 
     text: str
 
@@ -27,7 +27,7 @@ class CallBegins(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """Another piece of the arguments of call `index`. All pieces joined are the JSON text of an object."""
+    """Next piece of the arguments of call `index`. All pieces joined are the JSON text of an object."""
 
     index: int
     text: str

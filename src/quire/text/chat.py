@@ -55,7 +55,7 @@ class ChatTemplate:
         self._sandbox = sandbox or Sandbox()
 
     def replaced(self, source: str) -> "ChatTemplate":
-        """Return an untrusted template with the variables of this one."""
+        """Return an untrusted template: `source` with this template's variables, rendered only in a child process."""
         return ChatTemplate({"default": source}, self._variables, compiler=None, sandbox=self._sandbox)
 
     @staticmethod
@@ -80,7 +80,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
-        """All words of the templates. The names of their variables are among them."""
+        """All words in the source of the templates, which include the names of their variables."""
         return frozenset(re.findall(r"\w+", " ".join(self.sources.values())))
 
     @functools.cached_property
@@ -102,8 +102,8 @@ class ChatTemplate:
 
     def render_apart(self, messages: Sequence[Mapping[str, Any]], over: Future[None] | None = None, /,
                      **options: Any) -> str:
-        """Render in a child process, which is stopped after some seconds. It costs a fraction of a millisecond more.
-        `over`: stops the rendering when it is done: no one waits for the prompt any more."""
+        """Render the prompt in a child process, which is stopped after some seconds. Adds a fraction of a millisecond.
+        `over`: future that the caller sets when nobody waits for the prompt any more; then the rendering stops."""
         param = "messages" if self._trusted else "chat_template"
         arguments = _plain(messages, "messages"), _plain(options, "chat_template_kwargs")
         return self._sandbox.render((self.sources, self._variables), arguments, param, over)

@@ -16,7 +16,7 @@ Child = subprocess.Popen[bytes]
 
 
 class Children:
-    """A pool with as many children as there are callers at once. Any thread may use it.
+    """A pool of child processes, one for each caller at a time. Any thread may use the pool.
 
     The children end with this object, and at exit.
     idle   children without a caller;  busy  children with a caller, which gives them back or ends them
@@ -29,7 +29,7 @@ class Children:
         self._reap = weakref.finalize(self, _end_all, self.idle, self.busy)
 
     def take(self, *arguments: str) -> tuple[Child, bool]:
-        """Return (child, used): an idle child, or a new one, which is Python with these arguments.
+        """Return (child, used): an idle child, or a new Python process with these arguments.
         `used`: the child has served before. Raises `EngineClosed` after `close`."""
         with self._lock:
             self._check()
@@ -68,7 +68,7 @@ class Children:
 
     def _check(self) -> None:
         if self._closed:
-            raise EngineClosed("this was closed, and its processes have ended: nothing more can be asked of it.")
+            raise EngineClosed("the engine is closed and its child processes have ended: make a new engine.")
 
 
 def _end(child: Child) -> None:

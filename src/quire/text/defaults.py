@@ -49,7 +49,7 @@ def load_generation_defaults(
     if unknown:
         known = ", ".join((*FIELDS, "do_sample"))
         raise InvalidParameter(
-            f"override_generation_config: {unknown[0]!r} is not known (one of {known}).", param=unknown[0])
+            f"override_generation_config: {unknown[0]!r} is not known: give one of {known}.", param=unknown[0])
     config = {**(read_json(folder / GENERATION_FILE) if read else {}), **(override or {})}
     values = {field: config[key] for key, field in FIELDS.items() if config.get(key) is not None}
     if config.get("do_sample") is False and "temperature" not in (override or {}):

@@ -31,7 +31,7 @@ GAPS = (
 
 
 def around_gap(tokenizer: Tokenizer, before: str, after: str, special: bool) -> list[int]:
-    """Return the prompt that asks for the text between two texts.
+    """Return the token ids of the prompt that asks for the text between `before` and `after`.
     `special`: begin with the special tokens that the tokenizer puts before any text. Raises `InvalidParameter` when the
     tokenizer has no tokens for filling in the middle."""
     for gap in GAPS:

@@ -170,7 +170,7 @@ class GrammarCompiler:
         """Compute the masks of the tokens that may come next, in parallel. Return (masks, ended rows).
 
         matchers     one per row; None = any token may come
-        enders       per row, ids that may come where the text may end
+        enders       per row, end-of-sequence and stop ids, which may come where the text may end
         masks        [R, ceil(V / 32)] int32, see `Executor.release`
         ended rows   rows that nothing can follow, or whose matcher has an error
         """
@@ -222,13 +222,13 @@ class GrammarCompiler:
 
 
 def only(mask: I32, token: int) -> None:
-    """Allow only one token in a mask."""
+    """Change a mask, in place, so that it allows only `token`."""
     mask[:] = 0
     np.bitwise_or.at(mask, *_bits((token,)))
 
 
 def without(mask: I32, tokens: Sequence[int]) -> None:
-    """Forbid these tokens in a mask."""
+    """Change a mask, in place, so that it forbids these tokens too."""
     words, bits = _bits(tokens)
     np.bitwise_and.at(mask, words, ~bits)
 

@@ -33,7 +33,7 @@ Vocabulary = tuple[list[bytes], list[int], int]  # (tokens, special ids, end id)
 
 
 class GrammarTrial:
-    """Trials of grammars in child processes, one per caller at a time. Any thread may use it."""
+    """Pool of child processes that try grammars, one per caller at a time. Any thread may use the pool."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds

@@ -18,8 +18,7 @@ from jinja2.utils import Namespace
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}...{% endgeneration %}`, which marks the model's text for training. Only shows its body.
-    """
+    """The tag `{% generation %}...{% endgeneration %}`, which marks text for training. Here it only shows its body."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)

@@ -41,7 +41,7 @@ class TokenIndex:
 
 
 class Names:
-    """Names of the JSON objects in one output, up to its last token.
+    """State of one JSON output after its last token: the names that its open objects have already.
 
     _open        open objects and lists, outermost first: the names of an object, None for a list
     _text        the open string as written; None outside a string;  _is_name  the open string is a name
@@ -79,7 +79,7 @@ class Names:
         return repeated
 
     def repeating(self) -> list[int]:
-        """Return the ids of tokens that would repeat a name."""
+        """Return the ids of tokens that would repeat a name in the same object."""
         found: list[int] = []
         if self._text is not None and self._is_name:
             found += self._index.beginning(b"u") if self._escaped else self._index.coded
@@ -102,7 +102,7 @@ class Names:
         return [i for part in parts for i in self._index.last.get(part, ())]
 
     def after(self, token: int) -> "Names":
-        """Return the names after one more token."""
+        """Return a copy of this state after one more token."""
         copy = self.copy()
         copy.add(self._index.tokens[token])
         return copy
@@ -112,7 +112,7 @@ class Names:
         return *self._open, self._text
 
     def is_again(self) -> bool:
-        """Return True within a name that may become a repetition."""
+        """Return True while the open name may still become a repetition of another name in its object."""
         begun = self._text
         return begun is not None and self._is_name and any(name.startswith(begun) for name in self._names() or ())
 

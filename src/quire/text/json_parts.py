@@ -36,7 +36,7 @@ class SchemaDocument:
             stack += [(at, each, home) for at, each in _inner(path, node) if isinstance(each, dict | list)]
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """Yield all schemas that apply somewhere in an output, each once, with its path."""
+        """Yield (path, schema) for each schema that applies somewhere in an output, each once."""
         queue: deque[Placed] = deque([(self.path, self.root)])
         seen: set[int] = set()
         while queue:
@@ -55,7 +55,7 @@ class SchemaDocument:
                     queue.extend(self.targets(node))
 
     def targets(self, part: Part) -> list[Placed]:
-        """Return the schemas that the $ref of a part may mean: by a JSON pointer, an $anchor or an $id. May be []."""
+        """Return (path, schema) pairs that the $ref of a part may mean, by a JSON pointer, an $anchor or an $id."""
         if not isinstance(reference := part.get("$ref"), str):
             return []
         base, _, fragment = reference.partition("#")

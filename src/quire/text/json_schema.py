@@ -75,7 +75,8 @@ class Reading:
 
 
 def holdable(schema: Any, reading: Reading | None = None) -> Any:
-    """Rewrite a schema, in place, so that llguidance enforces it. Raises `InvalidParameter` with a path."""
+    """Rewrite a schema, in place, so that llguidance enforces it, and return it. `reading` collects the findings.
+    Raises `InvalidParameter`, with a path, for a part that cannot be enforced."""
     if not isinstance(schema, dict):
         return schema
     reading = reading or Reading()
@@ -107,7 +108,7 @@ def holdable(schema: Any, reading: Reading | None = None) -> Any:
 
 
 def holdable_in_lark(text: str, reading: Reading | None = None) -> str:
-    """Rewrite the schema of every `%json` in a Lark grammar, as `holdable` does."""
+    """Return a Lark grammar with the schema of every `%json` rewritten as by `holdable`."""
     parts, reading = re.split(r"(%json\s*)(?=\{)", text), reading or Reading()
     for at in range(2, len(parts), 2):
         try:

@@ -22,7 +22,7 @@ SOURCES = ("auto", "none", "vllm")  # values of generation_config; "vllm" is vLL
 
 @dataclass(frozen=True, kw_only=True)
 class TextSide:
-    """The text side of a model.
+    """A model's parts that handle text: tokenizer, chat template, end ids, default parameters and pooling.
 
     tokenizer   None with skip_tokenizer_init; then there is no chat template either
     parsers     names of the formats of tool calls and of reasoning; None = detected in the chat template
@@ -49,7 +49,7 @@ class TextSide:
 
     @cached_property
     def tag_ids(self) -> tuple[list[int], list[int]]:
-        """Special tokens that are tags: (tags of reasoning, tags of reasoning and calls). The text must keep them if it
+        """Ids of special tokens that are tags: (of reasoning, of reasoning and calls). A text must keep its tags if it
         is parsed for reasoning or calls. Any tag is a special token in some vocabulary."""
         tokenizer, styles = self.tokenizer, self.styles
 

@@ -26,7 +26,7 @@ class TextTooLong(InvalidParameter):
 
 
 class Sandbox:
-    """Renderings in child processes, one per caller at a time. Any thread may use it.
+    """Renderer of chat templates in child processes, one per caller at a time. Any thread may use it.
 
     seconds   limit of a rendering
     memory    limit of a child's address space in bytes, of which Python takes some 30 M
@@ -39,8 +39,8 @@ class Sandbox:
     def render(self, template: tuple[Any, ...], arguments: tuple[Any, ...], param: str,
                over: Future[None] | None = None) -> str:
         """Render a template. `template` and `arguments` are passed to `sandbox_child.render`.
-        `over`: ends the rendering when it is done. Raises `InvalidParameter` with the child's message, or with `param`
-        when a limit was reached; `RequestFailed` when no child can be started; `EngineClosed` after `close`."""
+        `over`: future; when it is done, the rendering ends. Raises `InvalidParameter` with the child's message, or for
+        `param` when a limit was reached; `RequestFailed` when no child can be started; `EngineClosed` after `close`."""
         job, over = marshal.dumps((marshal.dumps(template), arguments)), over or Future()
         status, used, began = "dead", True, time.monotonic()
         while status == "dead" and used and not over.done():

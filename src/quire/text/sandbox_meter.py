@@ -34,7 +34,7 @@ class TooCostly(Exception):
 
 
 class Bill(Context):
-    """The context of one rendering, with the rest of its budget (`left`). Most methods are Jinja filters."""
+    """The Jinja context of one rendering. `left`: rest of the budget of work. Most methods are Jinja filters."""
 
     left = BUDGET
 
@@ -46,28 +46,28 @@ class Bill(Context):
 
     @pass_context
     def keep(self, value: Any) -> Any:
-        """Subtract the cost of a stored string, list or tuple from the budget, and return it. Raises `TooCostly`."""
+        """Subtract the cost of a stored string, list or tuple from the budget. Return the value. Raises `TooCostly`."""
         if isinstance(value, (str, list, tuple)):
             self.pay(len(value) if isinstance(value, str) else ITEM * len(value))
         return value
 
     @pass_context
     def show(self, value: Any) -> Any:
-        """Pay for the text of a string or number. Raises `TooCostly` for a value whose text may be long."""
+        """Pay from the budget for a value's text; return the value. Raises `TooCostly` for lists, dicts and objects."""
         if not (value is None or isinstance(value, (str, int, float, Undefined))):
             raise TooCostly
         return self.keep(value)
 
     @pass_context
     def build(self, value: Any) -> Any:
-        """Pay for a list or dict. Its values must be strings or numbers, since nested values may have endless text."""
+        """Pay from the budget for a list or dict; return the value. Raises `TooCostly` for nested lists and dicts."""
         for part in value.values() if isinstance(value, dict) else value:
             self.show(part)
         return value
 
     @pass_context
     def loop(self, values: Any, cost: int) -> Any:
-        """Pay for an iteration over all values, `cost` each."""
+        """Pay from the budget `cost` for each of `values`. Return the values, as a list if they have no length."""
         values = values if hasattr(values, "__len__") else list(values)
         self.pay(cost * len(values))
         return values
@@ -119,7 +119,7 @@ class MeteredEnvironment(ChatEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pay for a call, its arguments and its result. Raises `TooCostly` for functions of unknown cost."""
+        """Call a function; pay for its arguments and result. Raises `TooCostly` for functions of unknown cost."""
         kind = type(__obj)
         if kind is BuiltinMethodType:
             known = __obj.__name__ in FREE_METHODS and type(__obj.__self__) in (str, dict, list)

@@ -35,7 +35,7 @@ class SequenceText:
 
     @property
     def text(self) -> str:
-        """All text so far, without text that is held back."""
+        """All text so far, except the end that may begin a stop string or is half a character."""
         if len(self._shown) > 1:
             self._shown = ["".join(self._shown)]
         return self._shown[0] if self._shown else ""

@@ -25,7 +25,7 @@ SHORT_ID = re.compile("[0-9A-Za-z]{9}")  # the only call ids that Mistral's temp
 
 
 class CallStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """The format of past calls that a template accepts.
+    """The format of past tool calls that a chat template accepts.
 
     arguments_as_text   arguments are JSON text, else a mapping
     null_content        the content beside a call without text is None, else ""
@@ -86,8 +86,8 @@ ODD_IDS = ("p", "call_0123456789abcdef01234567", "functions.probe_name:0")
 
 
 def probe_style(render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]) -> CallStyle:
-    """Find the style of a template. `render` renders (messages, tools) by it.
-    Returns the first style when no style brings the call into the prompt."""
+    """Return the call style of a template. `render`: renders (messages, tools) with the template.
+    Returns the default style when no style brings the call into the prompt."""
 
     def carries(style: CallStyle, arguments: str = PROBE_ARGUMENTS, call_id: str = PROBE_ID) -> bool:
         try:

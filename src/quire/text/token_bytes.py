@@ -47,7 +47,7 @@ class _Known(dict[int, bytes]):
 
 class TokenBytes:
     """Table token id -> bytes, filled on demand.
-    `bytes_of`: function: the bytes that a token adds to a text, if it is not the first; b"" for an unknown id."""
+    `bytes_of`: returns the bytes that a token adds to a text, unless it is the first token; b"" for an unknown id."""
 
     def __init__(self, rule: DecoderRule, token: Callable[[int], str | None]) -> None:
         self.rule = rule

@@ -9,7 +9,7 @@ import msgspec
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A format of reasoning.
 
-    names        names for users; the first is ours;  marks  texts in the chat templates of its models
+    names        names that users may give, ours first;  marks  texts that a chat template with this format has
     start, end   tags around the reasoning
     """
 
@@ -22,8 +22,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """A format of tool calls: JSON objects, or a name followed by its arguments.
 
-    names        names for users; the first is ours
-    marks        texts in the chat templates of its models; all of them must be there
+    names        names that users may give, ours first
+    marks        texts that a chat template must have, all of them, to be detected
     starts       tags before the first call
     opens        texts that begin a call after a start, or "[" for a list of calls
     bare         opens[0] may begin a call without a start;  closes  texts after a call that are not content

@@ -38,7 +38,8 @@ def tool_grammar(styles: OutputStyles, tools: Sequence[Mapping[str, Any]], choic
     fmt, reasoning = styles.tools or PLAIN, styles.reasoning
     wanted = [tool["function"] for tool in tools if choice in ("auto", "required", tool["function"]["name"])]
     if not wanted:
-        raise InvalidParameter(f"tool_choice {shown(choice)} names none of the tools.", param="tool_choice")
+        raise InvalidParameter(f"tool_choice {shown(choice)} names none of the tools: name one of them.",
+                               param="tool_choice")
     opening, _, _, _, join, closing = fmt.printed
     auto, numbers = choice == "auto", range(len(wanted))
     rules = [f"FREE: {_without(_starts(fmt, [function['name'] for function in wanted]))}",

@@ -42,7 +42,7 @@ class Reader:
         return self._over and self._at == len(self._text)
 
     def push(self, text: str, *, over: bool = False) -> None:
-        """Add text. `over`: it is the last."""
+        """Add text. `over`: no more text follows."""
         self._text, self._at, self._over = self._text[self._at :] + text, 0, over
 
     def take(self, count: int = 1) -> str:
@@ -59,7 +59,7 @@ class Reader:
         return self._text[self._at : self._at + count]
 
     def span(self, chars: re.Pattern[str], out: Sink = len) -> Reads:
-        """Read all characters that match `chars`, a character class. Return the next character without reading it."""
+        """Read characters of the class `chars` into `out`. Return the first other character, without reading it."""
         while True:
             found = chars.match(self._text, self._at)
             if found and found[0]:
@@ -84,7 +84,7 @@ class Reader:
 
     def until(self, tags: tuple[str, ...], out: Sink) -> Reads:
         """Read up to and with the first of `tags`. Return the tag, or "" at the end of the text.
-        `out`: gets the text before the tag, as soon as it cannot be part of one."""
+        `out`: gets the text before the tag, as soon as this text cannot be the beginning of a tag."""
         begun, whole = _finders(tags)
         while True:
             found = (whole if self._over else begun).search(self._text, self._at)
@@ -98,7 +98,7 @@ class Reader:
             yield
 
     def string(self, out: Sink) -> Read:
-        """Read a JSON string. Control characters and wrong backslashes, which models forget to escape, are escaped."""
+        """Read a JSON string into `out`. Escapes control characters and backslashes that the model forgot to escape."""
         if (yield from self.span(JSON_BLANK, out)) != '"':
             raise Malformed
         out(self.take())
@@ -114,7 +114,7 @@ class Reader:
         out(self.take())
 
     def json(self, out: Sink, opened: str = "") -> Read:
-        """Read a JSON value, or the rest of one whose first brace, `opened`, is read. Raises `Malformed`."""
+        """Read a JSON value into `out`. `opened`: the first brace, if it was read before. Raises `Malformed`."""
         stack, legal = list(opened), '"}' if opened else VALUE  # legal: characters that may come next
         while legal:
             char = yield from self.span(JSON_BLANK, out)

@@ -12,7 +12,7 @@ UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)  
 
 
 def branches(schema: Any) -> list[dict[str, Any]]:
-    """Return the alternatives of a schema, one level deep. A schema with several types gives one for each."""
+    """Return the alternatives of a schema, one level deep. A schema with several types gives one schema per type."""
     if not isinstance(schema, dict):
         return [{}]
     parts, types = schema.get("anyOf") or schema.get("oneOf"), schema.get("type")
@@ -22,7 +22,7 @@ def branches(schema: Any) -> list[dict[str, Any]]:
 
 
 def kinds_of(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows, with "any" where it does not say."""
+    """Return the JSON types that a schema allows; "any" is among them when an alternative names no type or value."""
     found: set[str] = set()
     for part in branches(schema):
         values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []

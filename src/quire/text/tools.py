@@ -35,7 +35,7 @@ Format = TypeVar("Format", ToolFormat, ReasoningFormat)
 
 def choose_styles(template: ChatTemplate | None, tool_parser: str | None = None,
                   reasoning_parser: str | None = None) -> OutputStyles:
-    """Return the formats with these names. None = detect them by their marks in the chat template; "none" = no format.
+    """Return the formats with these names. None = detect by marks in the chat template; "none" = no format.
     Raises `ConfigError` with the known names for an unknown name."""
     sources = template.sources if template else {}
     text = "\n".join(sources.get(name, "") for name in ("default", "tool_use"))
@@ -65,10 +65,10 @@ def thinking_at_end(prompt: str, styles: OutputStyles) -> bool:
 
 
 class OutputParser:
-    """Parser of one answer.
+    """Parser of one answer's text into events: reasoning, content and calls.
 
     num_calls   number of calls so far
-    thoughts    places of the reasoning in the text: (first character, one behind the last)
+    thoughts    places of the reasoning in the text: (index of the first character, index after the last)
     """
 
     def __init__(self, styles: OutputStyles, *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -100,7 +100,7 @@ class OutputParser:
         return self.feed("", over=True)
 
     def feed(self, text: str, *, over: bool = False) -> list[Event]:
-        """Add text and return its events. `over`: it is the last text."""
+        """Add text and return its events. `over`: no more text follows."""
         self._in.push(text, over=over)
         next(self._reading, None)
         out, self._out = self._out, []

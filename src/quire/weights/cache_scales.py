@@ -22,9 +22,10 @@ NUMBERS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 
 
 def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]]:
-    """Return the names of the scales of keys and values of each layer; [] for a checkpoint without any.
+    """Return (name for keys, name for values) of each layer's KV cache scales; [] for a checkpoint without any.
 
-    Raises WeightsError where only some are stored.
+    names   of the checkpoint's tensors
+    Raises WeightsError where only some scales are stored.
     """
     found = list[tuple[str, str]]()
     for layer in range(args.num_layers):
@@ -44,7 +45,7 @@ def scale_names(names: Collection[str], args: ModelArgs) -> list[tuple[str, str]
 
 
 def read_scales(checkpoint: Checkpoint, args: ModelArgs) -> list[Scales]:
-    """Return the scales of keys and values of each layer; [] for a checkpoint without any.
+    """Return (scale of keys, scale of values) of each layer's KV cache; [] for a checkpoint without any.
 
     Raises WeightsError for a tensor that is not a single positive number.
     """

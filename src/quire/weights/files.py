@@ -81,9 +81,10 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None,
 
 
 def weight_files(folder: Path, names: Collection[str] | None = None) -> list[Path]:
-    """Find the safetensors files of a checkpoint by its index, else by name; `names` as in `read_checkpoint`.
+    """Return the safetensors files of a checkpoint: those in its index, or without an index those found by name.
 
-    Raises WeightsError when there are none, or one is missing.
+    names   of the files that the folder has (default: those on disk)
+    Raises WeightsError when there are no files, or one in the index is missing.
     """
     if names is None:
         names = {path.name for path in folder.glob("*") if path.is_file()}
@@ -95,9 +96,9 @@ def weight_files(folder: Path, names: Collection[str] | None = None) -> list[Pat
 
 
 def stored_in(folder: Path) -> dict[str, str]:
-    """Return tensor -> name of its file, from a folder's index or else its files; {} without any.
+    """Return stored tensor -> name of its file, by the folder's index or else by the files; {} without weights.
 
-    Raises as `read_checkpoint`.
+    Raises WeightsError like `read_checkpoint`.
     """
     placed = _read_index(Path(folder))
     if placed or not any(Path(folder).glob("*.safetensors")):
@@ -139,7 +140,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def stored_tensors(path: Path, header: Mapping[str, Any], data: int, size: int) -> list[StoredTensor]:
-    """Return the entries of a header, sorted by offset.
+    """Return the tensors that a decoded `header` lists, sorted by offset.
 
     data   byte of the file at which tensors begin;  size   bytes of the file
     Raises WeightsError, also for gaps between tensors and for shared bytes, which the format does not allow.

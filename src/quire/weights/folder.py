@@ -21,9 +21,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_folders(config: EngineConfig, *, only: Sequence[str] = TEXTS) -> tuple[Path, Path]:
-    """Return the folders of an engine's model and tokenizer. For ids of the hub, download all files but the weights.
+    """Return the folders of an engine's model and tokenizer. Models on the hub are downloaded, without their weights.
 
-    only   patterns of the files that are needed
+    only   patterns of the files to download
     An empty model name means the bundled model. Raises ModelNotFound in one line for an unknown path or id, a gated
     repository or a failed download.
     """
@@ -38,7 +38,7 @@ def absent_weights(config: EngineConfig, folder: Path) -> Repository | None:
 
 
 def fetch_weights(config: EngineConfig, folder: Path, check: Callable[[Checkpoint], None]) -> None:
-    """Download the weights that `folder` lacks, after a `check` of their headers.
+    """Download the weights that `folder` lacks; first call `check` with their headers, which may raise.
 
     Raises ModelNotFound, WeightsError for damaged headers, and the errors of `check`.
     """
@@ -51,9 +51,9 @@ def fetch_weights(config: EngineConfig, folder: Path, check: Callable[[Checkpoin
 
 
 def read_headers(config: EngineConfig, folder: Path) -> Checkpoint:
-    """Read the headers of a model's weights, from `folder` or from the hub.
+    """Return the tensors by the headers of a model's weights, read from `folder` or from the hub.
 
-    Raises as `read_checkpoint`, or ModelNotFound.
+    Raises WeightsError like `read_checkpoint`, or ModelNotFound.
     """
     repository = _absent(config, folder)
     return read_checkpoint(folder) if repository is None else repository.read_headers(folder)

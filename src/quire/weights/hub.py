@@ -55,8 +55,9 @@ class Repository:
         return replace(self, revision=commit)
 
     def read_headers(self, folder: Path) -> Checkpoint:
-        """Read the headers of the repository's weights; nothing else is downloaded. `folder` has its small files.
+        """Return the repository's tensors by the headers of its weights; nothing else is downloaded.
 
+        folder   local folder of the repository's small files; its name is the commit
         Raises ModelNotFound where the network is needed and cannot be used, WeightsError as `read_checkpoint`.
         """
         if self.offline:
@@ -74,7 +75,10 @@ class Repository:
 
     @contextmanager
     def named(self, folder: Path) -> Iterator[None]:
-        """Make a WeightsError raised inside name the repository: the files in its `folder` here are not at fault."""
+        """Context that puts the repository's name for `folder` in the text of a WeightsError raised inside.
+
+        The faulty files are on the hub, not in the local folder.
+        """
         try:
             yield
         except WeightsError as error:

@@ -32,10 +32,10 @@ TICK = 0.1  # seconds that `completed` waits, at most
 
 @dataclass(eq=False)
 class OpenUnit:
-    """A unit that is being read.
+    """A load unit that is being read.
 
     tensors  raw, to be filled;  missing  bytes that have not arrived yet
-    lanes    the threads that copied parts of the unit;  ready  recorded when the device may write to the tensors
+    lanes    the threads that copied parts of the unit;  ready  event after which a thread may write to the tensors
     """
 
     unit: LoadUnit
@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass
 class Chunk:
-    """Runs (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer."""
+    """Ranges (offset, bytes) of a file that are read into one buffer, and the pieces in the buffer."""
 
     file: Path
     runs: list[tuple[int, int]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Chunk:
 
 
 class ReadChunker:
-    """Cuts reads into chunks of at most `size` bytes; no element is cut in two."""
+    """Cuts reads into chunks of at most `size` bytes and calls `emit` with each; no element is cut in two."""
 
     def __init__(self, emit: Callable[[Chunk], None], size: int) -> None:
         self._emit, self._size = emit, size
@@ -84,7 +84,10 @@ class ReadChunker:
 
     def add(self, unit: OpenUnit, file: Path, runs: Iterable[tuple[int, int]], target: Tensor,
             dtype: torch.dtype, *, first: int = 0) -> None:
-        """Plan to read elements of `dtype` in runs (offset, bytes) into the flat `target`, from element `first` on."""
+        """Plan to read the ranges `runs` (offset, bytes) of `file` into the flat `target`, from element `first` on.
+
+        dtype   of the stored elements
+        """
         item = dtype.itemsize
         for offset, length in runs:
             while length:
@@ -121,7 +124,7 @@ class ReadChunker:
 
 
 class Lanes:
-    """Threads that share one queue of chunks. Use as a context: leaving it ends the threads.
+    """Threads that read chunks from one queue and copy them to the device. Leaving the context ends the threads.
 
     num_bytes   bytes that have arrived
     """
@@ -161,7 +164,7 @@ class Lanes:
         self._stack.close()
 
     def watch(self, unit: OpenUnit) -> None:
-        """Register a unit after its reads were planned. `completed` yields it when its last byte has arrived."""
+        """Report a unit with nothing to read to `completed`. Call this for every unit, after its reads are planned."""
         if not unit.missing:
             self._results.put(unit)
 
@@ -177,9 +180,9 @@ class Lanes:
             self._changed.notify()
 
     def completed(self) -> Iterable[OpenUnit]:
-        """Yield the units whose bytes have all arrived; the device's current stream waits for their copies.
+        """Yield the units whose bytes have all arrived. The device's current stream waits for the copies of each.
 
-        Waits up to TICK seconds for the first. Raises the error of a thread.
+        Waits up to TICK seconds for the first unit. Raises the error of a thread that failed.
         """
         try:
             found = self._results.get(timeout=TICK)
@@ -198,7 +201,7 @@ class Lanes:
             found = self._results.get()
 
     def next_chunk(self) -> Chunk | None:
-        """Wait for a chunk and return it; None after the end."""
+        """Wait for a queued chunk and return it; None when the context has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._chunks or self._closed)
             return self._chunks.popleft() if self._chunks else None

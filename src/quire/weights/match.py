@@ -62,7 +62,7 @@ def is_unread(name: str, args: ModelArgs) -> bool:
 
 
 def load_error(folder: Path, params: Sequence[Param], args: ModelArgs) -> str:
-    """Return the error of a loader for the weights in `folder`; "" where it accepts them, or where there are none."""
+    """Return the loader's error message for the weights in `folder`; "": they are right, or there are none."""
     try:
         stored_in(folder)
         if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):

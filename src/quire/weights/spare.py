@@ -13,10 +13,10 @@ INTEGERS = {"I32": np.int32, "I64": np.int64}
 
 
 def check_spare(checkpoint: Checkpoint, params: Sequence[Param]) -> None:
-    """Raise WeightsError for a spare tensor that means something.
+    """Raise WeightsError for a spare tensor whose numbers would change the model; a loader does not read spare tensors.
 
-    Spare are biases of zeros that GPTQ writes for layers without a bias, an order of columns that is no order, and the
-    shape of a matrix.
+    Harmless are GPTQ's bias of zeros for a layer without a bias, an order that moves no column, and a shape equal to
+    the matrix's.
     """
     read = {part.stored for param in params for part in param.parts}  # a bias of the model
     for param in params:

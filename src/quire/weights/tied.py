@@ -9,7 +9,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def unread_head(folder: Path) -> tuple[str, ...]:
-    """Return a note when the stored head differs from the embedding: it is not read, and perhaps should be.
+    """Return a note when the stored head is unread, but differs from the embedding that is used instead; else ().
 
     Many released checkpoints store the embedding twice, so three rows of both are compared, byte by byte. A head of
     another type or shape (a padded vocabulary) gives no note: it may hold the same numbers, and could not be used.

@@ -25,7 +25,7 @@ class LoadUnit(NamedTuple):
     in_place: bool = False
 
     def num_bytes(self, item: int) -> int:
-        """Return the bytes of the tensors that are made for the unit and freed when it is packed; 0 in place.
+        """Return the bytes of the unit's temporary tensors, which are freed when the unit is packed; 0 in place.
 
         item   bytes of a number of the model's dtype
         """

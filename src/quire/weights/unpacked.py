@@ -37,7 +37,7 @@ class Unpacked:
                                        self._device) for raw in unit.tensors}  # fmt: skip
 
     def done(self, unit: LoadUnit, tensors: dict[str, Tensor]) -> None:
-        """Give the matrices and vectors of a unit to its layer, which packs them; a unit in place needs nothing."""
+        """Convert a unit's filled tensors and give them to its layer, which packs them; skip a unit in place."""
         if unit.in_place:
             return
         weights = dict[str, Weight]()
@@ -49,5 +49,5 @@ class Unpacked:
         self._model.take(unit.module, unit.place, weights)
 
     def check(self) -> None:
-        """Raise WeightsError where the numbers of a quantized tensor were faulty. Called after the last unit."""
+        """Raise WeightsError if `done` found faulty numbers in a quantized tensor. Call this after the last unit."""
         self._findings.check()

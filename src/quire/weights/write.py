@@ -27,7 +27,7 @@ ROWS = 1024  # of a matrix that are compared at once; a multiple of 128
 
 
 class WriteItem(NamedTuple):
-    """A tensor of the source and the tensors that are written for it. rule: None for a copy."""
+    """A tensor of the source and the tensors that are written for it. `rule`: its quantization; None for a copy."""
 
     source: StoredTensor
     rule: Rule | None
@@ -41,9 +41,9 @@ class WriteItem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Bytes before and after, number of quantized tensors, and the one that changed most.
+    """Result of `write_checkpoint`: bytes before and after, the number of quantized tensors, and the files.
 
-    error   norm of the change of `worst` over the norm of the tensor
+    worst   name of the tensor that changed most;  error  norm of its change over its norm
     """
 
     bytes_before: int

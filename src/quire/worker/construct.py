@@ -32,7 +32,7 @@ NO_GRAPHS = "PyTorch's operations launch different work for each step's sizes"
 def choose_parts(
     model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1
 ) -> tuple[Choice, ...]:
-    """Choose step operations, sampler operations, upload and recorder for a model.
+    """Choose the parts of a model runner. Return four choices: step operations, sampler operations, upload, recorder.
 
     target       "cpu" or "cuda": the device that the model's kernels are made for
     forced       "step" or "sampling" -> the implementation to use
@@ -67,9 +67,9 @@ def make_runner(
     forced: Mapping[str, str] | None = None,
     groups: RankGroups = ALONE,
 ) -> StepRunner:
-    """Build the runner of `model` on `device` with the KV cache `kv`; `target` and `forced`: see `choose_parts`.
+    """Build the runner of `model` on `device`; `target` and `forced`: see `choose_parts`.
 
-    groups   the groups of this rank
+    kv       KV cache of each layer;  groups   the groups of this rank
     """
     parts = choose_parts(model, target, forced, num_groups=len(limits.windows))
     chosen = {choice.op: choice.name for choice in parts}

@@ -18,11 +18,11 @@ class Limits:
     """Sizes that the runner's buffers are made for.
 
     num_slots       requests that can run at once;  block_size  tokens of a KV block
-    max_tokens      tokens of a step;  max_model_len  tokens of a sequence
-    graph_sizes     sequences of the decode steps that are captured, ascending
-    graph_tokens    tokens of the steps with prompts whose layers are captured, ascending
-    depth           steps that may be launched and not collected
-    windows         per KV group: tokens that a row sees, None for all
+    max_tokens      most tokens of a step;  max_model_len  most tokens of a sequence
+    graph_sizes     numbers of sequences for which decode steps are captured, ascending
+    graph_tokens    numbers of tokens for which the layers of steps with prompts are captured, ascending
+    depth           most steps that may be launched and not collected yet
+    windows         sliding window of each KV group, in tokens; None: a row attends to the whole context
     """
 
     num_slots: int
@@ -36,18 +36,20 @@ class Limits:
 
     @property
     def max_rows(self) -> int:
-        """Most rows that a step samples: one per sequence."""
+        """Largest number of rows that a step samples: one per sequence."""
         return self.num_slots
 
 
 class DeviceState:
-    """Tables by slot, and the buffers of a step. Rows never move; a batch gathers them. The last slot is for padding.
+    """Device tables with a row per slot, and the input buffers of a step.
 
-    windows    per KV group, see `Limits`
+    A row never moves; each step gathers the rows of its requests. The last slot is for padding.
+
+    windows    sliding window of each KV group, see `Limits`
     tables     block tables, lengths and token histories
     sampling   sampling parameters
     buffers    inputs of a step, made for the largest step
-    lengths    [num_slots + 1] int64 on the host: tokens computed after all submitted steps, an upper bound
+    lengths    [num_slots + 1] int64 on the host: upper bound of each slot's computed tokens after all submitted steps
     """
 
     def __init__(self, limits: Limits, vocab_size: int, device: torch.device) -> None:
@@ -73,7 +75,9 @@ class DeviceState:
         self.lengths, self._num_blocks = np.zeros(slots, np.int64), np.zeros((groups, slots), np.int64)
 
     def apply(self, plan: StepPlan) -> list[Change]:
-        """Return the changes of the device tables before the plan's forward pass. `lengths` then counts the pass, too.
+        """Apply a plan to the host's state. Return the table changes to write before the plan's forward pass.
+
+        Afterwards `lengths` includes the tokens of this forward pass.
         """
         changes: list[Change] = []
         for slot in plan.released.tolist():
@@ -103,13 +107,14 @@ class DeviceState:
         return Change(tables, (group * tables.shape[1] + slot) * self._max_blocks + at, blocks)
 
     def most_blocks(self, slots: I32) -> int:
-        """Return the number of blocks of the longest block table among `slots`."""
+        """Return the number of blocks of the longest block table of `slots`, over all KV groups."""
         return int(self._num_blocks[:, slots].max())
 
     def prompts(self, plan: StepPlan) -> tuple[Prompt, ...]:
-        """Return the prompt chunks of an applied plan, one `Prompt` for each.
+        """Return a `Prompt` for each prompt chunk of an applied plan, in order.
 
-        The host knows how many tokens of a prompt were computed before; of a decode it does not.
+        A `Prompt` is (first row, end of the rows, sequence of the step, tokens computed before). Decodes are left out:
+        the host knows only an upper bound of their computed tokens.
         """
         ends = np.cumsum(plan.num_tokens)
         starts, past = ends - plan.num_tokens, self.lengths[plan.slots] - plan.num_tokens
@@ -117,7 +122,10 @@ class DeviceState:
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int64, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. On a CPU memory is allocated when it is written: most of a history stays empty."""
+    """Return a tensor of zeros. On a CPU, a page of memory is allocated at its first write.
+
+    So the unused part of a token history takes no memory.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(shape, str(dtype).removeprefix("torch.")))

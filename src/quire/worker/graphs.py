@@ -16,8 +16,8 @@ class Graphs(Recorder):
     """CUDA graphs by key. Work without a graph runs eagerly.
 
     Captured work reads and writes tensors at their addresses during capture, and never waits for the device. All graphs
-    share their memory: a graph overwrites the intermediate results of the one before. Results that must stay are
-    written to buffers from outside.
+    share their memory: a graph overwrites the intermediate results of the graph that ran before it. Results that must
+    stay are written to buffers that exist before the capture.
 
     sizes       sequences of the captured decode steps, ascending
     tokens      tokens of the captured steps with prompts (layers only), ascending
@@ -33,7 +33,10 @@ class Graphs(Recorder):
         self._pool: Any = None
 
     def fit(self, shape: StepShape) -> StepShape:
-        """Pad the shape to the next captured size, where there is one."""
+        """Return `shape` padded to the smallest captured size that holds it, with `recorded` True.
+
+        A step without such a size runs eagerly: its shape keeps its number of tokens, with `recorded` False.
+        """
         if shape.decode and (size := self._round_up(shape.seqs)):
             return replace(shape, tokens=size, seqs=size, rows=size, recorded=True)
         rows = self._round_up(shape.rows) or shape.rows
@@ -55,7 +58,7 @@ class Graphs(Recorder):
         return found
 
     def run(self, key: Key, work: Callable[[], None]) -> None:
-        """Replay the recording of `key`; without one, do the work. See `Recorder`."""
+        """Replay the CUDA graph of `key`; without a graph, run `work` eagerly. See `Recorder`."""
         graph = self._graphs.get(key)
         if graph is None:
             self.counts["run"] += 1
@@ -65,10 +68,10 @@ class Graphs(Recorder):
             graph.replay()
 
     def capture(self, key: Key, work: Callable[[], None]) -> None:
-        """Capture `work` under `key`.
+        """Capture the launches of `work` as the CUDA graph of `key`.
 
-        A rehearsal has compiled and loaded its kernels; any other kernel is compiled during the capture. Larger work is
-        captured first: smaller work reuses its memory.
+        The rehearsal should have compiled the kernels of `work`; any other kernel is compiled during the capture. The
+        caller captures larger work first: smaller work reuses its memory.
         """
         stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())

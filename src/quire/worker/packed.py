@@ -36,7 +36,7 @@ class _Pinned:
         return _Pinned(buffer, buffer.numpy(), torch.cuda.Event() if gpu else None)
 
     def wait(self) -> I32:
-        """Wait for the last copy; return the words."""
+        """Wait until the last copy from or to the buffer has ended. Return the words, which the host may now use."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.words
@@ -45,9 +45,10 @@ class _Pinned:
 class PackedUpload:
     """Writes steps of at most `max_seqs` sequences into the device buffer `step.words` [words] int32; see `Upload`.
 
-    depth      steps that may be launched and not collected
-    max_rows   most rows that a step samples
-    words      size of a buffer, in int32 words
+    dummy_slot   slot of the padding
+    depth        most steps that may be launched and not collected yet
+    max_rows     most rows that a step samples
+    words        size of a buffer, in int32 words
     """
 
     timed = False
@@ -82,11 +83,11 @@ class PackedUpload:
             self.apply()
 
     def apply(self) -> None:
-        """Write the sent changes into the tables. See `Upload`."""
+        """Launch the kernel that writes the sent changes to the tables. See `Upload`."""
         operations.apply_runs(self.step.words)
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """Start the copy of results; return a function that waits for them. See `Upload`."""
+        """Start the copy of `out` to the host; return a function that waits for it and returns it. See `Upload`."""
         pinned = self._results[0]
         self._results.rotate(-1)
         pinned.buffer.copy_(out, non_blocking=True)

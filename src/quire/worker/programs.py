@@ -25,17 +25,17 @@ from quire.worker.upload import SHARED_GROUPS, Upload
 
 
 class LogitsTap(Protocol):
-    """A callback that sees the logits [N, V] of the sampled rows, with their slots and positions (tests)."""
+    """A callback of tests. It gets the logits [N, V] of the sampled rows, with their slots [N] and positions [N]."""
 
     def __call__(self, slots: Tensor, positions: Tensor, logits: Tensor) -> None:
-        """Called once per step that samples."""
+        """Receive the logits of a step. `Programs.end` calls it once per step that samples."""
 
 
 class Programs:
     """Launches the parts of a step through a recorder; `operations` is an implementation of `kernels/step`.
 
-    out         [2, max_rows] int32: (token, code) of the rows sampled last
-    on_hidden   callback for the hidden states of each layer; steps are not recorded while it is set
+    out         [2, max_rows] int32: tokens (row 0) and codes (row 1) of the step that ran last
+    on_hidden   callback for the hidden states of each layer; all steps run eagerly while it is set
     on_logits   callback for the logits of the sampled rows
     some        indices of the layers to run; None: all
     stage       the neighbours in a pipeline; None: this rank has all layers
@@ -61,6 +61,8 @@ class Programs:
         self._windows = state.windows
         rows, device = len(state.buffers.sample_rows), state.tables.computed.device
         self.out = zeros(2, rows, dtype=torch.int32, device=device)
+        # A stage without the head writes zeros, and the first stage gets the tokens later.
+        self._unknown = zeros(rows, device=device), zeros(rows, dtype=torch.uint8, device=device)
         vocab = model.vocabulary.count if model.vocabulary else model.args.vocab_size
         self._static = zeros(rows, vocab, dtype=torch.float32, device=device) if recorder.static else None
         self._logits: Tensor | None = None  # of the last step, unless they are static
@@ -68,7 +70,7 @@ class Programs:
         self._cuts: dict[int, StepBuffers] = {}  # of decode steps, by the number of decodes
 
     def shape(self, plan: StepPlan) -> StepShape:
-        """Return the sizes that a step runs with; called after the step was sent."""
+        """Return the sizes that a step runs with, padded for a recording. Called after the upload sent the step."""
         step = self._upload.step
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_samples
         decode = plan.num_decodes == len(plan.slots)
@@ -92,7 +94,10 @@ class Programs:
         return None if shape.decode else hidden
 
     def end(self, shape: StepShape, slots: I32) -> None:
-        """Launch sampling from the logits of `compute`, and the write-back of tokens. slots [N]: those of the rows."""
+        """Launch sampling from the logits of `compute`, and the write-back of tokens.
+
+        slots   [N] int32: slots of the sampled rows, in order
+        """
         if self.on_logits is not None and len(slots) and self.model.last:
             count, buffers = len(slots), self._state.buffers
             self.on_logits(buffers.sample_slots[:count], buffers.sample_positions[:count], self.whole_logits(count))
@@ -113,13 +118,16 @@ class Programs:
         return logits if vocabulary is None else vocabulary.whole(logits)
 
     def decode(self, shape: StepShape) -> None:
-        """Launch a recorded decode step up to its logits."""
+        """Launch a decode step of the sizes `shape`, up to its logits. A recorder captures these launches."""
         hidden = self.layers(shape, None)
         if self.model.last:
             self.head(hidden)
 
     def mixed(self, shape: StepShape) -> None:
-        """Launch the layers of a recorded step with prompts."""
+        """Launch the layers of a step with prompts, of the sizes `shape`, and keep their output.
+
+        A recorder captures these launches.
+        """
         self._hidden[shape.key] = self.layers(shape, None)
 
     def head(self, sampled: Tensor) -> None:
@@ -128,18 +136,20 @@ class Programs:
         self._logits = self.model.head(self.model.norm(sampled), out=out)
 
     def sample(self, rows: int, mode: Mode) -> None:
-        """Launch the end of a step: sampling, if there is a row, then `finish_step`."""
-        if rows and self.model.last:
-            self.sampler.sample(self.logits(rows), mode)
-        state = self._state
-        self.operations.finish_step(
-            self._upload.step, state.tables, state.buffers, self.sampler.tokens, self.sampler.codes, self.out
-        )
+        """Launch the end of a step: sample the first `rows` rows (0: none), then write the tokens to the tables."""
+        state, sampler = self._state, self.sampler
+        tokens, codes = self._unknown
+        if self.model.last:
+            if rows:
+                sampler.sample(self.logits(rows), mode)
+            tokens, codes = sampler.tokens, sampler.codes
+        self.operations.finish_step(self._upload.step, state.tables, state.buffers, tokens, codes, self.out)
 
     def layers(self, shape: StepShape, plan: StepPlan | None) -> Tensor:
-        """Launch everything before the head; return hidden [tokens, hidden].
+        """Launch everything before the final norm and the head: table changes, inputs, embedding and layers.
 
-        The sizes in `shape` are upper bounds of the step's own. A recorded step has no plan.
+        Returns the hidden states [tokens, hidden]. The sizes in `shape` may be larger than those of the step. `plan` is
+        None for a recorded step.
         """
         step, state, model = self._upload.step, self._state, self.model
         self._upload.apply()
@@ -189,10 +199,11 @@ class Programs:
         return known
 
     def recordings(self, shapes: list[StepShape]) -> Iterator[tuple[Key, Callable[[], None]]]:
-        """Yield the key and the work of each recording for `shapes`, the result of `Recorder.shapes`, in that order.
+        """Yield (key, work) of every recording to make for `shapes`, a list of `Recorder.shapes`, in its order.
 
-        A step with prompts gives its layers, a decode step its layers and logits. Each pair of decode shapes (without
-        and with a shared prefix) is followed by the sampling of that many rows, once per mode.
+        The recording of a step with prompts has the layers; that of a decode step has layers and logits. After each
+        pair of decode shapes (without and with a shared prefix) come the recordings of sampling for that many rows,
+        one per mode.
         """
         for shape in shapes:
             yield shape.key, partial(self.decode if shape.decode else self.mixed, shape)

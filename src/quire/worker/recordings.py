@@ -21,7 +21,10 @@ Kind = tuple[int, bool]  # rows of a step; True: decodes read a common prefix on
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recording, its input tensors, and its output `out` [T, hidden]."""
+    """A recording of the layers, its input tensors (copies, filled before a replay) and its output `out` [T, hidden].
+
+    threads   PyTorch's number of threads when it was recorded; another number makes a new recording
+    """
 
     recording: KernelRecording
     hidden: Tensor
@@ -32,9 +35,9 @@ class Recorded:
 
 
 class LayerRecordings(Recorder):
-    """Records and replays the layers of steps of at most `MOST_ROWS` rows.
+    """Records and replays, on a CPU, the layers of steps of at most `MOST_ROWS` rows.
 
-    obstacles   kinds of steps that could not be recorded -> the reason
+    obstacles   kind of steps that could not be recorded -> the reason
     """
 
     def __init__(self) -> None:
@@ -44,7 +47,7 @@ class LayerRecordings(Recorder):
         self._buffers = Buffers()
 
     def run_layers(self, model: Model, hidden: Tensor, ctx: StepContext, layers: Iterable[int] | None = None) -> Tensor:
-        """Run the layers, recorded where that is possible. See `Recorder`."""
+        """Run the layers: replay their recording, or run them and record them if possible. See `Recorder`."""
         (attention,), block_size, kernel = ctx.attention, ctx.kv[0].block_size, model.kernels.attention
         kind = len(hidden), attention.shared is not None
         if len(hidden) > MOST_ROWS or kind in self.obstacles or not kernel.rows_only(attention, block_size):
@@ -82,7 +85,7 @@ class LayerRecordings(Recorder):
         return out
 
     def unrecorded(self) -> dict[str, str]:
-        """Return the steps that are not recorded, with reasons. See `Recorder`."""
+        """Return a dict for display: kind of steps that are not recorded -> the reason. See `Recorder`."""
         always = {
             f"more than {MOST_ROWS} rows": "Python's time between two kernels is small beside the kernels'",
             "long chunks of prompts": "their attention is divided anew in every step",

@@ -17,8 +17,8 @@ class RunningStep:
 
     slots       [N] int32 slots of the sampled rows
     num_tokens  tokens that the step computes
-    fetch       waits for (token, code) [2, >= N] of those rows
-    features    results of step features
+    fetch       function that waits for the step and returns [2, >= N]: tokens and codes of the sampled rows
+    features    functions that return the results of step features
     began       host time when the step began; None: the host's clock does not measure steps
     forwarded   host time when the logits were launched
     """

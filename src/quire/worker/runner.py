@@ -41,10 +41,10 @@ class _Launched(NamedTuple):
 
 
 class StepRunner:
-    """Runs step plans in order; at most `limits.depth` steps may be submitted and not collected.
+    """Runs step plans in order; at most `limits.depth` steps may be submitted and not collected yet.
 
     parts      the implementations chosen for the device, with reasons
-    features   scoring of prompts, pooling: launched in this order
+    features   step features (scoring of prompts, pooling), which each step launches in this order
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Launch one step. A step with grammar masks samples only after `release`."""
+        """Launch a step, without waiting for the device. A step with grammar masks samples only after `release`."""
         began = perf_counter() if self._upload.timed else None
         if self.programs.stage is not None:
             self.programs.stage.settle(plan)
@@ -115,8 +115,10 @@ class StepRunner:
         return self._running.popleft().collect()
 
     def run(self, plan: StepPlan, get_masks: Callable[[], I32] = lambda: NO_MASKS) -> StepResult:
-        """Run one plan to its end. `get_masks` is called only for a plan with grammars: it waits for the masks, laid
-        out as in `Executor.release`."""
+        """Submit a plan, wait for the step and return its result.
+
+        get_masks   returns the grammar masks, laid out as in `Executor.release`; called only for a plan with grammars
+        """
         self.submit(plan)
         if len(plan.grammar):
             self.release(get_masks())
@@ -133,7 +135,7 @@ class StepRunner:
         return self.programs.recorder
 
     def describe(self) -> dict[str, object]:
-        """Return, for display: the chosen parts, counts of the recorder, and the steps that are not recorded."""
+        """Return a dict for display: the chosen parts, counts of the recorder, and the steps that are not recorded."""
         return {
             "parts": [str(choice) for choice in self.parts],
             "steps": dict(self.recorder.counts),
@@ -164,8 +166,10 @@ class StepRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture all recordings after a rehearsal, then run the smallest of each kind, so that a failing kernel fails
-        at start-up. The tables describe empty sequences."""
+        """Capture all recordings; call it after `rehearse`. Then replay the smallest recording of each kind.
+
+        So a kernel that fails does so at start-up. The tables describe empty sequences meanwhile.
+        """
         smallest: dict[tuple[str, int], tuple[Key, Callable[[], None]]] = {}
         for key, work in self.programs.recordings(self.recorder.shapes()):
             self.recorder.capture(key, work)

@@ -20,7 +20,7 @@ CODES: Mapping[int, str] = {1: "nan_logits", 2: "no_token"}  # see `SamplerOpera
 
 
 class Sampler:
-    """Samples rows by the parameters in a table.
+    """Samples a token for each row of logits, by the sampling parameters of the row's slot in `table`.
 
     row_slots       [max_rows] int64, static: the slot of each row
     row_positions   [max_rows] int64, static: the position of the token that is drawn
@@ -49,7 +49,7 @@ class Sampler:
     def take_masks(self, slots: I32, masked: I32, masks: I32) -> None:
         """Set the grammar masks of the next `sample`.
 
-        slots    [r] int32 slots of the rows
+        slots    [r] int32 slots of the sampled rows, in order
         masked   [m] int32 slots with a mask, in plan order
         masks    [m, ceil(V / 32)] int32, see `Executor.release`
         """
@@ -58,6 +58,8 @@ class Sampler:
         self.operations.take_masks(places, masks)
 
     def logprobs(self, logits: Tensor, slots: I32) -> Results | None:
-        """Score the tokens that `sample` drew for the rows of slots [r], under raw logits [R, V]; see `score_samples`.
+        """Launch log-probabilities, by raw logits [R, V], of the tokens that `sample` drew.
+
+        Returns what `score_samples` returns. slots [r]: slots of the rows.
         """
         return score_samples(logits, slots.tolist(), self.table.scored, self.tokens) if self.table.scored else None

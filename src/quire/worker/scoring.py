@@ -25,7 +25,9 @@ class _Scored:
 
 
 class PromptScorer:
-    """Scores prompts: each row scores the next token of its prompt; the last row has none. A `StepFeature`.
+    """Computes log-probabilities of prompt tokens. A `StepFeature`.
+
+    The row of a token scores the next token of the prompt. The row of the last token scores nothing.
 
     logits_of  hidden states [R, hidden] before the final norm -> logits [R, V] float32
     history    [slots, L] int32 token ids by position
@@ -36,7 +38,7 @@ class PromptScorer:
         self._prompts: dict[int, _Scored] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Drop released requests, take admitted ones. See `StepFeature`."""
+        """Forget released requests; remember admitted ones that ask for prompt log-probabilities. See `StepFeature`."""
         if self._prompts:
             for slot in plan.released.tolist():
                 self._prompts.pop(slot, None)
@@ -45,7 +47,10 @@ class PromptScorer:
                 self._prompts[a.slot] = _Scored(a.sampler, a.num_computed)
 
     def run(self, plan: StepPlan, hidden: Tensor) -> Results | None:
-        """Launch the feature's work for a step. See `StepFeature`."""
+        """Launch the scores of this step's prompt rows. See `StepFeature`.
+
+        Returns a function that gives slot -> log-probabilities of these rows; None if no slot asks.
+        """
         asked = np.flatnonzero(plan.outputs & PROMPT_LOGPROBS).tolist() if self._prompts else ()
         if not asked:
             return None
@@ -81,14 +86,16 @@ class PromptScorer:
 
 
 def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerSpec], tokens: Tensor) -> Results | None:
-    """Score sampled tokens for the slots whose `specs` ask for log-probabilities; None if no slot asks.
+    """Launch log-probabilities of sampled tokens, for the slots whose `specs` ask for them, and the copies to the host.
+
+    Returns a function that gives slot -> its `RowLogprobs`, in order; None if no slot asks.
 
     logits   [>= R, V] raw logits; the first R rows are those of `slots`
     specs    slot -> its request's parameters
     tokens   [>= R] int64 sampled tokens
 
-    Launches the work and the copies; the returned function gives slot -> its rows, in order. All rows that ask for the
-    top k are scored together with the largest k; each row keeps its first 1 + k columns.
+    All rows that ask for the k most likely tokens are scored together, with the largest k. Each row keeps its own first
+    1 + k columns.
     """
     vocab, device = logits.shape[1], logits.device
     groups: dict[tuple[int, ...] | int, dict[int, tuple[int, int]]] = {}  # kind -> row -> slot, columns
@@ -108,7 +115,7 @@ def score_samples(logits: Tensor, slots: list[int], specs: Mapping[int, SamplerS
 
 
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy numbers to the device as int64, without waiting for the device."""
+    """Return `numbers` as an int64 tensor on the device. The copy does not wait for the device."""
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

@@ -29,7 +29,7 @@ class Upload(Protocol):
     """Moves a step to the device, and its tokens back.
 
     step     the words of the plan sent last
-    shared   True: decodes of this step read a common prefix once; `step.shared` describes it
+    shared   True: attention reads a prefix that decodes of this step share only once; `step.shared` describes it
     timed    True: the host waits for each step, so the host's clock measures steps
     """
 
@@ -44,9 +44,9 @@ class Upload(Protocol):
         """Launch the kernel that writes pending changes to the tables. It is the first launch of a step."""
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """Launch the copy of `out` to the host, before the next step overwrites it.
+        """Launch the copy of `out` to the host. Return a function that waits for the copy and returns it.
 
-        The returned function waits for the copy and returns it.
+        Call `fetch` before the next step overwrites `out`.
         """
 
 
@@ -83,13 +83,16 @@ class InPlaceUpload:
         """Do nothing: `send` has written the changes."""
 
     def fetch(self, out: Tensor) -> Callable[[], I32]:
-        """Start the copy of results; return a function that waits for them. See `Upload`. Waits at once."""
+        """Wait for the device and copy `out` to the host. Return a function that returns this copy. See `Upload`."""
         found: I32 = out.cpu().numpy().copy()
         return lambda: found
 
 
 def write_step(words: I32, plan: StepPlan, step: StepWords, dummy: int) -> None:
-    """Write header, slots, starts and samples of a plan to `words`, and its sizes to `step`; see `kernels/step`."""
+    """Write header, slots, starts and samples of a plan to `words`, and its sizes to `step`; see `kernels/step`.
+
+    dummy   slot of the padding
+    """
     count, size = len(plan.slots), step.max_seqs
     slots, starts = words[HEADER : HEADER + size], words[HEADER + size : HEADER + 2 * size + 1]
     slots[:count] = plan.slots

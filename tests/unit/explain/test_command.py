@@ -51,14 +51,14 @@ def test_one_layer_has_every_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layer 7: grouped-query attention" in out and "layers.0" not in out and "memory" not in out
     assert "<- model.layers.7.self_attn.k_proj.weight in model-0000" in out
     assert main(["explain", TINY, "--layer", "8", "--device", "cpu"]) != 0
-    assert "there are embed, 0 to 7 and head" in capsys.readouterr().err
+    assert "give embed, 0 to 7, or head" in capsys.readouterr().err
 
 
 def test_one_layer_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", TINY, "--layer", "head", "--json", "--device", "cpu"]) == 0
     assert [one["layer"] for one in json.loads(capsys.readouterr().out)["layers"]] == ["head"]
     assert main(["explain", TINY, "--layer", "8", "--json", "--device", "cpu"]) != 0
-    assert "there are embed, 0 to 7 and head" in capsys.readouterr().err
+    assert "give embed, 0 to 7, or head" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "said"), [

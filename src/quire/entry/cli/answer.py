@@ -83,8 +83,8 @@ def local_pieces(outputs: "Iterator[RequestOutput]") -> Iterator[AnswerPiece]:
 
 
 def print_answer(pieces: Iterator[AnswerPiece], *, whole_steps: bool = True) -> Answer:
-    """Print the pieces to stdout as they come, and a newline at the end. Ctrl-C stops the answer.
-    `whole_steps`: Ctrl-C takes effect between two pieces, not while the next one is computed."""
+    """Print the pieces to stdout as they come, then end the line. Return the answer, also when Ctrl-C stopped it.
+    `whole_steps`: Ctrl-C takes effect between two pieces, not while the next piece is computed."""
     answer = Answer()
     try:
         with interruptible() if whole_steps else nullcontext(threading.Event()) as stop:

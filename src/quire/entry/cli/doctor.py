@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(port: int) -> Iterator[Finding]:
-    """Run all checks and yield their findings. A check that raises gives a finding, too."""
+    """Yield the findings of all checks; one checks `port` for a server. A check that raises becomes a finding, too."""
     from quire.entry.cli import check_machine, check_software
 
     checks: list[Callable[[], Iterator[Finding]]] = [

@@ -37,7 +37,7 @@ def add_remote_flags(parser: FlagParser) -> None:
 
 
 def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
-    """Return the server's model that the flags name; None without --url. Raises `QuireError` when it has no model."""
+    """Return the model that the flags name on the server at --url; None without --url. Raises `QuireError`."""
     if args.url is None:
         if args.api_key is not None or args.model_name is not None:
             raise ConfigError("--api-key and --model-name go with --url: add --url, or leave them out.")
@@ -45,13 +45,13 @@ def remote_model(args: argparse.Namespace) -> "RemoteModel | None":
     given = vars(args)
     useless = [flag for place, flag in given.items() if place.startswith(ORIGIN) and place != f"{ORIGIN}model"]
     if useless:
-        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options; leave this out.")
+        raise ConfigError(f"{', '.join(useless)}: with --url the server has its own options: leave these flags out.")
     name = args.model_name or given.get("model_argument") or given.get(f"{FLAG}model")
     return RemoteModel(args.url, key=args.api_key or client_key(), name=name)
 
 
 class RemoteModel:
-    """A model of a server. `fields` of its methods are sampling parameters, as JSON."""
+    """A model on a server. Its methods take the request's sampling parameters as the JSON values `fields`."""
 
     def __init__(self, url: str, *, key: str | None, name: str | None) -> None:
         self._scheme, self._host, self._port, self._base = _split(url)

@@ -48,7 +48,7 @@ def configure(parser: flags.FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file. Exit code 1 when all requests failed or the engine died, 130 when interrupted."""
+    """Answer a file of requests. Exit code 1 when all requests failed or the engine died, 130 when interrupted."""
     settings = flags.settings_of(args, server=True)
     settings.values.setdefault("queue_timeout", math.inf)  # no client waits for these answers
     config = flags.server_config(settings)

@@ -73,8 +73,7 @@ def secret_notes(config: ServerConfig) -> list[str]:
 
 
 def check_peer_key(config: ServerConfig) -> None:
-    """Raise `ConfigError` when the environment has an API key for vLLM and Quire has none: it would serve without one.
-    """
+    """Raise `ConfigError` when the environment has an API key for vLLM, but Quire has none and would serve everyone."""
     if PEER_KEY in peer_variables() and not config.http.api_key:
         raise ConfigError(f"{PEER_KEY} is set, and Quire does not read it: this server would be open to everyone. "
                           f"Set QUIRE_API_KEY or --api-key, or unset {PEER_KEY}.")

@@ -16,7 +16,7 @@ def configure(parser: FlagParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of differences. Exit code 1 when the two implementations differ."""
+    """Compare Quire with transformers and print the report. Exit code 1 when they differ by more than rounding."""
     config = engine_config(args)
     if config.load.load_format == "dummy":
         raise ConfigError("load_format=dummy makes random weights, which cannot equal a checkpoint's: leave it out.")

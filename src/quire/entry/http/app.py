@@ -46,7 +46,7 @@ CORS: dict[str, Any] = {"allow_methods": ["GET", "POST", "DELETE"], "allow_heade
                         "expose_headers": ["x-request-id", "retry-after"]}
 
 def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> Starlette:
-    """Build the application of an engine. The engine may still be starting."""
+    """Return the ASGI application of an engine: routes and middleware. The engine may still be starting."""
     context = ServerContext(engine=engine, config=config, metrics=metrics, model_names=config.model_names,
                             created=int(time.time()))
     routes: list[Route] = openai_routes(context)

@@ -44,8 +44,7 @@ class Line(msgspec.Struct):
     problem: str = ""
 
     def check(self) -> str:
-        """Return the problem of the line; "" for none. Raises `msgspec.DecodeError` for a body that is not an object.
-        """
+        """Return the line's problem; "" for none. Raises `msgspec.DecodeError` for a body that is not an object."""
         if not isinstance(self.custom_id, str) or not self.custom_id:
             return "custom_id must be a non-empty string"
         if self.method != "POST" or not isinstance(self.url, str):
@@ -63,7 +62,7 @@ class Line(msgspec.Struct):
 
 
 class Outcome(NamedTuple):
-    """Summary of an output.
+    """Summary of a batch's output file.
 
     answers, errors   numbers of lines
     commonest         the most frequent error: its code, its count and an example; "" without errors

@@ -25,7 +25,7 @@ ANYWHERE = ("0.0.0.0", "::")
 
 
 class Console:
-    """The messages of one server. On a terminal loading is shown as a bar, elsewhere as lines."""
+    """Printer of a server's messages. It shows loading as a bar on a terminal, elsewhere as lines."""
 
     def __init__(self, config: ServerConfig, out: TextIO | None = None) -> None:
         self._out = sys.stderr if out is None else out
@@ -144,7 +144,7 @@ def _kernels(ready: Ready) -> str:
 
 
 def access_text(config: ServerConfig) -> str:
-    """Say from which machines the server can be used, and if an API key is needed."""
+    """Return a text: machines that can reach the server, and its API keys ("this machine only, no key needed")."""
     http = config.http
     near = http.uds is not None or is_loopback(http.host)
     keys = f"{len(http.api_key)} keys" if len(http.api_key) > 1 else "a key"

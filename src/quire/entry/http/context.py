@@ -68,7 +68,7 @@ class ServerContext:
 
     @asynccontextmanager
     async def sandbox(self) -> AsyncIterator[None]:
-        """Reserve one of the `SANDBOXES` inside the block. Raises `QueueTimeout` after `queue_timeout` seconds."""
+        """Hold one of `SANDBOXES` places for rendering in a child. Raises `QueueTimeout` after `queue_timeout` s."""
         try:
             async with asyncio.timeout(self.config.serve.queue_timeout):
                 await self.sandboxes.acquire()
@@ -81,14 +81,14 @@ class ServerContext:
             self.sandboxes.release()
 
     def text(self) -> TextSide:
-        """Return tokenizer and chat template. Raises `EngineStarting` (503) while they load."""
+        """Return the model's tokenizer, chat template and defaults. Raises `EngineStarting` (503) while they load."""
         text = self.engine.text
         if text is None:
             raise EngineStarting(LOADING)
         return text
 
     def ready(self) -> Ready:
-        """Return the engine's facts. Raises `EngineStarting` (503) while it loads."""
+        """Return the core's `Ready` message. Raises `EngineStarting` (503) while the engine loads."""
         ready = self.engine.ready
         if ready is None:
             raise EngineStarting(LOADING)

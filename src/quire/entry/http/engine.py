@@ -102,8 +102,8 @@ class ServedEngine:
         return [*map(request_record, live, states), *ended]
 
     async def start(self, on_loading: Callable[[messages.Loading], None]) -> messages.Ready:
-        """Find the model, start the core, and load tokenizer and chat template at the same time.
-        Raises the error of a failed start, with the class it had in the core's process. Everything is closed then."""
+        """Find the model, then load tokenizer and chat template while the core starts. Return the core's `Ready`.
+        Closes everything and raises the error of a failed start, with the class that it had in the core's process."""
         self._on_loading = on_loading
         starting: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._starting = starting
@@ -137,7 +137,7 @@ class ServedEngine:
 
     def open(self, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int = 0,
              timeout: float | None = None, pool: str = "", tenant: str = "") -> RequestStream:
-        """Send all prompts of one request to the core, or none. The caller must close the stream.
+        """Send all prompts of one request to the core, or none. Return their outputs; the caller must close the stream.
 
         timeout        seconds for the whole request; the server's own limit applies, too
         pool, tenant   as in `NewRequest`
@@ -170,7 +170,7 @@ class ServedEngine:
         return stream
 
     async def control(self, name: str) -> bool | int | str | None:
-        """Run a named operation of the core between two steps; see `messages.Control`. Raises `EngineError`."""
+        """Run an operation of `messages.Control` between two steps and return its value. Raises `EngineError`."""
         self._open_front(draining=True)
         self._num_controls += 1
         number = self._num_controls
@@ -377,7 +377,7 @@ class ServedEngine:
 
 
 def core_config(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of the core's process: no text side, no downloads, no progress bar.
+    """Return the configuration of the core's process: no tokenizer, no chat template, no downloads, no progress bar.
     The front end tokenizes, so the core needs a tokenizer only for grammars. The model is on this machine already."""
     return replace(config, model=replace(config.model, skip_tokenizer_init=True, chat_template=None),
                    load=replace(config.load, offline=True, hf_token=None, use_tqdm_on_load=False))

@@ -128,7 +128,7 @@ def error_answer(
 
 
 def json_fault(error: Exception, text: bytes) -> str:
-    """Return the message for invalid JSON. The parser's own message for a lone surrogate is misleading."""
+    """Return the message for invalid JSON: the parser's own, or a clearer text for half of a surrogate pair."""
     if HALF.search(text.replace(rb"\\", b"")):
         return "a \\u escape is half of a surrogate pair; send whole characters"
     return str(error)

@@ -24,7 +24,7 @@ REFUSALS: tuple[tuple[type[Exception], str], ...] = (
 
 
 def count_step(metrics: Metrics, step: StepOutputs, taken: Taken) -> None:
-    """Count one step and the tokens it brought."""
+    """Count one step, its tokens and their times."""
     metrics.step(step.stats, len(step.handles))
     if taken.num_tokens:
         metrics.tokens(taken.num_tokens)

@@ -90,8 +90,7 @@ class Exchange:
         return None if value is None else value.decode("latin-1").strip()
 
     def name(self, from_body: str | None = None) -> str:
-        """Set and return the request id: a valid X-Request-Id header, else the body's `request_id`, else a random one.
-        """
+        """Set and return the request id: a valid X-Request-Id header, else `from_body`, else a random id."""
         given = self.header(b"x-request-id")
         if given is not None and REQUEST_ID.fullmatch(given):
             self.request_id = self._named or given
@@ -134,7 +133,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def events(self, keep_alive: float) -> EventStream:
-        """Return an event stream for the answer. It starts with its first event."""
+        """Return an event stream for the answer, which starts with the first event. `keep_alive`: see `EventStream`."""
         direct = self.scope.get("extensions", {}).get(DIRECT_BODY)
         self._stream = EventStream(self._send, self._own_headers(), keep_alive, direct)
         return self._stream

@@ -22,7 +22,7 @@ NO_ROUTE = "other"  # metrics label of all unknown paths: a label for each would
 
 
 class RequestScope:
-    """The outermost middleware. The request id is the caller's `X-Request-Id` if it matches `SANE_ID`, else a new one.
+    """Outermost middleware: request id, metrics, access log. The id is an `X-Request-Id` like `SANE_ID`, else a new id.
     Routes read it from `request.state.request_id`; the caller reads it from the header `x-request-id`."""
 
     def __init__(

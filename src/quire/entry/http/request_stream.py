@@ -131,5 +131,5 @@ class RequestStream:
 
 
 def failure(request_id: str, code: str, words: str | None = None) -> RequestFailed:
-    """Return the error of a failed request, with the engine's message or one made from the code."""
+    """Return the error of a failed request. Its message is `words`, or is made from the code."""
     return RequestFailed(words or f"request {request_id} failed: {code}{FIXES.get(code, '')}.", code=code)

@@ -7,7 +7,7 @@ from quire.kernels.native.library import loaded
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of rows that hold both. See `quire.kernels.activation`."""
+    """Return silu(gate) * up [T, I]; gate is the first half of each row, up the second."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.dtype not in (torch.float32, torch.bfloat16) or not gate_up.is_cpu or gate_up.stride(1) != 1:
         raise ValueError(f"native activation: gate_up must be float32 or bfloat16 on the CPU, with stride 1 inside "

@@ -56,7 +56,7 @@ class KVView:
 
 @dataclass(frozen=True)
 class SharedBlocks:
-    """Groups of decodes whose contexts begin with the same blocks; int32 on the device, of static sizes.
+    """Groups of decodes whose contexts begin with the same blocks. All fields are int32 tensors of static sizes.
 
     starts    [N + 1]: members starts[g] .. starts[g + 1] - 1 belong to group g; unused groups are empty
     members   [M]: sequences of the step, each at most once
@@ -71,7 +71,7 @@ class SharedBlocks:
 
     @staticmethod
     def words(num_groups: int, num_seqs: int) -> int:
-        """Return the length in words of the array that holds all four parts, each aligned to 16 bytes for kernels."""
+        """Return the number of int32 words of an array for all four fields. Each field is aligned to 16 bytes."""
         return padded(num_groups + 1) + 3 * padded(num_seqs)
 
     @staticmethod
@@ -96,10 +96,11 @@ class AttentionMeta:
     max_query_len  upper bound of the rows of a sequence, known to the host; None: read it from the tensors
     decode_len     a sequence of at most this many rows is a decode: 1, or 1 + the number of drafts; 0: no decodes
     shared         groups of decodes with a common prefix, for implementations that read it once; None: no groups
-    prompts        the sequences after the step's decodes, known to the host; () in a captured step; None: the host does
-                   not know them, they follow from the lengths
-    row_positions  [T] int64: position of each row in its sequence, for steps that compute chosen rows: below seq_lens,
-                   ascending in a sequence, with decode_len 0. None: the rows are the last of their sequences
+    prompts        the sequences after the step's decodes, if the host knows their lengths; () in a captured step; None:
+                   the implementation finds them from the lengths above
+    row_positions  [T] int64: position of each row in its sequence, for steps that compute only chosen rows. Positions
+                   are below seq_lens and ascend in a sequence; decode_len is 0. None: the rows of a sequence are its
+                   last tokens
     plans          scratch of the implementation: values derived from the fields above, once per step
     """
 
@@ -117,7 +118,7 @@ class AttentionMeta:
 
 
 def as_list(values: Tensor | list[int]) -> list[int]:
-    """Return lengths as Python integers; waits for the device if they are a tensor there."""
+    """Return `values` as Python integers. A tensor on a GPU makes the host wait for the GPU."""
     return values.tolist() if isinstance(values, Tensor) else list(values)
 
 

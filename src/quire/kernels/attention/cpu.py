@@ -43,7 +43,7 @@ def paged_attention(
 ) -> Tensor:
     """Return the attention of query rows over the paged cache.
 
-    See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`).
+    See `quire.kernels.attention`. Window, soft cap and sinks are not supported and must be None.
     """
     undeclared = (window, soft_cap, sinks, meta.row_positions)
     assert all(one is None for one in undeclared), "selected for features it does not declare"
@@ -141,7 +141,7 @@ def _merge(output: Tensor, lse: Tensor, merge: Merge) -> Tensor:
 
 
 def attend_chunk(q: Tensor, kv: KVView, chunk: ChunkPlan, scale: float) -> Tensor:
-    """Compute attention of a chunk: q [M, Hq, D] at consecutive positions of a sequence -> [M, Hq, D]."""
+    """Return the attention [M, Hq, D] of a prompt chunk: M query rows at consecutive positions of a sequence."""
     rows, heads, dim = q.shape
     kv_heads = kv.k.shape[1]
     group = heads // kv_heads

@@ -14,17 +14,17 @@ MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # the largest n
 
 
 def is_coded(cache: Tensor) -> bool:
-    """True for a cache of 8-bit numbers."""
+    """Return True if the cache holds 8-bit codes, so that its values are codes times a scale."""
     return cache.dtype in MOST
 
 
 def encode(numbers: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return the codes of `numbers` for a cache of type `dtype`; `numbers` themselves where it is not one of 8 bits."""
+    """Return the codes of `numbers` for an 8-bit cache of type `dtype`. For other types return `numbers` unchanged."""
     if dtype not in MOST:
         return numbers
     return (numbers.float() * (1.0 / scale)).clamp(-MOST[dtype], MOST[dtype]).to(dtype)
 
 
 def gather(cache: Tensor, index: tuple[Tensor, ...] | Tensor) -> Tensor:
-    """Return cache[index]; GPUs gather 8-bit integers, not 8-bit floating-point numbers."""
+    """Return cache[index]. 8-bit floating-point caches are gathered as integers, as PyTorch on a GPU requires."""
     return cache.view(torch.uint8)[index].view(cache.dtype) if is_coded(cache) else cache[index]

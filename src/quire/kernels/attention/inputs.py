@@ -12,9 +12,10 @@ from quire.kernels.attention import AttentionMeta, KVView
 class Case:
     """A step of random data.
 
-    query_lens, seq_lens   rows and context length of each sequence
+    query_lens, seq_lens   query rows, and context length with them, of each sequence
     heads                  (Hq, Hkv)
-    deal                   block ids are "apart" (random), in "runs" (consecutive), or "shared" at the front
+    deal                   block ids of a sequence: "apart" (random), in "runs" (consecutive), or "shared": all
+                           sequences have the same first blocks
     """
 
     query_lens: tuple[int, ...]
@@ -51,7 +52,10 @@ CASES = (
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, KVView, AttentionMeta]:
-    """Return q, a cache inside an arena of wider pages, and the step. Every slot that must not be read holds NaN."""
+    """Return random q, a KV cache inside an arena of wider pages, and the metadata of a step.
+
+    Every slot of the cache that a kernel must not read holds NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
     size, kv_heads = case.block_size, case.heads[1]
     counts = [-(-length // size) for length in case.seq_lens]

@@ -29,11 +29,11 @@ NONE_BAD = 1 << 62
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows of a call that are computed one by one.
+    """A call of the C kernel for query rows that are computed one by one.
 
-    items       [R, 4] int64, see native.c
-    part_item   [P] int32, see native.c
-    split       True: some context has several parts
+    items       [R, 4] int64, a record for each row; native.c describes it
+    part_item   [P] int32, the row of each part of a context; native.c describes it
+    split       True: the context of some row is read in several parts
     """
 
     items: Tensor
@@ -43,11 +43,11 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class ChunkPass:
-    """Chunks whose keys and values fit into the scratch together.
+    """A call of the C kernel for prompt chunks whose keys and values fit into the scratch memory together.
 
-    items   [C, 6] int64, see native_chunks.c
-    heads   KV heads that are computed at a time
-    size    elements of the scratch
+    items   [C, 6] int64, a record for each chunk; native_chunks.c describes it
+    heads   number of KV heads that are computed at a time
+    size    elements of the scratch memory
     """
 
     items: Tensor
@@ -59,12 +59,12 @@ class ChunkPass:
 class NativePlan:
     """Calls of the native attention kernels in a step.
 
-    rows       calls for rows that are computed one by one; a row's context is read in at most MOST_PARTS parts
-    chunks     requests with more rows, which are computed together
+    rows       calls for rows that are computed one by one; the contexts of a call have about MOST_PARTS parts
+    chunks     requests with more than FEW rows, whose rows are computed together
     num_rows   rows of the step
-    passes     (KV heads, head size) -> calls that cover the chunks;  scratch  memory of the largest of them
-    partial    [floats] results of the parts of rows, if some context has several. A NumPy array, since it belongs to
-               this step: tensors that PyTorch allocates while kernels are recorded belong to the recording
+    passes     (KV heads, head size) -> calls that compute the chunks;  scratch  memory for the largest of them
+    partial    [floats] results of the parts of contexts, if some context has several parts. It is a NumPy array because
+               it belongs to this step: tensors that PyTorch allocates during a recording belong to the recording
     """
 
     rows: tuple[RowPlan, ...]
@@ -86,7 +86,7 @@ def paged_attention(
 ) -> Tensor:
     """Return the attention of query rows over the paged cache.
 
-    See `quire.kernels.attention`. No window, soft cap or sinks (declared in `supports.py`).
+    See `quire.kernels.attention`. Window, soft cap and sinks are not supported and must be None.
     """
     undeclared = (window, soft_cap, sinks, meta.row_positions)
     assert all(one is None for one in undeclared), "selected for features it does not declare"
@@ -105,13 +105,21 @@ def paged_attention(
 
 
 def rows_only(meta: AttentionMeta, block_size: int) -> bool:
-    """Return True if the step has no long prompt chunk, so that its attention calls can be recorded."""
+    """Return True if the attention of the step can be recorded.
+
+    It can if no sequence has more than FEW rows and one call of the C kernel computes all rows.
+    """
     plan = _plan(meta, block_size)
     return len(plan.rows) == 1 and not plan.chunks
 
 
 def retarget(recording: int, meta: AttentionMeta, block_size: int, num_heads: int, head_dim: int) -> None:
-    """Give a recorded attention call the metadata of another step. See `quire.kernels.attention`."""
+    """Make recorded attention calls read the block tables and lengths of another step.
+
+    recording   address of the recording
+    meta        metadata of the other step, for which `rows_only` is true; it must live until after the replay.
+                See `quire.kernels.attention`
+    """
     plan, tables = _plan(meta, block_size), meta.block_tables
     assert not plan.chunks, "asked rows_only?"
     (rows,) = plan.rows
@@ -136,7 +144,7 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
     tables = meta.block_tables.shape
     if len(lengths) > tables[0] or max(lengths, default=0) > tables[1] * block_size:
         raise ValueError(f"native attention: block tables {tuple(tables)} of {block_size} tokens are too small for the "
-                         f"contexts {lengths}")
+                         f"contexts {lengths}: give each sequence ceil(length / {block_size}) blocks")
     rows: list[tuple[int, int, int]] = []  # row, tokens it sees, sequence
     chunks = []
     for s, length in enumerate(lengths):

@@ -37,7 +37,7 @@ from quire.kernels.attention.triton_tiles import LOG2E
 class Config:
     """The tiling of a kernel.
 
-    rows       query rows of a tile;  keys  keys of an iteration
+    rows       query rows of a tile (tokens times query heads of a KV head);  keys  keys of an iteration
     stages     iterations in flight
     programs   programs of a decode that run on a multiprocessor at the same time
     """
@@ -75,7 +75,7 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of `paged_attention`."""
+    """The arguments of a call of `paged_attention`. `run` launches its kernels."""
 
     q: Tensor
     kv: KVView
@@ -86,7 +86,7 @@ class AttentionCall:
     sinks: Tensor | None
 
     def run(self) -> Tensor:
-        """Launch the kernels that the step may need."""
+        """Launch the kernels that the step may need. Return the attention [T, Hq, D]."""
         q = self.q
         tokens, heads, dim = q.shape
         assert self.meta.row_positions is None or not self.meta.decode_len, "a decode's row is its sequence's last"
@@ -146,7 +146,10 @@ class AttentionCall:
         }  # fmt: skip
 
     def numbers(self) -> tuple[int, int, int, int, float, float]:
-        """Return the strides of blocks, heads, tokens and block tables, and scale and cap, see `triton_tiles.rescore`.
+        """Return the kernels' common numbers: strides, scale and cap.
+
+        The strides are those of blocks, heads and tokens of the cache, and of the block tables, in elements. Scale and
+        cap are as in `triton_tiles.rescore`.
         """
         strides = (*self.kv.k.stride()[:3], self.meta.block_tables.stride(0))
         scale = self.scale * self.kv.k_scale
@@ -170,7 +173,7 @@ class AttentionCall:
         )  # fmt: skip
 
     def prefill(self, plan: Plan, out: Tensor, config: Config) -> None:
-        """Launch attention of the sequences of many rows."""
+        """Launch attention of the sequences with more rows than a decode, into `out`."""
         kv = self.kv
         prefill_kernel[(len(plan.tiles), kv.k.shape[1])](
             self.q, out, kv.k, kv.v, self.meta.block_tables, plan.tiles, self.sinks, self.meta.row_positions,

@@ -19,7 +19,9 @@ def decode_kernel(
     ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of an item. Grid (items, KV heads).
+    """Compute decode attention of an item: a part of the context of a sequence. Grid (items, KV heads).
+
+    The last program of a sequence adds up its parts.
 
     q, out              [T, H, D]; stride_q, stride_out  elements from row to row
     k, v                cache [blocks, HEADS, SIZE, D]; stride_block, stride_head, stride_token  in elements

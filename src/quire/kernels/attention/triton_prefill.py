@@ -17,7 +17,7 @@ def prefill_kernel(
     SIZE: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile. Grid (tiles, KV heads).
+    """Compute attention of a tile of query rows over all keys that they see. Grid (tiles, KV heads).
 
     q, out              [T, H, D]; stride_q, stride_out  elements from row to row
     k, v                cache [blocks, KV heads, SIZE, D]; stride_block, stride_head, stride_token  in elements

@@ -19,7 +19,9 @@ def prefix_kernel(
     DP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of lanes over a part of the shared prefix. Grid (tiles, KV heads, prefix_parts).
+    """Compute attention of a tile of lanes over a part of a shared prefix. Grid (tiles, KV heads, prefix_parts).
+
+    A lane is a pair (row, query head) of a sequence of the group.
 
     q                          [T, H, D]; stride_q  elements from row to row
     k, v                       cache [blocks, HEADS, SIZE, D]; stride_block, stride_head, stride_token  in elements

@@ -31,7 +31,7 @@ def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | Qu
 
 
 def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
-    """Pack the weights of an expert into its place. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         put_pair(packed[place], gate_up, down)
     else:
@@ -39,13 +39,13 @@ def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Ten
 
 
 def destination(packed: Packed) -> stacked.Packed:
-    """Return the packed memory of all experts, for a loader to write to. See `quire.kernels.experts`."""
+    """Return the memory of all experts in `packed`, which a loader fills. See `quire.kernels.experts`."""
     return packed[1]
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
-    """Return residual + the weighted sum of each token's experts. See `quire.kernels.experts`."""
+    """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         return run_each(x, weights, ids, packed, expert_map, residual, _quantized)
     return run_each(x, weights, ids, packed[0], expert_map, residual, _expert)
@@ -53,7 +53,11 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def run_each(x: Tensor, weights: Tensor, ids: Tensor, packed: Sequence[Any], expert_map: Tensor | None,
              residual: Tensor | None, expert: Callable[..., Tensor]) -> Tensor:
-    """`run` with `expert`(rows [n, H], *packed of a place) -> [n, H] for each expert that is hit."""
+    """Compute `run` with a function that computes one expert. Only experts that some token chose are computed.
+
+    packed   by place, the packed weights of an expert
+    expert   function (rows [n, H], *weights of the expert) -> [n, H], without routing weights
+    """
     places, order = placed(ids, expert_map).flatten().sort(stable=True)
     counts = torch.bincount(places + 1, minlength=len(packed) + 1).tolist()
     end = counts[0]

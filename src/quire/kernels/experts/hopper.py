@@ -36,9 +36,9 @@ empty, put, destination = triton.empty, triton.put, triton.destination
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
-    """Return residual + the weighted sum of each token's experts.
+    """Return residual + the weighted sum of the outputs of each token's experts.
 
-    See `quire.kernels.experts`. Writes to the residual's memory.
+    See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
     """
     experts, hidden, inner = packed[1].shape
     whole = hidden % DEEP == inner % 8 == x.stride(0) % 16 == x.data_ptr() % 16 == 0  # alignment that the copies need
@@ -49,7 +49,7 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def products(x: Tensor, packed: Packed, h: Tensor, parts: Tensor, order: Tensor, starts: Tensor, weights: Tensor,
              _cut: tuple[Tiles, Tiles]) -> None:
-    """Compute both products of all experts. See `triton.products`."""
+    """Compute both products of all experts: x -> h -> parts. Arguments as in `triton.products`; `_cut` is not used."""
     experts, pairs = len(packed[0]), len(order)
     most = (pairs + min(experts, pairs) * (ROWS - 1)) // ROWS
     tiles = torch.empty(most * WORDS, dtype=torch.int32, device=x.device)

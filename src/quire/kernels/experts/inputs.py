@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """T tokens that choose k of E experts, with weights of H hidden and I inner elements.
+    """A test case: T tokens that choose k of E experts, with hidden size H and inner size I.
 
-    spread   tokens choose experts "even", all the same "one", or only a "few"
+    spread   "even": tokens choose among all experts; "one": all choose the same; "few": only a few are chosen
     """
 
     tokens: int
@@ -54,7 +54,10 @@ def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, T
 
 
 def packed_by(kernel: ModuleType, gate_up: Tensor, down: Tensor) -> Any:
-    """Return gate_up [E, 2I, H] and down [E, H, I] in a kernel's layout. Experts are put one by one, last first."""
+    """Pack gate_up [E, 2I, H] and down [E, H, I] with `kernel`, an implementation; return the packed weights.
+
+    Experts are put one by one, the last first.
+    """
     packed = kernel.empty(len(gate_up), gate_up[0], down[0], gate_up.device)
     for place in reversed(range(len(gate_up))):
         kernel.put(packed, place, gate_up[place].clone(), down[place].clone())

@@ -18,14 +18,14 @@ def empty(num_experts: int, gate_up: Tensor, down: Tensor, device: torch.device)
 
 
 def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
-    """Pack the weights of an expert into its place. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
     for room, weight in zip(packed[place], (gate_up, down), strict=True):
         native.pack_into(room, weight)
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
-    """Return residual + the weighted sum of each token's experts. See `quire.kernels.experts`."""
+    """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     return run_each(x, weights, ids, packed, expert_map, residual, _expert)
 
 

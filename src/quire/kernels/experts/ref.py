@@ -26,7 +26,7 @@ def empty(num_experts: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | Qu
 
 
 def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Tensor | QuantizedMatrix) -> None:
-    """Pack the weights of an expert into its place. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
     if isinstance(packed, list):
         put_pair(packed[place], gate_up, down)
     else:
@@ -35,7 +35,7 @@ def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Ten
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None) -> Tensor:
-    """Return residual + the weighted sum of each token's experts. See `quire.kernels.experts`."""
+    """Return residual + the weighted sum of the outputs of each token's experts. See `quire.kernels.experts`."""
     places = placed(ids, expert_map)
     y = torch.zeros_like(x, dtype=torch.float32) if residual is None else residual.float()
     for place, result in enumerate(_results(x, packed)):

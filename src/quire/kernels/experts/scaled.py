@@ -31,10 +31,12 @@ BAND = 8  # tiles of pairs that run side by side through the same columns of wei
 
 @dataclass(frozen=True)
 class Stack:
-    """A matrix of each expert, stacked.
+    """A quantized matrix of every expert, stacked.
 
     values   [E, N, K] e4m3 or int8;  scales  float32 [E, N / block, K / 128], or [E, N] for channels (block 0)
-    fixed    [E] scale of all activations; None: computed
+    rule     rule by which activations are quantized: GROUP, TOKEN or FIXED of `quire.kernels.quantize.triton`
+    powers   True: scales of activations are powers of two
+    fixed    [E] scale of each expert's activations, for the rule FIXED; None: scales are computed
     """
 
     values: Tensor
@@ -46,7 +48,7 @@ class Stack:
 
     @property
     def most(self) -> int:
-        """Largest magnitude in 8 bits."""
+        """Largest magnitude of the 8-bit type: 127 of INT8, 448 of FP8."""
         return 127 if self.values.dtype == torch.int8 else 448
 
 
@@ -55,7 +57,11 @@ Packed = tuple[Stack, Stack]
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiling of a product: pairs, outputs, warps, iterations in flight."""
+    """The tiling of a product.
+
+    rows     pairs (token, chosen expert) of a tile;  cols  outputs of a tile
+    stages   iterations in flight
+    """
 
     rows: int
     cols: int
@@ -81,7 +87,7 @@ def _empty(num_experts: int, one: QuantizedMatrix, device: torch.device) -> Stac
 
 
 def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMatrix) -> None:
-    """Pack the weights of an expert into its place. See `quire.kernels.experts`."""
+    """Pack the weights of an expert into place number `place` of `packed`. See `quire.kernels.experts`."""
     for stack, one in zip(packed, (gate_up, down), strict=True):
         stack.values[place].copy_(one.values, non_blocking=True)
         stack.scales[place].copy_(one.scale.view(stack.scales.shape[1:]), non_blocking=True)
@@ -91,7 +97,7 @@ def put(packed: Packed, place: int, gate_up: QuantizedMatrix, down: QuantizedMat
 
 
 def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
-    """Return the tiling of the first product (gated) or the second, chosen by the mean number of pairs per expert."""
+    """Return the tiling of the first product (`gated`) or of the second, by the mean number of pairs per expert."""
     mean = pairs / experts
     if mean <= 8:
         return Tiles(16, 128, 4, 3 if gated else 4)
@@ -102,9 +108,9 @@ def tiles(pairs: int, experts: int, gated: bool) -> Tiles:
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None = None,
         residual: Tensor | None = None, join: Callable[[], bool] | None = None) -> Tensor:
-    """Return residual + the weighted sum of each token's experts.
+    """Return residual + the weighted sum of the outputs of each token's experts.
 
-    See `quire.kernels.experts`. Writes to the residual's memory.
+    See `quire.kernels.experts`. The result overwrites a contiguous `residual`.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual.contiguous()
@@ -118,7 +124,7 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Ten
 
 def few(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
         y: Tensor, join: Callable[[], bool] | None = None) -> None:
-    """Compute `run` into y for few tokens, each pair by itself."""
+    """Compute `run` for few tokens and write the result to y. Each pair (token, chosen expert) is computed alone."""
     (first, second), (tokens, k), in_pdl = packed, ids.shape, pdl.in_use()
     (_, hidden, inner), across = second.values.shape, bucket(k)
     h = x.new_empty(tokens * k, inner)
@@ -146,7 +152,7 @@ def _words(values: Tensor) -> Tensor:
 
 def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Tensor | None, residual: Tensor | None,
          y: Tensor, join: Callable[[], bool] | None = None, cut: tuple[Tiles, Tiles] | None = None) -> None:
-    """Compute `run` into y for many tokens, sorted by expert."""
+    """Compute `run` for many tokens and write the result to y. Pairs (token, chosen expert) are sorted by expert."""
     (first, second), (tokens, k), pairs = packed, ids.shape, ids.numel()
     experts, hidden, inner = second.values.shape
     spread = experts if expert_map is None else len(expert_map)
@@ -164,14 +170,20 @@ def many(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed, expert_map: Te
 
 
 def in_gluon(packed: Packed) -> bool:
-    """Return True if `scaled_hopper` multiplies these experts: FP8 blocks of 128 x 128, on Hopper."""
+    """Return True if `scaled_hopper` can multiply these experts: FP8 weights in blocks of 128 x 128, on Hopper."""
     fits = all(stack.block == stack.rule == GROUP and stack.values.shape[2] % GROUP == 0 for stack in packed)
     return fits and not triton_runtime.missing_hopper()
 
 
 def products(given: tuple[Tensor, Tensor | None], packed: Packed, order: Tensor, starts: Tensor, weights: Tensor,
              parts: Tensor, cut: tuple[Tiles, Tiles]) -> None:
-    """Compute both products of all pairs. Arguments as in `scaled_hopper.products`."""
+    """Compute both products of all pairs (token, chosen expert), and write them to `parts` [pairs, H], by pair.
+
+    given   rows of x by token and their scales; scales None: x is not quantized
+    cut     tilings of the first and the second product
+
+    Other arguments as in `scaled_hopper.products`.
+    """
     (first, second), (pairs, inner, k) = packed, (len(order), packed[1].values.shape[2], weights.shape[1])
     fused = second.rule == GROUP
     h = torch.empty((pairs, inner), dtype=second.values.dtype if fused else parts.dtype, device=parts.device)

@@ -10,7 +10,7 @@ from quire.kernels.native.library import loaded
 def prepare(
     qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor
 ) -> Tensor:
-    """Normalize and rotate heads, write keys and values to the cache, return queries. See `quire.kernels.heads`."""
+    """Normalize and rotate q and k, write k and v to the cache, and return q. See `quire.kernels.heads`."""
     rows, heads, dim = qkv.shape
     k, v = kv.k, kv.v
     num_kv_heads, block_size = k.shape[1], k.shape[2]

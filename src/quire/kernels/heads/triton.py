@@ -22,13 +22,14 @@ FEW = 4096  # up to so many rows (heads of tokens) a program takes fewer rows: m
 def prepare(
     qkv: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: KVView, kv_slots: Tensor
 ) -> Tensor:
-    """Normalize and rotate heads, write keys and values to the cache, return queries. See `quire.kernels.heads`."""
+    """Normalize and rotate q and k, write k and v to the cache, and return q. See `quire.kernels.heads`."""
     tokens, heads, dim = qkv.shape
     k, v = kv.k, kv.v
     kv_heads, block_size = k.shape[1], k.shape[2]
     num_heads = heads - 2 * kv_heads
     if qkv.stride()[1:] != (dim, 1) or k.stride()[2:] != (dim, 1) or v.stride() != k.stride():
-        raise ValueError(f"heads: strides of qkv {qkv.stride()}, of the cache {k.stride()}, {v.stride()}")
+        raise ValueError(f"heads: heads must be contiguous in qkv and cache, and the strides of K and V equal; the "
+                         f"strides are {qkv.stride()}, {k.stride()}, {v.stride()}")
     q = qkv.new_empty(tokens, num_heads, dim)
     rows = tokens * heads
     if not rows:
@@ -45,7 +46,9 @@ def prepare(
 
 
 def row_block(rows: int, half: int) -> tuple[int, int]:
-    """Return (rows of a program, its warps): for few rows 1 warp and 8 numbers of each half per thread, else 4 and 16.
+    """Return (rows of a program, warps of a program), for `rows` rows in all; a row is a head of a token.
+
+    Few rows: 1 warp, and 8 numbers of each half of a head per thread. Many rows: 4 warps and 16 numbers.
 
     half   elements of half a head, padded to a power of two
     """

@@ -30,11 +30,11 @@ from quire.kernels.attention import AttentionMeta, Prompt, as_list
 
 @dataclass(frozen=True)
 class LatentView:
-    """The latent cache of a layer inside the arena; strided views: the stride of blocks is a page, the rest contiguous.
+    """The latent cache of a layer: strided views of the arena. The stride of blocks is a page, the rest is contiguous.
 
-    latent   [num_blocks, 1, block_size, L]
+    latent   [num_blocks, 1, block_size, L] normalized latents
     rope     [num_blocks, 1, block_size, R] rotated keys
-    scale    of both, in a cache of 8-bit codes; 1 for other types
+    scale    scale of both in a cache of 8-bit codes; 1 for other types
     """
 
     latent: Tensor
@@ -48,7 +48,7 @@ class LatentView:
 
 
 def sequences(meta: AttentionMeta) -> tuple[Prompt, ...]:
-    """Return every sequence of a step that has rows, as `Prompt`s; reads the lengths on the host."""
+    """Return a `Prompt` for every sequence of a step that has rows. Lengths on a GPU make the host wait for the GPU."""
     starts, lengths = as_list(meta.query_start), as_list(meta.seq_lens)
     spans = zip(starts, starts[1:], range(len(lengths)), strict=False)
     return tuple((first, last, s, lengths[s] - last + first) for first, last, s in spans if first < last)

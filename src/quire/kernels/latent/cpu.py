@@ -21,7 +21,7 @@ __all__ = ["absorbed", "expanded", "prepare", "project"]
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
-    """Return the attention of few query rows, over the latents themselves. See `quire.kernels.latent`."""
+    """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     out, q = torch.empty(q_latent.shape, dtype=q_latent.dtype), torch.cat((q_latent, q_rope), 2)
     scale = scale * cache.scale
     for chunk in _chunks(cache, meta, sequences(meta)):
@@ -32,7 +32,10 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
-    """Return the attention of many query rows, over latents expanded to keys and values. See `quire.kernels.latent`."""
+    """Compute attention of `meta.prompts` with keys and values made from the latents; return `out`.
+
+    See `quire.kernels.latent`.
+    """
     value, scale = out.shape[2], scale * cache.scale
     width = max(q.shape[2], value)
     for chunk in _chunks(cache, meta, meta.prompts or ()):

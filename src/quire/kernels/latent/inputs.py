@@ -14,14 +14,14 @@ from quire.kernels.latent import LatentView, sequences
 
 
 def steps(*cases: Case, latent: int = 24, rope: int = 8) -> tuple[Case, ...]:
-    """Return the cases of attention with one head of L + R elements in the cache."""
+    """Return the attention `cases` changed for a latent cache: one KV head of latent + rope elements."""
     return tuple(replace(case, heads=(case.heads[0], 1), head_dim=latent + rope) for case in cases)
 
 
 def make(case: Case, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, LatentView, AttentionMeta]:
-    """Return q_latent [T, H, L], q_rope [T, H, R] (strided), a cache inside wider pages, and the step.
+    """Return random q_latent [T, H, L], q_rope [T, H, R] (strided), a cache inside wider pages, and a step's metadata.
 
-    Every slot that must not be read holds NaN. `meta.prompts` has every sequence that has rows.
+    Every slot that a kernel must not read holds NaN. `meta.prompts` has every sequence that has rows.
     """
     q, kv, meta = inputs.make(case, dtype)
     widths = [case.head_dim - rope, rope]
@@ -33,6 +33,6 @@ def make(case: Case, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Lat
 
 
 def weights(heads: int, plain: int, value: int, latent: int, dtype: torch.dtype) -> Tensor:
-    """Return kv_up [H, P + V, L]."""
+    """Return a random up-projection kv_up [H, P + V, L]; plain, value, latent: the widths P, V and L."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(heads, plain + value, latent, generator=generator).div_(latent**0.5).to(dtype)

@@ -16,7 +16,10 @@ from quire.kernels.rope.ref import apply_rope
 def prepare(
     q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: LatentView, kv_slots: Tensor
 ) -> Tensor:
-    """Normalize and rotate, write latents to the cache, return queries. See `quire.kernels.latent`."""
+    """Rotate q in place; write normalized latents and rotated keys to the cache; return q.
+
+    See `quire.kernels.latent`.
+    """
     latent, turned = kv[:, None].split([len(norm), cos.shape[1]], dim=2)
     q[..., -cos.shape[1] :] = apply_rope(q[..., -cos.shape[1] :], cos, sin)
     view = KVView(cache.latent, cache.rope, cache.scale, cache.scale)
@@ -25,13 +28,13 @@ def prepare(
 
 
 def project(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """Multiply each head with its part of the up-projection. See `quire.kernels.latent`."""
+    """Multiply each head of x by its own matrix of `weights` into `out`; return `out`. See `quire.kernels.latent`."""
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
     return out
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
-    """Return the attention of few query rows, over the latents themselves. See `quire.kernels.latent`."""
+    """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     out = torch.zeros(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     for first, last, latent, rope in _contexts(cache, meta, sequences(meta)):
         scores = torch.einsum("mhl,nl->hmn", q_latent[first:last].float(), latent)
@@ -41,7 +44,10 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
-    """Return the attention of many query rows, over latents expanded to keys and values. See `quire.kernels.latent`."""
+    """Compute attention of `meta.prompts` with keys and values made from the latents; return `out`.
+
+    See `quire.kernels.latent`.
+    """
     plain = q.shape[2] - cache.rope.shape[3]
     for first, last, latent, rope in _contexts(cache, meta, meta.prompts or ()):
         keys, values = torch.einsum("hpl,nl->hnp", kv_up.float(), latent).split([plain, out.shape[2]], dim=2)

@@ -46,12 +46,16 @@ WORKSPACE = 256 << 20  # bytes of expanded keys and values at a time
 def prepare(
     q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, cache: LatentView, kv_slots: Tensor
 ) -> Tensor:
-    """Normalize and rotate, write latents to the cache, return queries. See `quire.kernels.latent`."""
+    """Rotate q in place; write normalized latents and rotated keys to the cache; return q.
+
+    See `quire.kernels.latent`.
+    """
     tokens, heads, width = q.shape
     latent, rope = cache.latent, cache.rope
     dim, turned = latent.shape[3], rope.shape[3]
     if q.stride()[1:] != (width, 1) or kv.stride(1) != 1 or latent.stride()[2:] != (dim, 1) or rope.stride(3) != 1:
-        raise ValueError(f"latent: strides of q {q.stride()}, kv {kv.stride()}, cache {latent.stride()}")
+        raise ValueError(f"latent: q, kv and cache must be contiguous inside a token; the strides are {q.stride()}, "
+                         f"{kv.stride()}, {latent.stride()}")
     if tokens:
         in_pdl = pdl.in_use()
         inverse = 1.0 / cache.scale if is_coded(latent) else None
@@ -131,7 +135,7 @@ def _turn(given, to, cos, sin, known, inside, inverse, HALF: tl.constexpr):
 
 
 def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: AttentionMeta, scale: float) -> Tensor:
-    """Return the attention of few query rows, over the latents themselves. See `quire.kernels.latent`."""
+    """Return softmax-weighted sums of latents [T, H, L]; fast for few query rows. See `quire.kernels.latent`."""
     tokens, heads, dim = q_latent.shape
     assert q_latent.is_contiguous() and q_rope.stride(2) == 1
     out = torch.empty_like(q_latent)
@@ -177,9 +181,9 @@ def absorbed(q_latent: Tensor, q_rope: Tensor, cache: LatentView, meta: Attentio
 
 
 def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Choose the tiling of `absorbed`.
+    """Choose the tiling of `absorbed`. Return the number of heads of a program, and two tilings (lanes, *CUTS[...]).
 
-    Returns the heads of a program, and the tilings of sequences of few rows and of many rows: (lanes, *CUTS[...]).
+    The first tiling is for sequences of few rows (decodes), the second for sequences of many rows.
     """
     room = shared_memory() // (4 * _power(q.shape[2]))  # a program's sums pass through shared memory at its end
     limit, most = max(1, meta.decode_len), min(128 // q.element_size(), 1 << room.bit_length() - 1)  # lanes
@@ -196,7 +200,10 @@ def configure(q: Tensor, cache: LatentView, meta: AttentionMeta) -> tuple[int, t
 
 
 def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, scale: float, out: Tensor) -> Tensor:
-    """Return the attention of many query rows, over latents expanded to keys and values. See `quire.kernels.latent`."""
+    """Compute attention of `meta.prompts` with keys and values made from the latents; return `out`.
+
+    See `quire.kernels.latent`.
+    """
     (heads, width, _), turned, value = kv_up.shape, cache.rope.shape[3], out.shape[2]
     assert meta.prompts is not None and kv_up.is_contiguous() and q.stride(2) == 1 and out.stride()[1:] == (value, 1)
     sizes = {"P": width - value, "PP": _power(width - value), "R": turned, "RP": _power(turned)}
@@ -218,7 +225,7 @@ def expanded(q: Tensor, kv_up: Tensor, cache: LatentView, meta: AttentionMeta, s
 
 
 def most(kv_up: Tensor) -> int:
-    """Return the most tokens of a workspace, a multiple of STEP."""
+    """Return the largest number of tokens of a workspace (expanded keys and values), a multiple of STEP."""
     return max(STEP, WORKSPACE // (kv_up.shape[0] * kv_up.shape[1] * kv_up.element_size()) // STEP * STEP)
 
 

@@ -30,7 +30,9 @@ def absorbed_kernel(
     RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, HEADS: tl.constexpr,
     WORDS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of an item or a tile for a group of heads. Grid (records * HEADS,).
+    """Compute attention over latents of an item (a part of a decode) or of a tile (rows of a longer sequence).
+
+    Each program computes one group of heads. Grid (records * HEADS,).
 
     q_latent                   [T, H, L]; stride_latent  elements from row to row, also of out
     q_rope                     [T, H, R]; stride_rope, stride_rope_head  elements from row to row, from head to head
@@ -85,10 +87,15 @@ def attend_latents(
     stride_rope_head, latent_block, rope_block, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Compute the softmax of M (row, head) pairs over tokens start .. end - 1 of a context.
+    """Compute the softmax of M pairs (row, head) over tokens start .. end - 1 of a context.
 
-    Returns weighted sums [M, LP], maxima [M] (base 2) and sums of weights [M]. MASKED False: (end - start) % TILE == 0
-    and every row sees all tokens. Other arguments: see `absorbed_kernel`; `table` points to the sequence's row.
+    Returns weighted sums of latents [M, LP], maxima [M] (base 2) and sums of weights [M].
+
+    positions   [M] position of each row;  live  [M] False for padding
+    table       pointer to the sequence's row of the block table
+    MASKED      False: (end - start) % TILE == 0 and every row sees all tokens
+
+    Other arguments: see `absorbed_kernel`.
     """
     plain = load_queries(q_latent, rows, heads, live, stride_latent, L, LP)
     few = tl.arange(0, RP)
@@ -116,7 +123,7 @@ def merge_kernel(
     ROWS: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
     SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of sequences, always in the same order: their own, then those of the prefix.
+    """Add up the parts of each sequence, always in the same order: its own parts, then those of its shared prefix.
 
     The grid has any size: programs divide the work, which is num_seqs * HEADS * ceil(ROWS / LANES) pieces.
 

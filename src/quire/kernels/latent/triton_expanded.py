@@ -28,13 +28,16 @@ Piece = tuple[Tensor, Tensor, Tensor]  # tiles; block and offset in the cache of
 
 
 def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> list[Piece]:
-    """Cut the step's prompts into pieces of at most `most` >= STEP tokens, and their rows into tiles of `rows` rows.
+    """Cut the contexts of the step's prompts into pieces of at most `most` >= STEP tokens, and their rows into tiles.
 
-    The result is kept in `meta.plans` for other layers. It takes one copy to the device, and the host does not wait.
+    Returns for each piece (tiles, blocks, offsets). `meta.plans` keeps the result for other layers. It takes one copy
+    to the device, and the host does not wait.
 
-    tiles   [m, TILE_WORDS] int32, the longest first, words: 0 first row, 1 rows, 2 position of the first row, 3 begin
-            of its sequence's piece in the workspace, 4 token of the sequence there, 5 tokens of the piece, 6 number of
-            tiles
+    rows              rows of a tile
+    tiles             [m, TILE_WORDS] int32, the longest first, words: 0 first row, 1 rows, 2 position of the first row,
+                      3 begin of its sequence's tokens in the workspace, 4 first of these tokens in the sequence,
+                      5 number of these tokens, 6 number of tiles
+    blocks, offsets   [n] int64: block and offset in the cache of each token of the workspace
     """
     known = meta.plans.get((block_size, rows, most))
     if isinstance(known, list):
@@ -74,7 +77,10 @@ def cut_prompts(meta: AttentionMeta, block_size: int, rows: int, most: int) -> l
 
 
 def workspace(kv_up: Tensor, cache: LatentView, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the expanded keys and values [n, H (P + V)] of a piece, and its rotated keys [n, R]."""
+    """Return the expanded keys and values [n, H (P + V)] of n tokens of the cache, and their rotated keys [n, R].
+
+    blocks, offsets   [n] int64: place of each token in the cache
+    """
     latents, ropes = (_gather(side, blocks, offsets) for side in (cache.latent, cache.rope))
     if is_coded(cache.latent):
         latents, ropes = (side.to(kv_up.dtype).mul_(cache.scale) for side in (latents, ropes))
@@ -103,7 +109,7 @@ def expanded_kernel(
     HEADS: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile over its piece of context. Grid (tiles, HEADS).
+    """Compute attention of a tile of rows over a piece of the context; merge it into `out`. Grid (tiles, HEADS).
 
     q                   [T, HEADS, P + R]; stride_q, stride_head  elements from row to row, from head to head
     made, ropes         workspace [n, HEADS, P + V] (unrotated keys, then values) and [n, R]

@@ -20,7 +20,9 @@ def shared_kernel(
     L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     M: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of M lanes over a part of the shared prefix. Grid (tiles, HEADS, prefix_parts).
+    """Compute attention of a tile of M lanes over a part of a shared prefix. Grid (tiles, HEADS, prefix_parts).
+
+    A lane is a pair (row, query head) of a sequence of the group.
 
     A member >= num_seqs is skipped: `expanded` computes that sequence.
 

@@ -17,7 +17,7 @@ HEAD = 65536  # from so many outputs on gemv.py multiplies up to MOST_ROWS rows
 
 
 def few(rows: int, weight: Tensor) -> bool:
-    """Return True if gemv.py multiplies so few rows of x with the weight.
+    """Return True if x has few enough rows for the kernels of gemv.py, and the weight suits them.
 
     The weight needs a 2-byte dtype and rows aligned to 16 bytes.
     """
@@ -27,7 +27,7 @@ def few(rows: int, weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return the weight itself. Side effect: from now on cuBLAS adds the parts of a split sum in float32."""
+    """Return the weight itself. Side effect on PyTorch: cuBLAS then adds the parts of a split sum in float32."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return weight.contiguous()
@@ -55,7 +55,7 @@ def run_float(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias, which overwrites `residual`. See `quire.kernels.linear`."""
     if few(x.shape[0], packed) and residual.is_contiguous():
         return gemv.product(x, packed, bias, residual=residual, out=residual)
     if bias is not None:
@@ -71,19 +71,19 @@ def run_gated(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `run` of the RMS-normalized x. See `quire.kernels.linear`."""
+    """Apply an RMS norm with `weight` and `eps` to x; return `run` of the result. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps)
     return F.linear(rms_norm(x, weight, eps), packed, bias)
 
 
 def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `run_gated` of the RMS-normalized x. See `quire.kernels.linear`."""
+    """Apply an RMS norm with `weight` and `eps` to x; return `run_gated` of the result. See `quire.kernels.linear`."""
     if few(x.shape[0], packed):
         return gemv.product(x, packed, bias, norm=weight, eps=eps, gated=True)
     return silu_mul(F.linear(rms_norm(x, weight, eps), packed, bias))
 
 
 def rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """Return rows of a packed weight, by token id. See `quire.kernels.linear`."""
+    """Return the rows `ids` of a packed weight (an embedding look-up). See `quire.kernels.linear`."""
     return gemv.gather(packed, ids)

@@ -20,7 +20,10 @@ OUT_BF16, OUT_F32, OUT_GATED = range(3)
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [cols, inner], packed in the order that native.c reads. `gated`: columns of gate, then those of up."""
+    """A weight of `cols` outputs and `inner` inputs, packed in the order that native.c reads.
+
+    gated   True: packed for `run_gated`; half of the outputs belong to gate, half to up
+    """
 
     data: Tensor
     cols: int
@@ -29,12 +32,12 @@ class Packed:
 
 
 def pack(weight: Tensor) -> Packed:
-    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     return _pack(weight, False)
 
 
 def pack_gated(weight: Tensor) -> Packed:
-    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     return _pack(weight, True)
 
 
@@ -56,12 +59,12 @@ def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) ->
 def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
     """Return silu(gate) * up, where (gate, up) = x @ weight.T + bias. See `quire.kernels.linear`."""
     if not packed.gated:
-        raise ValueError("native linear: packed for run, not for run_gated")
+        raise ValueError("native linear: the weight is of `pack`: call run, or pack it with pack_gated")
     return _run(x, packed, bias, x.new_empty(x.shape[0], packed.cols // 2), OUT_GATED)
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
-    """Return rows of a packed weight, by token id. See `quire.kernels.linear`."""
+    """Return the rows `ids` of a packed weight (an embedding look-up). See `quire.kernels.linear`."""
     if packed.gated or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
         raise ValueError(f"native linear: rows need ids [n] int64 on the CPU and a weight not packed for run_gated; "
                          f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
@@ -75,14 +78,17 @@ def rows(packed: Packed, ids: Tensor) -> Tensor:
 
 
 def empty(count: int, weight: Tensor, gated: bool) -> list[Packed]:
-    """Allocate `count` packed weights like `weight` in one piece of memory: a huge page can hold several of them."""
+    """Allocate `count` packed weights, shaped like `weight`, in one piece of memory. A huge page can hold several.
+
+    gated   True: they are packed for `run_gated`
+    """
     cols, inner = weight.shape
     data = memory.empty((count, _packed_size(cols, inner, gated)), torch.bfloat16)
     return [Packed(own, cols, inner, gated) for own in data]
 
 
 def pack_into(packed: Packed, weight: Tensor) -> None:
-    """Pack `weight` into the memory of `packed`."""
+    """Pack `weight` into the memory of `packed`, an element of `empty`."""
     cols, inner = weight.shape
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or packed.gated and cols % 2:
         raise ValueError(f"native linear: the weight must be bfloat16 on the CPU, with an even number of rows if "
@@ -112,7 +118,7 @@ def _run(
         raise ValueError(f"native linear: x must be bfloat16 [rows, {packed.inner}] on the CPU; it is {x.dtype} "
                          f"{tuple(x.shape)} on {x.device}")
     if packed.gated != (out == OUT_GATED):
-        raise ValueError("native linear: packed for run_gated, not for run")
+        raise ValueError("native linear: the weight is of `pack_gated`: call run_gated, or pack it with pack")
     if bias is not None and not _fits(bias, (packed.cols,)):
         raise ValueError(f"native linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
                          f"{bias.dtype} {tuple(bias.shape)}")

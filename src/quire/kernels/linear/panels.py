@@ -27,10 +27,14 @@ TYPES = (torch.float32, torch.bfloat16)  # of activations
 
 @dataclass(frozen=True)
 class Quantized:
-    """Numbers of a quantized weight beside its values.
+    """Scales and other numbers of a quantized weight, beside its values.
 
-    scale   in the order of panels, float16 where that is exact, else float32;  zero  int8 less the middle, or None
-    group   inputs of a scale, 0: all;  chunk  inputs of a chain of sums
+    scale         scales in the order of panels: float16 if that is exact, else float32
+    zero          zero points, int8, minus the middle of the values' range; None: no zero points
+    order         number of the input that each column of the weight multiplies; None: column k, input k
+    input_scale   scale of all activations, if the checkpoint has it
+    group         inputs that share a scale; 0: all
+    chunk         inputs whose products are added in one chain of sums, see panels.c
     """
 
     scheme: Scheme
@@ -43,16 +47,17 @@ class Quantized:
 
     @property
     def rule(self) -> int:
-        """The rule by which activations are quantized: see quire_linear_rows."""
+        """Number of the rule by which activations are quantized, as quire_linear_rows of panels.c takes it."""
         return POWERS if self.scheme.ue8m0 else INPUTS[self.scheme.inputs]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [cols, inner] in panels of columns, in its stored type.
+    """A weight of `cols` outputs and `inner` inputs, packed in panels of outputs, in its stored type.
 
-    dtype   of the weight, None: quantized;  gated  columns of gate, then those of up
-    padded  inputs with those that fill the last step or group
+    dtype    type of the weight; None: quantized
+    gated    True: packed for `run_gated`; half of the outputs belong to gate, half to up
+    padded   number of inputs with padding, which fills the last step or group
     """
 
     data: Tensor
@@ -65,11 +70,11 @@ class Packed:
 
     @property
     def kind(self) -> int:
-        """The kind of values: see panels.c."""
+        """Number of the type of the stored values, as panels.c takes it."""
         return QUANTIZED[self.quantized.scheme.values] if self.quantized else KINDS[self.dtype]  # type: ignore[index]
 
     def to_dense(self) -> Tensor:
-        """Return an unquantized weight, [cols, inner]; the inverse of packing."""
+        """Return the unpacked weight [cols, inner]; for unquantized weights only."""
         lanes = loaded().quire_lanes()
         pairs = (lanes, 2) if self.dtype == torch.bfloat16 else (2, lanes)  # see panels.c
         panels = self.data.view(-1, self.padded, *pairs)
@@ -80,12 +85,12 @@ class Packed:
 
 
 def pack(weight: Weight) -> Packed:
-    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     return _pack(weight, False)
 
 
 def pack_gated(weight: Weight) -> Packed:
-    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     return _pack(weight, True)
 
 
@@ -110,13 +115,14 @@ def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
-    """Return rows of a packed weight, by token id.
+    """Return the rows `ids` of a packed weight (an embedding look-up).
 
     See `quire.kernels.linear`. Rows are float32, the type of the arithmetic.
     """
     if packed.gated or packed.quantized or ids.dtype != torch.int64 or ids.dim() != 1 or not ids.is_cpu:
-        raise ValueError(f"panels linear: rows need ids [n] int64 on the CPU and a weight not packed for run_gated; "
-                         f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, gated: {packed.gated}")
+        raise ValueError(f"panels linear: rows need ids [n] int64 on the CPU and an unquantized weight of `pack`; ids "
+                         f"are {ids.dtype} {tuple(ids.shape)} on {ids.device}, and the weight is "
+                         f"{'quantized' if packed.quantized else 'of `pack_gated`' if packed.gated else 'of `pack`'}")
     ids = ids.contiguous()
     y = torch.empty((ids.shape[0], packed.inner), dtype=torch.float32)
     loaded().quire_linear_unpack_rows(
@@ -127,7 +133,10 @@ def rows(packed: Packed, ids: Tensor) -> Tensor:
 
 
 def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
-    """Allocate `count` packed weights like `weight` in one piece of memory: a huge page can hold several of them."""
+    """Allocate `count` packed weights, shaped like `weight`, in one piece of memory. A huge page can hold several.
+
+    gated   True: they are packed for `run_gated`
+    """
     cols, inner = weight.shape
     width = 2 * loaded().quire_lanes()
     panels = -(-cols // 2 // (width // 2)) if gated else -(-cols // width)
@@ -145,7 +154,7 @@ def empty(count: int, weight: Weight, gated: bool) -> list[Packed]:
 
 
 def pack_into(packed: Packed, weight: Weight) -> Packed:
-    """Pack `weight` into the memory of `packed`; return it with the scales of a quantized weight."""
+    """Pack `weight` into the memory of `packed`. Return `packed`, with the scales if the weight is quantized."""
     cols, inner = weight.shape
     quantized = None if isinstance(weight, Tensor) else _numbers(packed, weight)
     values = weight if isinstance(weight, Tensor) else weight.values.view(torch.uint8)
@@ -201,7 +210,8 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
         raise ValueError(f"panels linear: x must be float32 or bfloat16 [rows, {packed.inner}] on the CPU; it is "
                          f"{x.dtype} {tuple(x.shape)} on {x.device}")
     if packed.gated != (out == GATED):
-        raise ValueError(f"panels linear: packed for {'run_gated, not for run' if packed.gated else 'run'}")
+        raise ValueError("panels linear: the weight is of "
+                         f"{'`pack_gated`: call run_gated' if packed.gated else '`pack`: call run'}")
     if bias is not None and not _fits(bias, x.dtype, (packed.cols,)):
         raise ValueError(f"panels linear: the bias must be {packed.cols} numbers of x's dtype on the CPU; it is "
                          f"{bias.dtype} {tuple(bias.shape)}")

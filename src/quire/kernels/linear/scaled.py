@@ -30,13 +30,15 @@ RULES = {"group": GROUP, "token": TOKEN, "tensor": FIXED}
 
 @dataclass(frozen=True)
 class Scaled:
-    """A packed weight.
+    """A packed 8-bit weight.
 
     values     [N, K] e4m3 or int8
     scales     float32 [ceil(N / block), K / 128] (FP8 in blocks; block 128 or 1), or [N] (channels; block 0)
     wide       the scales in cuBLASLt's layout
-    fixed      scale of all activations, one number; None: computed
-    counters   see `scaled_some.product`
+    rule       rule by which activations are quantized: GROUP, TOKEN or FIXED of `quire.kernels.quantize.triton`
+    powers     True: scales of activations are powers of two
+    fixed      scale of all activations, one number, for the rule FIXED; None: scales are computed
+    counters   int32 zeros that the kernels use, see `scaled_some.product`
     """
 
     values: Tensor
@@ -58,7 +60,7 @@ Packed = Scaled | QuantizedMatrix
 
 
 def unsupported() -> str:
-    """Return the reason why these products cannot run in this process, or ""."""
+    """Return the reason why products of 8-bit weights and activations cannot run in this process, or ""."""
     if (why := missing()) or INTERPRETED:
         return why
     major, minor = torch.cuda.get_device_capability()
@@ -68,7 +70,7 @@ def unsupported() -> str:
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     (n, k), block = matrix.shape, matrix.scheme.block[0] if matrix.scheme.kind == "fp8 block" else 0
     if k % GROUP or n % 64 or matrix.order is not None or block not in (0, 1, GROUP):
         return matrix
@@ -85,7 +87,7 @@ def pack(matrix: QuantizedMatrix) -> Packed:
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
-    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     (n, _k), block = matrix.shape, matrix.scheme.block[0]
     return matrix if n % 256 and block == GROUP or n % 128 else pack(matrix)
 
@@ -105,7 +107,7 @@ def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias, which overwrites `residual`. See `quire.kernels.linear`."""
     return _product(x, packed, bias, residual=residual)
 
 
@@ -115,12 +117,12 @@ def run_gated(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
 
 
 def run_norm(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return `run` of the RMS-normalized x. See `quire.kernels.linear`."""
+    """Apply an RMS norm with `weight` and `eps` to x; return `run` of the result. See `quire.kernels.linear`."""
     return _product(x, packed, bias, norm=weight, eps=eps)
 
 
 def run_norm_gated(x: Tensor, weight: Tensor, eps: float, packed: Packed, bias: Tensor | None) -> Tensor:
-    """Return `run_gated` of the RMS-normalized x. See `quire.kernels.linear`."""
+    """Apply an RMS norm with `weight` and `eps` to x; return `run_gated` of the result. See `quire.kernels.linear`."""
     return _product(x, packed, bias, norm=weight, eps=eps, gated=True)
 
 

@@ -20,34 +20,37 @@ from quire.quantization.pack.matrix import QuantizedMatrix
 
 
 class WeightOnly(Protocol):
-    """A packed weight.
+    """A packed weight [N, K] of 4- or 8-bit integers; activations are not quantized.
 
-    order     int64 [K]: the inputs in the order of the weight's columns; None: as they come
-    outputs   N
+    order     [K] int64: number of the input of x that each column of the weight multiplies; None: column k, input k
+    outputs   number of outputs N
     """
 
     @property
     def order(self) -> Tensor | None:
-        """See the class."""
+        """Number of the input of x that each column of the weight multiplies, [K] int64; None: column k, input k."""
 
     @property
     def outputs(self) -> int:
-        """See the class."""
+        """Number of outputs N."""
 
     def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
-        """Multiply at most `weight_only_products.MOST_ROWS` rows into y; `fused` as in `gemv.product`."""
+        """Multiply x, of at most `weight_only_products.MOST_ROWS` rows, by the weight into y [T, N]; return y.
+
+        fused   `residual` and `gated`, as in `gemv.product`
+        """
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K]."""
+        """Return the weight [N, K] in the floating-point type `dtype`."""
 
 
 @dataclass(frozen=True)
 class Tiled:
     """A `WeightOnly` in tiles.
 
-    tiles    of `weight_only_products.repack`
-    scales   [groups, N] float32;  zeros  [groups, N] uint8, or None
-    bits     4 or 8;  counters  see `weight_only_products.product`
+    tiles    the weight, as `weight_only_products.repack` returns it
+    scales   [groups, N] float32;  zeros  [groups, N] uint8 zero points, or None
+    bits     4 or 8;  counters  int32 zeros, see `weight_only_products.product`
     """
 
     tiles: Tensor
@@ -59,7 +62,7 @@ class Tiled:
     bits: int
 
     def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
-        """Multiply few rows by the packed weight, into y. See `WeightOnly`."""
+        """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
         return products.product(x, self.tiles, self.scales, self.zeros, bias, y, bits=self.bits,
                                 counters=self.counters, **fused)  # fmt: skip
 
@@ -72,7 +75,7 @@ Packed = WeightOnly | QuantizedMatrix
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     (n, k), (_, group) = matrix.shape, matrix.scheme.block
     group = group or k
     deep = next((deep for deep in (128, 64, 32) if group % deep == 0), 0)
@@ -87,7 +90,7 @@ def pack(matrix: QuantizedMatrix) -> Packed:
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
-    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     return matrix if matrix.shape[0] % (2 * products.ROWS) else pack(matrix)
 
 
@@ -106,7 +109,7 @@ def run_float(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor | None
 
 
 def run_add(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Return residual + x @ weight.T + bias. See `quire.kernels.linear`; writes the result to the residual's memory."""
+    """Return residual + x @ weight.T + bias, which overwrites `residual`. See `quire.kernels.linear`."""
     return _product(x, packed, bias, residual=residual)
 
 

@@ -21,10 +21,11 @@ __all__ = ["pack", "pack_gated", "run", "run_add", "run_float", "run_gated"]
 
 @dataclass(frozen=True)
 class WeightWords:
-    """A `WeightOnly` in words; the arguments of `weight_only_words.product`.
+    """A `WeightOnly` in words of 32 bits. The fields are arguments of `weight_only_words.product`.
 
-    shape   N, K
-    gated   gate and up alternate, eight by eight
+    shape   (N, K)
+    order   see `WeightOnly`
+    gated   True: eight outputs of gate and eight of up alternate
     """
 
     words: Tensor
@@ -43,7 +44,7 @@ class WeightWords:
         return self.shape[0]
 
     def product(self, x: Tensor, bias: Tensor | None, y: Tensor, **fused: Any) -> Tensor:
-        """Multiply few rows by the packed weight, into y. See `WeightOnly`."""
+        """Multiply x, of few rows, by the packed weight into y; return y. See `WeightOnly`."""
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # not for the copy engine
             x = x.clone(memory_format=torch.contiguous_format)
         return words.product(x, self.words, self.scales, self.zeros, bias, y, bits=self.bits, group=self.group,
@@ -56,12 +57,12 @@ class WeightWords:
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:
-    """Return the weight in the layout of this kernel. See `quire.kernels.linear`."""
+    """Return the weight packed in the layout that `run` reads. See `quire.kernels.linear`."""
     return _pack(matrix, False)
 
 
 def pack_gated(matrix: QuantizedMatrix) -> Packed:
-    """Return the weight of gate and up in the layout of `run_gated`. See `quire.kernels.linear`."""
+    """Return the weight (rows of gate, then of up) packed for `run_gated`. See `quire.kernels.linear`."""
     return _pack(matrix, True)
 
 

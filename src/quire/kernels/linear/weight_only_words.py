@@ -76,9 +76,9 @@ if gl is not None:
 class Few:
     """The tiling of `_few_kernel`.
 
-    tall    units of 16 outputs of a program
-    warps   parts of K of a program
-    depth   steps of a warp whose weights are in flight
+    tall    units of 16 outputs that a program computes
+    warps   warps of a program; each multiplies a part of K
+    depth   steps (STEP inputs) of a warp whose weights are in flight
     """
 
     tall: int
@@ -90,12 +90,12 @@ class Few:
 class Some:
     """The tiling of `_some_kernel`.
 
-    tall     blocks of 64 outputs of a program, which divide those of the weight
-    rows     rows of x of a program: 16 to 128; to 256 with `first`
-    stages   steps in the ring
+    tall     blocks of 64 outputs that a program computes; it divides the number of blocks of the weight
+    rows     rows of x that a program computes: 16 to 128; up to 256 with `first`
+    stages   steps (STEP inputs) that the ring of buffers holds
     split    parts of K that programs multiply side by side
-    first    True: weights are scaled before the product, in bf16; False: sums of a group, after it, in float32.
-             Groups that are no multiple of 64 are scaled before the product in any case
+    first    True: weights are scaled before the product, in bf16. False: the sum of each group is scaled after the
+             product, in float32. Weights in groups of no multiple of 64 are scaled before the product in any case
     """
 
     tall: int
@@ -106,10 +106,10 @@ class Some:
 
 
 def repack(values: Tensor, bits: int, gated: bool = False) -> Tensor:
-    """Return the units [N / 16, K / 64 (8 bits: / 32), 32, 4] int32 of values [N, K] (8 bits) or [N, K / 2] (4 bits).
+    """Return a weight in units, int32 [N / 16, K / 64 (8 bits: K / 32), 32, 4]. N and K are padded with zeros.
 
-    values   uint8, unsigned numbers; of 4 bits, the even input is in the low half
-    gated    rows of gate, then those of up: a unit has 8 of gate and the same 8 of up. N and K are padded with zeros
+    values   uint8 [N, K] (8 bits) or [N, K / 2] (4 bits), unsigned; of 4 bits, the even input is in the low half
+    gated    True: `values` has the rows of gate, then those of up. A unit gets 8 rows of gate and the same 8 of up
     """
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), 2).flatten(1)
@@ -137,7 +137,10 @@ def _words(values: Tensor, bits: int) -> Tensor:
 
 
 def units(rows: Tensor, gated: bool) -> Tensor:
-    """Return rows [N, ..] in the order of units, padded with zeros to whole blocks of 64."""
+    """Return `rows` [N, ..] of a weight in the order of units, padded with zeros to whole blocks of 64.
+
+    gated   True: `rows` has the rows of gate, then those of up. In the result, 8 of gate and the same 8 of up alternate
+    """
     if gated:
         pad = -(len(rows) // 2) % 32
         halves = rows.unflatten(0, (2, -1))
@@ -149,7 +152,7 @@ def units(rows: Tensor, gated: bool) -> Tensor:
 
 
 def repack_scales(scales: Tensor, gated: bool = False) -> Tensor:
-    """Return scales or zeros [N, groups] as [N / 16, groups, 16], in the order of the units' outputs."""
+    """Return scales or zero points [N, groups] as [N / 16, groups, 16], in the order of the outputs in units."""
     return units(scales, gated).unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
 
 
@@ -159,9 +162,11 @@ def product(
 ) -> Tensor:  # fmt: skip
     """Multiply x [T, K] bf16 of at most MOST_ROWS rows with a weight of N outputs into y [T, N]; returns y.
 
-    words      of `repack`;  scales, zeros  of `repack_scales`, float32 and uint8; zeros None: 8 or 128
+    words      result of `repack`;  scales, zeros  results of `repack_scales`, float32 and uint8
+               zeros None: all zero points are 8 (4 bits) or 128 (8 bits)
     group      inputs that share a scale, a multiple of 32
-    counters   int32 zeros, one for 64 outputs of a tile of rows, which no product that runs at the same time uses
+    counters   int32 zeros, one for every 64 outputs of a tile of rows. Products that run at the same time need
+               different counters
     residual, gated   as in `gemv.product`
     """
     rows, n, k = x.shape[0], y.shape[1], x.shape[1]
@@ -186,7 +191,7 @@ def product(
 
 
 def walk_of(rows: int, n: int, k: int, group: int, bits: int, gated: bool) -> Few | Some:
-    """Return the tiling for `rows` rows, n outputs (of gate and n of up, if gated) and k inputs.
+    """Return the tiling for `rows` rows of x, n outputs and k inputs. gated: n outputs of gate and n of up.
 
     The rules follow the best tilings of the products of Qwen3 8B on an H200, which has 132 multiprocessors.
     """
@@ -212,7 +217,10 @@ def unpack(
     words: Tensor, scales: Tensor, zeros: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, *, bits: int,
     group: int, gated: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the weight [N, K] of `shape` in `dtype`, gate before up; other arguments as in `product`."""
+    """Return the weight [N, K] in `dtype`; `shape` is (N, K). Rows of gate come before those of up.
+
+    Other arguments as in `product`.
+    """
     n, k = shape
     weight = torch.empty(shape, dtype=dtype, device=words.device)
     in_pdl = pdl.in_use()

@@ -38,18 +38,20 @@ END_SECONDS = 1  # for a compiler to end after a signal
 
 
 class CannotBuild(Exception):
-    """There is no library; the message is the reason."""
+    """Error: the native kernels cannot be compiled here. The message is the reason."""
 
 
 class CompilerFails(CannotBuild):
-    """A compiler failed; another one may succeed."""
+    """Error: a compiler failed. Another compiler may succeed."""
 
 
 def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Path:
-    """Return the path of this machine's library in `folder`; compile it if it is not there, or if `fresh`.
+    """Return the path of this machine's library of native kernels in `folder`; compile it if it is not there.
 
     If a compiler fails, the others are tried; then all of them without the flags that only new compilers know. Raises
-    `CannotBuild`.
+    `CannotBuild` if all fail.
+
+    fresh   True: compile it even if it is there
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise CannotBuild(f"is for x86-64 Linux, not {platform.machine()} {platform.system()}")
@@ -74,9 +76,9 @@ def build(folder: Path, cpu_flags: frozenset[str], *, fresh: bool = False) -> Pa
 
 
 def units(cpu_flags: frozenset[str]) -> list[str]:
-    """Return the compiler's flags for the vectors of a CPU with these flags.
+    """Return the compiler flags for the vector units of a CPU with the flags `cpu_flags` of /proc/cpuinfo.
 
-    AVX-512 is used when all of WIDE is there, and only then its extensions; else AVX2 (see vectors.h).
+    A CPU with all flags of WIDE gets AVX-512 and its extensions, any other AVX2 (see vectors.h).
     """
     known = NEEDED | USED | (WIDE | USED_WIDE if cpu_flags >= WIDE.keys() else {})
     return [known[flag] for flag in known if flag in cpu_flags]
@@ -119,7 +121,7 @@ def intact(library: Path) -> bool:
 
 
 def sources() -> list[Path]:
-    """Return all C files of the kernels."""
+    """Return the paths of all C files of the kernels."""
     return sorted(path for path in KERNELS.rglob("*") if path.suffix in (".c", ".h"))
 
 

@@ -36,7 +36,10 @@ FUNCTIONS = {
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the library, compiled on the first use on this machine; or the reason why there is none."""
+    """Return the loaded library of native kernels, or the reason (text) why there is none.
+
+    The library is compiled at the first use on this machine.
+    """
     try:
         return _load(cache_folder() / "kernels")
     except CannotBuild as reason:
@@ -44,14 +47,14 @@ def library() -> ctypes.CDLL | str:
 
 
 def missing(found: Callable[[], ctypes.CDLL | str] = library) -> str:
-    """Return the reason why native kernels cannot run here, or ""."""
+    """Return the reason why native kernels cannot run here, or "". found: returns the library; tests replace it."""
     library = found()
     return library if isinstance(library, str) else ""
 
 
 @functools.cache
 def missing_amx(found: Callable[[], ctypes.CDLL | str] = library) -> str:
-    """Return the reason why the AMX kernels (bfloat16) cannot run here, or ""; see `missing`."""
+    """Return the reason why the AMX kernels (bfloat16) cannot run here, or "". found: as in `missing`."""
     lacking = [flag for flag in ("amx_tile", "amx_bf16", "avx512_bf16") if flag not in read_cpu_flags()]
     if lacking:
         return f"this CPU has no {lacking[0]}"
@@ -64,7 +67,7 @@ def missing_amx(found: Callable[[], ctypes.CDLL | str] = library) -> str:
 
 
 def loaded() -> ctypes.CDLL:
-    """Return the library; call it only if `missing` returned ""."""
+    """Return the loaded library of native kernels. Call it only if `missing` returned ""."""
     found = library()
     assert not isinstance(found, str), found
     return found

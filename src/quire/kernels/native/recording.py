@@ -23,14 +23,17 @@ EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default}
 
 
 class Buffers:
-    """Output memory of recorded kernels. Recordings that never run at once share it, each from its beginning."""
+    """Memory for the outputs of recorded kernels. Recordings that never run at the same time share it.
+
+    Each recording takes the memory from its beginning on.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
         self.rewind()
 
     def rewind(self) -> None:
-        """Mark all memory as free."""
+        """Mark all memory as free, for the next recording."""
         self._used = [0] * len(self._chunks)
 
     def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -51,9 +54,9 @@ class Buffers:
 
 
 class KernelRecording:
-    """Native kernels that were recorded, to be replayed.
+    """A recording of native kernels, which `replay` runs again.
 
-    address    of the C structure
+    address    address of the C structure
     obstacle   the reason why the recording cannot be replayed, or ""
 
     A replay reads and writes the tensors of the recorded run: the caller copies new inputs into them.
@@ -68,7 +71,7 @@ class KernelRecording:
         self.obstacle = "nothing is recorded"
 
     def record(self, run: Callable[[], T]) -> T:
-        """Call `run`, record the native kernels of this thread meanwhile, and return its result.
+        """Call `run` and record the native kernels that it runs in this thread. Return the result of `run`.
 
         No Python code may run between the end of `run` and `switch(None)`: an interrupt there would leave recording on,
         and later kernels would be written to a recording that no longer exists.
@@ -87,7 +90,7 @@ class KernelRecording:
         return result
 
     def replay(self) -> None:
-        """Run the recorded kernels again."""
+        """Run the recorded kernels again, on the tensors of the recorded run."""
         assert not self.obstacle, self.obstacle
         loaded().quire_replay(self.address)
 

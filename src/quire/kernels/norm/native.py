@@ -7,7 +7,7 @@ from quire.kernels.native.library import loaded
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight, row by row. See `quire.kernels.norm`."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension. See `quire.kernels.norm`."""
     rows = x.flatten(0, -2)
     if rows.stride(1) != 1:
         rows = rows.contiguous()

@@ -21,14 +21,15 @@ def quantize(
     x: Tensor, rule: int, dtype: torch.dtype = torch.float8_e4m3fn, *, scale: Tensor | None = None,
     powers: bool = False, norm: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Quantize the rows of x [T, K], a multiple of 128 columns; returns q [R, K] and float32 scales.
+    """Quantize the rows of x [T, K], K a multiple of 128. Return the quantized rows q [R, K] and float32 scales.
 
     R is T, rounded up to a multiple of 4; rows from T on are not written.
 
-    rule    GROUP: scales [K / 128, R]; TOKEN: scales [1, R]; FIXED: `scale`, which is returned
-    dtype   float8_e4m3fn or int8
-    powers  scales are rounded up to powers of two
-    norm    [K] weight of an RMS norm of x with this `eps`, which is rounded to x's dtype before
+    rule    GROUP: a scale for 128 columns of a row, [K / 128, R]; TOKEN: a scale for each row, [1, R]; FIXED: `scale`
+            for all, which is returned
+    dtype   of q: float8_e4m3fn or int8
+    powers  True: scales are rounded up to powers of two
+    norm    [K] weight of an RMS norm, which is applied to x before, with `eps`, and rounded to x's dtype; None: no norm
     """
     rows, width = x.shape
     if x.stride(1) != 1:
@@ -52,7 +53,7 @@ def quantize(
 
 @jit
 def to_eight_bits(x, scale, MOST: tl.constexpr):
-    """x / scale in 8 bits: e4m3 if MOST is 448, else int8, rounded half to even. x, scale: float32."""
+    """Return x / scale in 8 bits, rounded half to even: e4m3 if MOST is 448, else int8. x, scale: float32."""
     inverse = tl.div_rn(1.0, scale)
     quotient = x * inverse  # and the error of it, which rounds it as a division does (Markstein, 1990)
     quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
@@ -66,9 +67,10 @@ def to_eight_bits(x, scale, MOST: tl.constexpr):
 
 @jit
 def four_floats(words, MOST: tl.constexpr):
-    """The four 8-bit numbers of each int32, the lowest byte first, in float32: e4m3 if MOST is 448, else int8.
+    """Return the four 8-bit numbers of each int32 word as float32, the lowest byte first.
 
-    Numbers that live in words take a quarter of the registers and of the instructions of those that live in bytes.
+    The numbers are e4m3 if MOST is 448, else int8. Packed in words, they take a quarter of the registers and of the
+    instructions.
     """
     if MOST == 448:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -90,7 +92,7 @@ def four_floats(words, MOST: tl.constexpr):
 @jit
 def sums_of_16(tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.constexpr,
                MOST: tl.constexpr, WORDS: tl.constexpr):
-    """Sums of 16 neighbours of tile * given, [.., DEEP / 16]; a thread holds the 16.
+    """Return the sums of every 16 neighbouring numbers of tile * given, [.., DEEP / 16]. A thread holds all 16.
 
     tile    weights: int32 [.., ROWS, DEEP / 4] if WORDS, else 8-bit numbers [.., ROWS, DEEP]
     given   float32, [.., 1, DEEP];  J, ROWS  the first two sizes of the result
@@ -109,7 +111,10 @@ def sums_of_16(tile, given, J: tl.constexpr, ROWS: tl.constexpr, DEEP: tl.conste
 
 @jit
 def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
-    """The scale of numbers whose largest magnitude is `amax`, a power of two if POWERS; of zeros, a small one."""
+    """Return the scale amax / MOST of numbers whose largest magnitude is `amax`; 1e-10 / MOST for zeros.
+
+    POWERS   True: the scale is rounded up to a power of two
+    """
     scale = tl.div_rn(tl.maximum(amax, 1e-10), MOST * 1.0)
     if POWERS:  # add to the mantissa what carries into the exponent unless the mantissa is zero
         bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
@@ -120,7 +125,7 @@ def scale_of(amax, MOST: tl.constexpr, POWERS: tl.constexpr):
 @jit
 def quantized(values, own, RULE: tl.constexpr, POWERS: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
               DEEP: tl.constexpr):
-    """Quantize values [ROWS, 1, DEEP] float32; returns the numbers that the 8 bits stand for, in float32.
+    """Quantize values [ROWS, 1, DEEP] float32. Return them as rounded: 8-bit number times its scale, in float32.
 
     own   [ROWS, 1, 1] scales, which the rule FIXED uses;  RULE, POWERS, MOST  see `_quantize_kernel`
     """

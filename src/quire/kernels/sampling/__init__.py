@@ -33,7 +33,7 @@ class Rows:
     """Slots and parameters of the rows of logits, on the device. Arrays may be longer than R: the rest is padding.
 
     slots       [R] int64: slot of each row
-    positions   [R] int64: position of the token that is drawn
+    positions   [R] int64: position, in its sequence, of the token that is drawn
     table       [S, ROW_WORDS] int32: parameters by slot, see rows.py
     history     [S, L] int32: token ids by position; only those below a row's position are read
     edits       slot -> int32 words of its edits, see rows.py; the table holds their addresses

@@ -35,14 +35,19 @@ _FEW = 1 << 15  # below so many values PyTorch's own operations take no second t
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Keys of the noise of each row: seeds [R] int64 (the bits of a uint64), positions [R] int64, and the stream."""
+    """Keys of the noise of R rows. A row's noise depends on its key and on the vocabulary id alone.
+
+    seeds       [R] int64, the bits of a uint64
+    positions   [R] int64, position of the drawn token in its sequence
+    stream      number of the use of the noise
+    """
 
     seeds: Tensor
     positions: Tensor
     stream: int = SAMPLE
 
     def rows(self, index: Tensor | slice) -> "NoiseKey":
-        """Return the keys of some rows."""
+        """Return the keys of the rows `index`."""
         return NoiseKey(self.seeds[index], self.positions[index], self.stream)
 
 
@@ -83,7 +88,7 @@ def _blocks(key: NoiseKey, blocks: Tensor) -> tuple[Tensor, ...]:
 
 
 def words(key: NoiseKey, first_id: int, count: int) -> Tensor:
-    """Return raw words of the ids first_id .. first_id + count - 1: [R, count] int64 in [0, 2^32)."""
+    """Return the random words of the vocabulary ids first_id .. first_id + count - 1: [R, count] int64 in [0, 2^32)."""
     first_block = first_id // WORDS
     last_block = (first_id + count - 1) // WORDS
     blocks = torch.arange(first_block, last_block + 1, device=key.seeds.device).unsqueeze(0)
@@ -93,18 +98,18 @@ def words(key: NoiseKey, first_id: int, count: int) -> Tensor:
 
 
 def words_at(key: NoiseKey, ids: Tensor) -> Tensor:
-    """Return raw words of chosen ids [R, K] int64: [R, K] int64, equal to `words(...)` at those ids."""
+    """Return the random words of the vocabulary ids `ids` [R, K]: [R, K] int64, equal to those of `words`."""
     four = torch.stack(_blocks(key, ids // WORDS), dim=-1)
     return four.gather(-1, (ids % WORDS).unsqueeze(-1)).squeeze(-1)
 
 
 def uniform(raw: Tensor) -> Tensor:
-    """Convert words to float64 in (0, 1), exactly: odd multiples of 2^-33."""
+    """Convert random words to uniform float64 noise in (0, 1), exactly: odd multiples of 2^-33."""
     return raw.to(torch.float64).add_(0.5).mul_(2.0**-32)
 
 
 def exponential(raw: Tensor) -> Tensor:
-    """Convert words to float64 noise of the unit exponential distribution, in [2^-33, 22.9]."""
+    """Convert random words to float64 noise of the unit exponential distribution, in [2^-33, 22.9]."""
     return log_in_place(uniform(raw)).neg_()
 
 

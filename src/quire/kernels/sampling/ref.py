@@ -22,12 +22,12 @@ _SOUND, _NAN, _NONE = 0, 1, 2
 
 
 def operations(max_rows: int, vocab: int, device: torch.device) -> "TorchSampling":
-    """Make the sampler operations; `max_rows` and `vocab` are not used."""
+    """Return the `SamplerOperations` in PyTorch; `max_rows` and `vocab` are not used."""
     return TorchSampling(device)
 
 
 class TorchSampling:
-    """The sampler in PyTorch. See `SamplerOperations`. tokens and codes have exactly the rows of the last batch."""
+    """The `SamplerOperations` in PyTorch. `tokens` and `codes` have exactly the rows of the last batch."""
 
     def __init__(self, device: torch.device) -> None:
         self.tokens = torch.empty(0, dtype=torch.int64, device=device)
@@ -40,7 +40,7 @@ class TorchSampling:
         self._masks = {row: masks[place] for row, place in enumerate(places.tolist()) if place >= 0}
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """Draw one token for each row of logits. See `SamplerOperations`. logits must be float32."""
+        """Draw one token for each row of logits [R, V] float32, into `tokens` and `codes`. See `SamplerOperations`."""
         assert logits.dtype == torch.float32, f"the sampler takes float32 logits, got {logits.dtype}"
         if mode == Mode.GREEDY:
             tokens, peak = draw_greedy(logits)
@@ -105,7 +105,7 @@ class _Batch:
         self.needs: list[int] = self.params[:, 0].tolist()
 
     def part(self, rows: list[int]) -> tuple["_Batch", Tensor | slice]:
-        """Return a batch of some rows with a copy of their logits, and the index of these rows."""
+        """Return a batch of the rows `rows` with a copy of their logits, and an index that selects these rows."""
         part = copy(self)
         if len(rows) == len(self.needs):
             part.logits = self.logits.clone()
@@ -117,7 +117,7 @@ class _Batch:
 
     @property
     def penalties(self) -> Penalties:
-        """Penalties of the rows, see `Penalties`."""
+        """Penalties of the rows, [R] each."""
         return Penalties(*self.params.view(torch.float32)[:, 10:13].unbind(1))
 
     @property
@@ -126,7 +126,10 @@ class _Batch:
         return self.params[:, 3].long()
 
     def settle(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens, greedy or drawn, and codes of logits to which masks and penalties were already applied."""
+        """Return the tokens (greedy or drawn) and the codes of the rows.
+
+        logits   of the rows, after masks, bias and penalties
+        """
         tokens, peak = draw_greedy(logits)
         codes = _codes(peak)
         sound = (codes == _SOUND).tolist()

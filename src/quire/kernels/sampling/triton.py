@@ -31,7 +31,9 @@ MANY_TILE = 8192
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory between kernels, for at most R rows of V logits. counters, broken and tally are 0 between batches.
+    """Device memory for intermediate results of the sampling kernels, for at most R rows of V logits.
+
+    counters, broken and tally are 0 between batches.
 
     partial      [R, PARTS] int64: packed key of each part
     counters     [R] int32: parts that are done
@@ -39,12 +41,14 @@ class Scratch:
     group_max    [R, ceil(V / GROUP)] float32: largest logit of each GROUP ids
     tile_mass    [R, ceil(V / WIDE)] float32: sum of weights of each WIDE ids
     group_list   [R, G] int32: groups with candidates
-    values, ids  [R, LIST] float32 and int32: the candidates
-    before       [R, FEW] float64: probability before each candidate
-    pending      [R] int32: row is left to `many_kernel`: length of its list, -1 without one; 0: row is done
-    masses       [R] float64: total that top-p refers to;  peaks  [R] float32: largest scaled logit
+    values, ids  [R, LIST] float32 and int32: logits and ids of the candidates (ids that the filters may keep)
+    before       [R, FEW] float64: sum of the probabilities of the ids that come before each candidate in sorted order
+    pending      [R] int32: 0: the row is done. Else `many_kernel` draws its token: from a list of this length, or from
+                 the whole row if -1
+    masses       [R] float64: total weight that top-p refers to;  peaks  [R] float32: largest scaled logit
     edited       [R, V] float32: rewritten logits
-    tally        [R, V] int32: counts of the history, see triton_edits.py. These two take most of the memory
+    tally        [R, V] int32: counts of tokens in the history, see triton_edits.py. `edited` and `tally` take most of
+                 the memory
     """
 
     vocab: int
@@ -65,7 +69,10 @@ class Scratch:
 
     @staticmethod
     def make(rows: int, vocab: int, device: torch.device, *, few: int = FEW, longest: int = LIST) -> Scratch:
-        """Allocate memory for at most `rows` rows. few, longest: sizes FEW and LIST, powers of two; small in tests."""
+        """Allocate memory for at most `rows` rows of `vocab` logits.
+
+        few, longest   sizes FEW and LIST, powers of two; tests make them small
+        """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -92,15 +99,15 @@ class Scratch:
 
 
 def operations(max_rows: int, vocab: int, device: torch.device) -> TritonSampling:
-    """Make the sampler operations, with all memory for batches of up to `max_rows` rows."""
+    """Return the `SamplerOperations` in Triton, with all memory for batches of up to `max_rows` rows."""
     return TritonSampling(max_rows, vocab, device)
 
 
 class TritonSampling:
-    """The sampler in Triton. See `SamplerOperations`. tokens, codes [max_rows] and masks have constant addresses.
+    """The `SamplerOperations` in Triton. `tokens`, `codes` [max_rows] and the masks have constant addresses.
 
-    Rows beyond the live ones are padding: their slot's parameters are all zeros, and they are sampled greedily. Places
-    and masks are neighbours in memory, so that one copy brings both.
+    Rows past those of the batch are padding: the parameters of their slot are all zeros, and they are sampled greedily.
+    Places and masks are neighbours in memory, so that one copy brings both to the device.
     """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
@@ -124,9 +131,9 @@ class TritonSampling:
         self._taken[: len(host)].copy_(host, non_blocking=True)
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
-        """Draw one token for each row of logits.
+        """Draw one token for each row of logits [R, V], into `tokens` and `codes`. See `SamplerOperations`.
 
-        See `SamplerOperations`. logits: float32, or the dtype that the head computes in.
+        logits   float32, or the dtype that the head computes in
         """
         if mode < Mode.FILTERED:
             self._pick(logits, rows, noise=mode == Mode.UNFILTERED)
@@ -193,7 +200,10 @@ class TritonSampling:
 
 
 def cut(rows: int, vocab: int, tile: int) -> tuple[int, int]:
-    """Return (programs that share a row, ids that each reads: a multiple of `tile`)."""
+    """Divide `rows` rows of `vocab` ids among programs. Return (programs of a row, ids of a program).
+
+    tile   the number of ids of a program is a multiple of it
+    """
     wanted = min(PARTS, max(1, PROGRAMS // rows))
     size = triton.cdiv(triton.cdiv(vocab, wanted), tile) * tile
     return triton.cdiv(vocab, size), size

@@ -114,10 +114,10 @@ def pick_kernel(
     logits, slots, positions, table, partial, counters, tokens, codes, vocab, stride, part_size,
     NOISE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Draw greedy or unfiltered tokens. Grid (parts, rows). The last part of a row to finish merges all parts.
+    """Draw greedy or unfiltered tokens of rows. Grid (parts, rows). The last program of a row to end merges all parts.
 
     logits               [R, vocab]; stride  elements from row to row
-    slots, positions     [R] int64, see `Rows`;  table  [slots, 16] int32. Not read without NOISE
+    slots, positions     [R] int64, see `Rows`;  table  [slots, 16] int32. They are not read if NOISE is False
     partial, counters    see `Scratch`; counters are 0 before and after
     tokens, codes        [R] int64 and uint8, outputs
     part_size            ids of a part, a multiple of TILE;  PARTS  most parts of a row
@@ -152,10 +152,11 @@ def stream_kernel(
     num_tiles, EDITED: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Read each row once for `select_kernel`. Grid (parts, rows).
+    """Compute from one reading of each row the statistics that `select_kernel` needs. Grid (parts, rows).
 
     Rows with filters get group_max: the largest logit of each GROUP ids (+inf for NaN); with top-p alone they also get
-    tile_mass: the sum of exp((x - largest) / temperature) of each WIDE ids. Other rows get the packed key of each part.
+    tile_mass: the sum of exp((x - largest) / temperature) of each WIDE ids. Other rows get in `partial` the packed key
+    (best score and its id) of each part.
 
     logits, edited                    [R, vocab]; stride  elements from row to row of logits
     slots, positions, table           see `Rows`

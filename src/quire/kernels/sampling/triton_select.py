@@ -280,7 +280,7 @@ def select_kernel(
     EDITED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr,
     FEW: tl.constexpr, LIST: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens and codes of all rows, except the tokens that `many_kernel` will write. Grid (rows,).
+    """Draw the tokens of all rows and write tokens and codes; a few rows are left to `many_kernel`. Grid (rows,).
 
     logits, edited                   [R, vocab]; stride  elements from row to row of logits
     broken                           [R] int32, see `Scratch`; 0 afterwards
@@ -345,7 +345,7 @@ def many_kernel(
 ):  # fmt: skip
     """Draw tokens of the rows that `select_kernel` has left, by bisection over the list or the whole row. Grid (rows,).
 
-    Arguments as in `select_kernel`; TILE and NOISE_TILE: ids at a time, in bisection and in the draw.
+    Arguments as in `select_kernel`. TILE and NOISE_TILE: ids that are read at a time, in the bisection and in the draw.
     """
     number = tl.program_id(0).to(tl.int64)
     count = tl.load(pending + number)

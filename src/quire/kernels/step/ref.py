@@ -7,7 +7,7 @@ from quire.kernels.step import StepBuffers, StepWords, Tables
 
 
 def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
-    """Compute token ids, positions and KV slots of a step from the tables. See `quire.kernels.step`."""
+    """Fill `buffers` with the inputs of a step (token ids, positions, KV slots, ...). See `quire.kernels.step`."""
     seqs, tokens, rows = step.num_seqs, step.num_tokens, step.num_samples
     slots, b = step.slots[:seqs].long(), buffers
     past = tables.computed.index_select(0, slots)
@@ -51,7 +51,7 @@ def _pad(buffers: StepBuffers, tokens: int, seqs: int, rows: int, *, dummy: int)
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, None]:
-    """Return the block tables of a step's sequences.
+    """Return (block_tables, table_rows) of `AttentionMeta` for the sequences of a step.
 
     See `quire.kernels.step`. Returns a copy of the sequences' rows, for kernels without `table_rows`.
     """
@@ -61,7 +61,7 @@ def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: 
 def finish_step(
     step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor
 ) -> None:
-    """Write sampled tokens to the history and advance their slots.
+    """Write sampled tokens to the history and to `out`, and advance the computed lengths of the sequences.
 
     See `quire.kernels.step`. The caller never samples past the end of the history.
     """

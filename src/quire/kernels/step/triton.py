@@ -23,12 +23,12 @@ BLOCK = 128
 
 
 def apply_runs(words: Tensor) -> None:
-    """Copy the words of every run to its address."""
+    """Copy the words of every run (table change) in `words` to the run's device address."""
     _apply_kernel[(PROGRAMS,)](words, PROGRAMS, RUN_WORDS, NUM_RUNS, RUNS_AT, num_warps=4)
 
 
 def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
-    """Compute token ids, positions and KV slots of a step from the tables. See `quire.kernels.step`."""
+    """Fill `buffers` with the inputs of a step (token ids, positions, KV slots, ...). See `quire.kernels.step`."""
     tokens, seqs, rows = len(buffers.token_ids), len(buffers.seq_lens), len(buffers.sample_rows)
     token_programs, seq_programs = -(-tokens // BLOCK), -(-max(seqs, rows) // BLOCK)
     block_tables = tables.block_tables
@@ -42,7 +42,7 @@ def build_inputs(step: StepWords, tables: Tables, buffers: StepBuffers) -> None:
 
 
 def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return the block tables of a step's sequences.
+    """Return (block_tables, table_rows) of `AttentionMeta` for the sequences of a step.
 
     See `quire.kernels.step`. Copies nothing: returns the table of all slots, and the sequences' slots as rows.
     """
@@ -52,7 +52,7 @@ def gather_blocks(step: StepWords, tables: Tables, group: int, seqs: int, most: 
 def finish_step(
     step: StepWords, tables: Tables, buffers: StepBuffers, tokens: Tensor, codes: Tensor, out: Tensor
 ) -> None:
-    """Write sampled tokens to the history and advance their slots.
+    """Write sampled tokens to the history and to `out`, and advance the computed lengths of the sequences.
 
     See `quire.kernels.step`. `buffers` are not cut: the kernel reads the number of sequences from the header.
     """

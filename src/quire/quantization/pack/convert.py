@@ -24,13 +24,13 @@ NUMBERS = 1 << 22  # of a matrix that are checked at once
 
 
 class Findings:
-    """Faults in the numbers of a checkpoint, found on the device without waiting for it."""
+    """Faults in the numbers of a checkpoint. The device finds them; only `check` waits for it."""
 
     def __init__(self) -> None:
         self._found: list[tuple[Param, str, str, Tensor]] = []
 
     def add(self, param: Param, role: str, words: str, fault: Tensor) -> None:
-        """Note that `words` are true of a stored tensor of a parameter where `fault`, a bool scalar, is.
+        """Note a possible fault of a stored tensor, described by `words`. `fault`, a bool scalar, is True if it exists.
 
         role   name of the tensor among those of the parameter, such as "0.scale"; the number of a part: its values
         """
@@ -48,7 +48,7 @@ class Findings:
 
 def convert(param: Param, tensors: Mapping[str, Tensor], dtype: torch.dtype, findings: Findings,
             room: Room = torch_room) -> Weight:
-    """Return the matrix of a parameter from its loaded tensors, which must not be used afterwards.
+    """Convert a parameter's loaded tensors to the matrix for kernels to pack; the tensors must not be used afterwards.
 
     param   of one expert where experts are stacked
     dtype   of matrices that are dequantized (`Param.scheme` is None)

@@ -17,10 +17,10 @@ INPUT_SCALE = 1 / 64  # of activations of a few units
 
 
 class DummyTensors:
-    """Fills the stored tensors of quantized parameters.
+    """Fills the stored tensors of quantized parameters with random numbers.
 
-    spread   largest size of the numbers that the weights mean;  seed  of the random numbers
-    tile     random numbers that are drawn, and repeated on `device`
+    spread   largest magnitude of the dequantized weights;  seed  of the random numbers
+    tile     random numbers that are drawn; they are repeated over each tensor, on `device`
     """
 
     def __init__(self, spread: float, seed: int, tile: int, device: torch.device) -> None:

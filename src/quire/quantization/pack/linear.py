@@ -19,15 +19,14 @@ class PackedLinear:
 def pack(kernel: ModuleType, tensors: dict[str, Any], device: torch.device) -> PackedLinear:
     """Pack tensors["weight"], a Tensor or QuantizedMatrix [N, K], for an implementation of `kernels/linear`.
 
-    The packed weight lies on `device`.
-
+    tensors   "weight", and "bias" [N] if there is one;  device  of the packed weight
     Packing runs on the device of the loaded tensor, which must not be used afterwards.
     """
     return _packed(kernel.pack(tensors["weight"]), tensors, device)
 
 
 def pack_gated(kernel: ModuleType, tensors: dict[str, Any], device: torch.device) -> PackedLinear:
-    """`pack` for `run_gated`; the kernel must have the feature "gated"."""
+    """Pack like `pack`, for `run_gated`; the kernel must have the feature "gated"."""
     return _packed(kernel.pack_gated(tensors["weight"]), tensors, device)
 
 
@@ -37,7 +36,7 @@ def _packed(weight: object, tensors: dict[str, Any], device: torch.device) -> Pa
 
 
 def moved(packed: object, device: torch.device) -> object:
-    """Move a packed weight to `device`: tensors, and tuples and dataclasses of them. Other values stay as they are."""
+    """Return a packed weight on `device`. Tensors move, also those inside tuples and dataclasses; other values stay."""
     if isinstance(packed, tuple):
         return tuple(moved(part, device) for part in packed)
     if is_dataclass(packed) and not isinstance(packed, type):
@@ -79,7 +78,7 @@ def run_float(kernel: ModuleType, x: Tensor, packed: PackedLinear, out: Tensor |
 
 
 def run_gated(kernel: ModuleType, x: Tensor, packed: PackedLinear) -> Tensor:
-    """Return silu(gate) * up, [T, K] -> [T, N / 2]; needs the feature "gated"."""
+    """Return silu(gate) * up, [T, K] -> [T, N / 2], for a weight of gate and up rows; needs the feature "gated"."""
     y: Tensor = kernel.run_gated(x, packed.weight, packed.bias)
     return y
 

@@ -62,7 +62,7 @@ class QuantizedMatrix:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def check(self) -> "QuantizedMatrix":
-        """Assert the types and shapes of this docstring, and return the matrix."""
+        """Assert the dtypes and shapes that the class docstring lists, and return the matrix."""
         (rows, columns), scheme = self.shape, self.scheme
         assert self.values.dtype == TYPES[scheme.values], self.values.dtype
         assert self.scale.shape == scheme.scales(rows, columns), (tuple(self.scale.shape), scheme)
@@ -78,13 +78,16 @@ Room = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]  # allocat
 
 
 def torch_room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate memory by PyTorch."""
+    """Allocate a tensor with `torch.empty`."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def empty(scheme: Scheme, shape: tuple[int, int], device: torch.device | str,
           room: Room = torch_room) -> QuantizedMatrix:
-    """Allocate a matrix of unset numbers; on the device "meta" only its shapes. room: allocates the values."""
+    """Allocate a matrix [N, K] of `shape` without setting its numbers; `room` allocates the values.
+
+    On the device "meta" it has shapes and no memory.
+    """
     rows, columns = shape
     scales, width = scheme.scales(rows, columns), columns // 2 if scheme.values == "w4" else columns
     return QuantizedMatrix(
@@ -102,7 +105,7 @@ Weight = Tensor | QuantizedMatrix
 
 def empty_weight(scheme: Scheme | None, shape: tuple[int, int], dtype: torch.dtype,
                  device: torch.device | str) -> Weight:
-    """Allocate a weight of unset numbers, in `dtype` without a scheme."""
+    """Allocate a weight of `shape` without setting its numbers: a matrix of `scheme`; if None, a tensor of `dtype`."""
     return torch.empty(shape, dtype=dtype, device=device) if scheme is None else empty(scheme, shape, device)
 
 

@@ -17,11 +17,11 @@ NUMBERS = 1 << 20  # of the weight that are quantized at once
 
 def quantized(weight: Tensor, scheme: Scheme, room: Room = torch_room,
               scales: torch.dtype = torch.float32) -> QuantizedMatrix:
-    """Quantize a weight [N, K]. Blocks at its edges may be smaller; groups must divide its columns.
+    """Quantize a weight [N, K] by rounding to nearest. Its edge blocks may be smaller; groups must divide K.
 
-    The scale of FP8 and of signed integers is max(amax, 1e-10) / 448 or / 127. A zero point is where 0 lies.
-
-    scales   type to which scales are rounded before values are, as checkpoints store them
+    The scale of FP8 is max(amax, 1e-10) / 448, that of int8 max(amax, 1e-10) / 127. A zero point is the value that
+    means 0.
+    scales   dtype to which scales are rounded before values are, as checkpoints store them
     """
     rows, columns = weight.shape
     made = empty(scheme, (rows, columns), weight.device, room)

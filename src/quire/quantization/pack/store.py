@@ -10,10 +10,10 @@ from quire.quantization.rows import PACKED
 
 
 def stored_tensors(matrix: QuantizedMatrix, form: str, scales: torch.dtype) -> dict[str, Tensor]:
-    """Return the stored tensors of a matrix by role: "values", "scale", "zero", "shape" (see `quantization.schemes`).
+    """Return the tensors that a checkpoint stores for a matrix, by role: "values", "scale", "zero", "shape".
 
-    form     format of the checkpoint. Packed integers need columns by 8, and those of AWQ rows by 8
-    scales   type of the scales
+    form     format of the checkpoint, a name of `FORMATS`. Packed integers need columns by 8, and AWQ rows by 8
+    scales   dtype of the stored scales
     """
     scale = matrix.scale.to(scales)
     if form == AWQ.name:

@@ -12,7 +12,7 @@ NUMBERS = 1 << 20  # that are converted at once: temporary tensors stay small
 
 
 def fill_rows(out: Tensor, words: Tensor) -> None:
-    """Write words [n, W], packed along the rows in natural order, to bytes [n, B]; B <= 4 W, the rest is padding."""
+    """Copy rows packed in natural order, int32 words [n, W], to the bytes `out` [n, B]; B <= 4 W drops the padding."""
     if out.shape[1] == 4 * words.shape[1]:
         out.view(torch.int32).copy_(words)
     else:
@@ -20,7 +20,7 @@ def fill_rows(out: Tensor, words: Tensor) -> None:
 
 
 def spread(words: Tensor, bits: int, awq: bool = False) -> Tensor:
-    """Unpack words [a, C] along their last axis, in natural order or that of AWQ: [a, C * p] uint8."""
+    """Unpack int32 words [a, C] to [a, C * p] uint8, p = 32 / bits values per word, in natural order or AWQ's."""
     places = torch.arange(WORD // bits, dtype=torch.int32, device=words.device)
     if awq:
         places = places % 2 * 4 + places // 2
@@ -33,7 +33,7 @@ def join_nibbles(values: Tensor) -> Tensor:
 
 
 def fill_awq(out: Tensor, words: Tensor) -> None:
-    """Write the values of AWQ, [K, n / 8] words packed along the rows of the matrix, to bytes [n, K / 2]."""
+    """Unpack AWQ's int32 words [K, n / 8], packed along the matrix's rows, to 4-bit values `out` [n, K / 2] uint8."""
     inner, packed = words.shape
     step = max(NUMBERS // max(8 * packed, 1), 1) * 2
     for first in range(0, inner, step):

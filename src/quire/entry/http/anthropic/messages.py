@@ -38,7 +38,7 @@ SHOWN: dict[type[Event], tuple[dict[str, Any], str, str]] = {  # event -> (empty
 
 
 async def messages(context: ServerContext, exchange: Exchange) -> None:
-    """Answer one request. `max_tokens` beyond the context is accepted: the answer then ends at the context's end."""
+    """Answer a request of /v1/messages. `max_tokens` may exceed the context; the answer ends at the context's end."""
     exchange.ending = lambda *error: b"event: error\ndata: %b\n\n" % anthropic_error(*error, exchange.request_id)[1]
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS

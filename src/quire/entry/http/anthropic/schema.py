@@ -60,8 +60,7 @@ class ToolPick(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Thinking before the answer: on or off (if the chat template has a switch for it), its token budget, its display.
-    """
+    """Thinking before the answer: on or off (if the chat template has a switch), its token budget and its display."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None

@@ -43,7 +43,7 @@ class ParserPlan:
 
 
 class ChoiceParser:
-    """Parser of one choice. `num_thought`: number of its reasoning tokens, counted when a reasoning ends."""
+    """Parser of a choice's text into events. `num_thought`: reasoning tokens, counted when a reasoning ends."""
 
     def __init__(self, plan: ParserPlan, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self._plan, self._tokenizer = plan, tokenizer
@@ -56,7 +56,7 @@ class ChoiceParser:
         self._behind, self._text, self._tokens = 0, list[str](), list[int]()
 
     def events(self, piece: CompletionOutput) -> list[Event]:
-        """Return the events of a piece. Its text may be any part of the whole, or "". The last has a finish reason."""
+        """Return the events in the next piece of text, which may be "". The last piece must have a finish reason."""
         if self._parser is None:
             return [Words(piece.text)] if piece.text else []
         events = self._parser.feed(piece.text) if piece.text else []

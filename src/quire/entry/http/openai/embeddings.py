@@ -37,7 +37,7 @@ async def embed(context: ServerContext, exchange: Exchange) -> None:
     plan, given = context.text().pooling, several(request.input, "input")
     plan.check(request.dimensions)
     if len(given) > schema.MAX_INPUTS:
-        raise InvalidParameter(f"input holds {len(given)} texts: at most {schema.MAX_INPUTS} per request.",
+        raise InvalidParameter(f"input holds {len(given)} texts: send at most {schema.MAX_INPUTS} per request.",
                                param="input")
     if not plan.source:
         exchange.warn(f"embeddings are {plan}")
@@ -57,7 +57,7 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
                      texts: Sequence[str | list[int]], params: Sequence[str], dimensions: int | None = None,
                      ) -> tuple[list[F32], schema.PromptUsage]:
     """Compute the embeddings of texts or token ids. Return the vectors and the token counts.
-    `params`: request field of each text, for errors; the last one counts for all further texts. When the engine's queue
+    `params`: name of each text's field, for errors; the last name counts for all further texts. When the engine's queue
     cannot hold all texts, they are sent in parts, within one deadline."""
     plan, began = context.text().pooling, time.monotonic()
     prompts = await _prompts(context, exchange, request, texts, params)

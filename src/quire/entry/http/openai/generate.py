@@ -71,7 +71,7 @@ class Job:
 
 
 class Writer(ABC):
-    """Base of the writers, which make a route's answers: JSON bytes or framed events."""
+    """Base of writers. A writer turns outputs into a route's answer: one JSON body, or the events of a stream."""
 
     _parsers: Sequence[ChoiceParser] = ()  # parsers of the choices, if these are more than text
 
@@ -137,11 +137,11 @@ async def answer(
                          Awaitable[tuple[list[Prompt], ParserPlan]]],
     writer: Callable[[Job, Request, Tokenizer | None], Writer],
 ) -> None:
-    """Answer one request.
+    """Answer one request for generated text, on any route.
 
     params_of    makes the sampling parameters from the request, the defaults and the server's stream interval
     prompts_of   makes the prompts and the plan for parsing the answer; it may change the parameters
-    writer       makes the writer of the route
+    writer       makes the `Writer` that formats the answer
     """
     request_id = exchange.name(request.request_id)
     model, text, serve = context.model(request.model), context.text(), context.config.serve
@@ -171,7 +171,7 @@ def _told(notes: list[str]) -> str:
 
 
 async def generate(context: ServerContext, exchange: Exchange, job: Job, writer: Writer) -> None:
-    """Run a job and send its answer. After the first byte of a stream, the caller ends it by `Exchange.fail`."""
+    """Run a job and send its answer. If this raises, the caller answers with `Exchange.fail`, also within a stream."""
     with context.in_flight.hold(owner_of(exchange.scope, context.config.http), job.request_id):
         async with exchange.watch() as watch:
             await asyncio.sleep(0)  # cancelled here if the client disconnected while its text was encoded
@@ -236,7 +236,7 @@ async def _events(events: EventStream, stream: RequestStream, progress: "StreamP
 
 
 class StreamProgress:
-    """State of a stream's choices. It turns the engine's outputs into events."""
+    """Progress of the choices of one stream. Turns the engine's outputs into events."""
 
     def __init__(self, job: Job, writer: Writer) -> None:
         self._job = job
@@ -250,7 +250,7 @@ class StreamProgress:
         self._cached = [0] * len(job.prompts)
 
     def events(self, batch: list[tuple[int, RequestOutput]]) -> bytes:
-        """Return the events of a batch of outputs, framed and joined; one piece per choice."""
+        """Return the framed events of a batch of (prompt index, output), joined; one piece per choice."""
         if self._single and self._begun[0]:
             piece = batch[-1][1].outputs[0]
             if len(batch) == 1 and piece.finish_reason is None:  # nearly every call
@@ -271,7 +271,7 @@ class StreamProgress:
         return b"".join(frames)
 
     def last(self) -> bytes:
-        """Return the events after the last choice."""
+        """Return the events that end the stream: the token counts, if asked for, and the route's last event."""
         return self._writer.end(self._usage())
 
     def _counts(self) -> bytes:

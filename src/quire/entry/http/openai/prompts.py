@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 
 async def away(context: ServerContext, size: int, work: Callable[[], T]) -> T:
-    """Do the CPU work of a request with `size` bytes: at once if small, else in a thread, huge ones one at a time.
-    The time grows with the bytes, whether these are characters, messages (about 18 us each), parts or variables."""
+    """Return the result of `work`, which a request of `size` bytes needs. Small requests run it at once, others in a
+    thread, huge ones one at a time. Time grows with bytes: characters, messages (some 18 us each), parts, variables."""
     if size < LONG:
         return work()
     try:
@@ -123,10 +123,10 @@ async def conversation_prompt(
     context: ServerContext, exchange: Exchange, request: ChatRequest | TokenizeRequest, messages: list[Message],
     longest: int | None, *, tools: list[dict[str, Any]] | None = None, opens: ReasoningFormat | None = None,
 ) -> Prompt:
-    """Render and encode messages. The template writes the special tokens.
+    """Render messages with the chat template and encode them. The template writes the special tokens.
 
-    longest   see `encoded`
-    opens     format of reasoning that the model begins by itself: the prompt begins it instead
+    longest   maximum tokens of the prompt; see `encoded`
+    opens     format of reasoning that the model would begin by itself; the prompt begins the reasoning instead
     """
     text = context.text()
     tokenizer = tokenizer_of(text, "messages")
@@ -191,8 +191,8 @@ def _longest(context: ServerContext, request: SamplingFields) -> int | None:
 
 def encoded(tokenizer: Tokenizer, text: str, special: bool, longest: int | None, param: str, *,
             after: str = "") -> Prompt:
-    """Encode a text, or the fill-in-the-middle prompt for the gap between it and the text `after`.
-    Raises 400 before encoding when the text certainly has more than `longest` tokens."""
+    """Return the prompt of a text, or the fill-in-the-middle prompt for the gap between `text` and `after`.
+    Raises 400 (field `param`) before encoding when the text certainly has more than `longest` tokens."""
     if longest is not None and (fewest := tokenizer.fewest_tokens(text + after)) > longest:
         raise HttpError(400, f"this model's maximum context length is {longest} tokens, and the prompt is too long "
                         f"with at least {fewest}: shorten the prompt.", code="context_length_exceeded", param=param)
@@ -218,7 +218,7 @@ def several(prompt: str | Sequence[str | int | list[int]], param: str = "prompt"
 
 def fitted(context: ServerContext, request: SamplingFields | EmbeddedFields, prompt: Prompt, asked: int | None,
            param: str, limit: str = "max_tokens") -> Prompt:
-    """Return the prompt with its salt, truncated as requested.
+    """Return the prompt with the request's cache salt, truncated as the request asks.
     Raises 400 when the prompt (field `param`) and the `asked` tokens (field `limit`) exceed the context."""
     ids, longest, keep = prompt.token_ids or [], context.ready().max_model_len, request.truncate_prompt_tokens
     text = prompt.text

@@ -37,7 +37,7 @@ ITEMS, OUTPUT = msgspec.json.Decoder(list[Item]), msgspec.json.Decoder(dict[str,
 
 
 async def respond(context: ServerContext, exchange: Exchange) -> None:
-    """Create a response."""
+    """Answer POST /v1/responses: generate a response, at once or in the background, and store it by default."""
     request = await DECODER.read(context, exchange)
     exchange.words = WORDS
     check_fields(request)
@@ -70,7 +70,7 @@ async def respond(context: ServerContext, exchange: Exchange) -> None:
     gone, asked = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def receive() -> dict[str, str]:
-        """Wait for a cancellation, which stands for a disconnect. The first call reports that the writer exists."""
+        """Wait for a cancellation, then report a disconnect. The first call sets `asked`: the writer exists."""
         if made and not asked.done():
             asked.set_result(None)
         await gone.wait()
@@ -103,7 +103,7 @@ def _settle(context: ServerContext, name: str, writer: ResponseWriter, task: "as
 
 
 async def retrieve(context: ServerContext, exchange: Exchange) -> None:
-    """Answer with a response in its current state. DELETE: remove it; then it cannot be continued any more."""
+    """Answer with a stored response in its current state. DELETE removes it; no request can continue it then."""
     asked = parse_qs(exchange.scope["query_string"].decode("latin-1"))
     for name in asked.keys() & ASKED.keys() - ({"stream"} if asked.get("stream") == ["false"] else set()):
         raise not_implemented(name, ASKED[name])

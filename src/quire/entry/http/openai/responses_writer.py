@@ -38,7 +38,7 @@ CALL: Kind = ("fc", {"type": "function_call"}, "", {}, "", "response.function_ca
 
 
 class ResponseWriter(Writer):
-    """Writer of one response. `keep` is called with the finished object as JSON, before the client gets it."""
+    """Writer of an answer of /v1/responses. `keep` gets the finished response as JSON, before the client does."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None, request: ResponseRequest, response_id: str,
                  keep: Callable[[bytes], None]) -> None:
@@ -109,8 +109,8 @@ class ResponseWriter(Writer):
         return b"".join([*frames, self._event(f"response.{status}", response=self._answer)])
 
     def fail(self, status: int, body: bytes) -> bytes:
-        """End the response with an error. Return the last events: the object, then the error, which clients raise.
-        Signature of `Exchange.ending`."""
+        """End the response with an error. Return the last events: the response, then the error, which clients raise.
+        `status`, `body`: the HTTP status and JSON body of the error, as `Exchange.ending` gets them."""
         error = msgspec.json.decode(body)["error"]
         # OpenAI's codes are an enumeration; "invalid_prompt" is the one for invalid requests.
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(status, "server_error")

@@ -64,7 +64,7 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Format of the answer."""
+    """Format of the answer: free text, any JSON object, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -208,7 +208,7 @@ class Tool(msgspec.Struct, kw_only=True):
 
 
 class FunctionReference(msgspec.Struct, kw_only=True):
-    """A function of the request's tools."""
+    """Name of a function among the request's tools."""
 
     name: str
 
@@ -318,7 +318,7 @@ class LegacyLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A completion; index = prompt index * n + number of the completion. The last three fields only on request."""
+    """A completion; index = prompt index * n + number of the completion. The last three fields come only on request."""
 
     index: int
     text: str
@@ -364,7 +364,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """Message of the model. Content is null if there are only calls. Reasoning is returned under both names."""
+    """Message of the model. `content` is null if there are only calls. `reasoning` equals `reasoning_content`."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -375,7 +375,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """An answer; `token_ids` only on request."""
+    """An answer. `token_ids` is sent only on request."""
 
     index: int
     message: AnswerMessage
