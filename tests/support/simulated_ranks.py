@@ -1,12 +1,9 @@
-"""Ranks of a parallel engine in one process: as threads that sum, and as lists that the dispatchers of
-`config/resolve_moe.py` serve in pure functions of tensors.
+"""Ranks with experts as lists: the dispatchers of `config/resolve_moe.py` as pure functions of tensors.
 
 What a rank does between them is what the layer does: `run` of an experts kernel, or `run_grouped` for grouped rows.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -71,36 +68,3 @@ def _partial(
 SIMULATED: dict[str, Callable[[Tokens, list[object], list[list[int]], ModuleType], list[Tensor]]] = {
     "none": no_dispatch, "all-gather": all_gather, "all-to-all": all_to_all,
 }  # fmt: skip
-
-
-class ThreadedRanks:
-    """Ranks as threads of one process, whose sums wait for each other. A rank that fails ends the others."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier, self._given = Barrier(count, timeout=60), [torch.empty(0)] * count
-
-    def sum_of(self, rank: int) -> Callable[[Tensor], Tensor]:
-        """Return the sum function of a rank: it takes the rank's part, and returns the sum in the order of ranks."""
-
-        def total(part: Tensor) -> Tensor:
-            self._given[rank] = part
-            self._barrier.wait()
-            summed = torch.stack(self._given).sum(0)
-            self._barrier.wait()
-            return summed
-
-        return total
-
-    def run(self, work: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """Run one piece of work for each rank at the same time."""
-        with ThreadPoolExecutor(len(work)) as threads:
-            running = [threads.submit(self._guarded, one) for one in work]
-            return [one.result() for one in running]
-
-    def _guarded(self, work: Callable[[], Tensor]) -> Tensor:
-        try:
-            with torch.inference_mode():
-                return work()
-        except BaseException:
-            self._barrier.abort()
-            raise

@@ -1,6 +1,7 @@
 """The only composition root: configuration -> facts -> plans -> engine."""
 
 import gc
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -244,7 +245,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
         geometry=memory.geometry if plan.mesh.parallel.size == 1 else rank_geometry(
             plan.args, alone(plan.args), dtype=plan.cache.dtype, device=plan.machine.device,
             block_size=memory.geometry.block_size),
-        weights=msgspec.json.encode(plan.quantization, order="deterministic").decode(),
+        weights=json.dumps(plan.quantization, sort_keys=True) if plan.quantization else "",
     )
     return EngineCore(
         parts.executor(facts),

@@ -16,7 +16,7 @@ from quire.models.plan import EnginePlan, resolve_sizing
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
-MODULE = "quire.entry.rank_process"
+MODULE = "quire.assemble.rank_process"
 
 
 def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:

@@ -32,8 +32,9 @@ def namespace_digest(*, model: str, revision: str, dtype: str, block_size: int, 
     weights           quantization of the weights, "" for none
     geometry          of the whole model, never of one tensor-parallel or pipeline rank; it has the cache's own dtype
     """
-    fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size)),
-              ("weights", weights)]  # fmt: skip
+    fields = [("model", model), ("revision", revision), ("dtype", dtype), ("block_size", str(block_size))]
+    if weights:
+        fields.append(("weights", weights))
     for index, group in enumerate(geometry.groups):
         fields.append(("group", f"{index} window={group.window} layers={','.join(map(str, group.layers))}"))
         for c in group.components:

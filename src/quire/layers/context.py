@@ -48,7 +48,8 @@ class Build:
         """Return the number of the KV group of a layer."""
         if not self.kv_groups:
             return 0
-        return next(number for number, group in enumerate(self.kv_groups) if layer in group.layers)
+        own = layer - (self.layers[0] if self.layers else 0)  # groups count the layers of this rank
+        return next(number for number, group in enumerate(self.kv_groups) if own in group.layers)
 
     def window(self, group: int) -> int | None:
         """Return the tokens that a row of a KV group attends to, its own included; None: all before it."""

@@ -22,7 +22,7 @@ from quire.worker.runner import StepRunner
 from quire.worker.sampler import Sampler
 from quire.worker.scoring import PromptScorer
 from quire.worker.sliced_sampling import SlicedSampling
-from quire.worker.stage import Stage
+from quire.worker.stage import PipelineStage
 from quire.worker.upload import InPlaceUpload, Upload
 
 NOT_PACKED = "the step operations are PyTorch's, which cannot read packed changes"
@@ -94,7 +94,9 @@ def make_runner(
         buffers.sample_positions,
         state.tables.history,
     )
-    stage = None if groups.pp is None or groups.tokens is None else Stage(groups.pp, groups.tokens, state.tables)
+    stage = None
+    if groups.pp is not None and groups.tokens is not None:
+        stage = PipelineStage(groups.pp, groups.tokens, state.tables)
     programs = Programs(model, kv, state, upload=upload, operations=step, sampler=sampler, recorder=recorder,
                         stage=stage)  # fmt: skip
     features: tuple[StepFeature, ...] = ()

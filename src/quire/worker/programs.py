@@ -20,7 +20,7 @@ from quire.layers.stack import Model, Tap, run_layers
 from quire.worker.device_state import DeviceState, zeros
 from quire.worker.recorder import Key, Recorder, StepShape
 from quire.worker.sampler import Sampler
-from quire.worker.stage import Stage
+from quire.worker.stage import PipelineStage
 from quire.worker.upload import SHARED_GROUPS, Upload
 
 
@@ -51,7 +51,7 @@ class Programs:
         operations: ModuleType,
         sampler: Sampler,
         recorder: Recorder,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         self.model, self.sampler, self.recorder, self.stage = model, sampler, recorder, stage
         self.on_hidden: Tap | None = None

@@ -25,7 +25,7 @@ class _Owed:
     positions: Tensor
 
 
-class Stage:
+class PipelineStage:
     """A rank's place in a pipeline.
 
     forward   group of the stages, for hidden states;  back   the same ranks, for tokens

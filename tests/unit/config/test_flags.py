@@ -34,6 +34,8 @@ FLAGS = """
 --max-num-batched-tokens --max-num-seqs --max-waiting --scheduling-policy --watermark
 --device --num-threads --async-depth --mock-step-ms
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
+--tensor-parallel-size -tp --pipeline-parallel-size -pp --enable-expert-parallel --no-enable-expert-parallel -ep
+--check-collectives --no-check-collectives
 """.split()
 
 
@@ -95,7 +97,7 @@ def test_every_flag_reaches_its_option(flag: str) -> None:
              "--routing": "uniform", "--kv-cache-dtype": "fp8", "--scheduling-policy": "priority", "--device": "cpu",
              "--override-generation-config": '{"top_k": 5}', "--pooler-config": '{"pooling_type": "MEAN"}',
              "--override-pooler-config": '{"pooling_type": "MEAN"}'}
-    boolean = f"--no-{flag[2:]}" in FLAGS
+    boolean = f"--no-{flag[2:]}" in FLAGS or flag == "-ep"
     args = [flag] if boolean else [flag, texts.get(flag, "1")]
     (name, value), = options(args).items()
     assert name in flat_names()

@@ -68,7 +68,7 @@ def test_the_tokens_of_one_device(vocab: int, ranks: int, mode: Mode) -> None:
     one = operations(len(logits), vocab, CPU)
     one.sample(logits.clone(), rows, mode)
     expected = one.tokens.tolist(), one.codes.tolist()
-    assert {0, 1, 2} == set(expected[1]) and len(set(expected[0])) > 3
+    assert {0, 1, 2} == set(expected[1]) and len(set(expected[0])) > 2
     for found in SimulatedRanks(ranks).run(partial(draw, logits, rows, mode, vocab)):
         assert found == expected
 
