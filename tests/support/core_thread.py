@@ -11,7 +11,7 @@ from quire.procs.messages import CoreStart, Ready
 
 
 class CoreThread:
-    """A running core; `core` is set once it is built. Has what a `CoreClient` needs of a `CoreChild`."""
+    """A running core; `core` is set once it is built. Has what a `CoreClient` needs of a `ChildProcess`."""
 
     def __init__(self, start: CoreStart, build: Build) -> None:
         self.pid: int | None = None

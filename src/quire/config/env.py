@@ -15,7 +15,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quire.contracts.text_table import read_rows
@@ -57,6 +57,11 @@ def child_variables() -> dict[str, str]:
     """Return the environment of a child process: search paths, Python's variables, locale and time zone; no key."""
     return {name: text for name, text in os.environ.items()
             if name in ("PATH", "TZ", "LD_LIBRARY_PATH") or name.startswith(("PYTHON", "LC_", "LANG"))}
+
+
+def with_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of this process with `more` variables."""
+    return {**os.environ, **more}
 
 
 def unknown_variables(options: Iterable[str]) -> dict[str, str | None]:

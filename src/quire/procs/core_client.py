@@ -15,7 +15,7 @@ import zmq
 
 from quire.config.engine import EngineConfig
 from quire.contracts.errors import EngineDead
-from quire.procs.core_child import CoreChild
+from quire.procs.child_process import ChildProcess
 from quire.procs.messages import CoreStart, Dropped, FromCore, Stop, ToCore
 from quire.procs.wire import decode_from_core, encode
 
@@ -27,7 +27,7 @@ LAST_WORDS_SECONDS = 0.1  # to wait for the last message of a core that has ende
 STOP_SECONDS = 2.0  # to wait for a core to end by itself
 MAX_FOLDER = 80  # a socket's path may have about 100 characters
 
-Launch = Callable[[CoreStart], CoreChild]
+Launch = Callable[[CoreStart], ChildProcess]
 
 
 class CoreClient:
@@ -44,7 +44,7 @@ class CoreClient:
         on_death: Callable[[EngineDead], None],
         launch: Launch,
     ) -> None:
-        self.core: CoreChild | None = None
+        self.core: ChildProcess | None = None
         self._on_message, self._on_death, self._launch = on_message, on_death, launch
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connected = self._over = False
@@ -135,7 +135,7 @@ class CoreClient:
             self._connected = True
         return message
 
-    async def _watch(self, core: CoreChild) -> None:
+    async def _watch(self, core: ChildProcess) -> None:
         stopped_at: float | None = None
         while True:
             await asyncio.sleep(WATCH_SECONDS)
@@ -157,7 +157,7 @@ class CoreClient:
             self._over = True
             self._on_death(EngineDead(message))
 
-    async def _ended(self, core: CoreChild) -> None:
+    async def _ended(self, core: ChildProcess) -> None:
         deadline = time.monotonic() + STOP_SECONDS
         while core.ended() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

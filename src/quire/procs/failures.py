@@ -13,13 +13,16 @@ KINDS: dict[str, type[errors.QuireError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.QuireError)}
 
 
-def failed(error: BaseException) -> Failed:
-    """Return the message that says why the core cannot start or go on. A `UserError` has no traceback in it."""
+def failed(error: BaseException, begin: str = "the engine stopped: ") -> Failed:
+    """Return the message that says why a process cannot start or go on, with the traceback for logs.
+
+    begin   beginning of the message about an error that is none of `contracts/errors.py`
+    """
     details = "" if isinstance(error, errors.UserError) else "".join(traceback.format_exception(error))
     if isinstance(error, errors.QuireError):
         return Failed(type(error).__name__, str(error), details)
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Failed(errors.EngineDead.__name__, f"the engine stopped: {words}", details)
+    return Failed(errors.EngineDead.__name__, f"{begin}{words}", details)
 
 
 def rejected(handles: tuple[int, ...], error: Exception) -> Rejected:

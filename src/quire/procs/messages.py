@@ -106,7 +106,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The core process cannot start or go on; `kind` is an error class's name, `details` a traceback for logs."""
+    """A process cannot start or go on; `kind` is an error class's name, `details` a traceback for logs."""
 
     kind: str
     message: str

@@ -29,7 +29,7 @@ from quire.entry.obtain import obtain_model
 from quire.entry.prompts import Prompt
 from quire.observe.metrics import Metrics
 from quire.procs import messages
-from quire.procs.core_child import CoreChild
+from quire.procs.child_process import ChildProcess
 from quire.procs.core_client import CoreClient, Launch
 from quire.procs.failures import rebuilt
 from quire.text.load import TextSide, load_text
@@ -68,8 +68,8 @@ class ServedEngine:
         self.front: FrontEnd | None = None
         self.failure: errors.QuireError | None = None
         self._serve, self._metrics = config.serve, metrics
-        self._client = CoreClient(on_message=self._take, on_death=self._die,
-                                  launch=launch or (lambda start: CoreChild(start, CORE_MODULE)))
+        launch = launch or (lambda start: ChildProcess(CORE_MODULE, msgspec.json.encode(start)))
+        self._client = CoreClient(on_message=self._take, on_death=self._die, launch=launch)
         self.loading = messages.Loading("starting")
         self._on_loading: Callable[[messages.Loading], None] = lambda message: None
         self._starting: asyncio.Future[messages.Ready] | None = None

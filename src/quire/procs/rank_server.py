@@ -1,0 +1,209 @@
+"""The process of a rank: a receiver answers the engine core at any time, the main thread launches, a collector waits.
+
+    receiver    reads the socket from the beginning, acknowledges steps, sends a beat, ends an orphaned process
+    main        builds the rank, then runs steps, masks and controls in the order of their arrival
+    collector   waits for the device, step by step; so the main thread can launch a step while another one runs
+
+Knows the socket and the messages. Knows nothing of models, devices and groups of ranks.
+"""
+
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+from quire.contracts.errors import UserError
+from quire.contracts.step import I32, StepPlan, StepResult
+from quire.procs.failures import failed
+from quire.procs.frames import Frames
+from quire.procs.messages import Loading, Stop
+from quire.procs.rank_messages import (
+    FromRank,
+    RankBeat,
+    RankBuilt,
+    RankControl,
+    RankFailed,
+    RankMasks,
+    RankReady,
+    RankReceived,
+    RankReply,
+    RankResult,
+    RankSize,
+    RankStart,
+    RankStep,
+    ToRank,
+)
+from quire.procs.wire import decode_to_rank, encode
+
+FIRST_BEAT_SECONDS = 1.0  # until `RankStart` has told the time between two beats
+
+
+class RunningRank(Protocol):
+    """A rank that runs steps. `payload` goes to the engine core.
+
+    `collect` runs in a thread of its own, beside `submit`, `release` and `control`. A setting that belongs to a thread,
+    such as the current device, must be made in both threads.
+    """
+
+    @property
+    def payload(self) -> bytes:
+        """Return the facts about this rank."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch a step. If it needs grammar masks, launch everything but the sampling."""
+
+    def release(self, masks: I32) -> None:
+        """Launch the sampling of the last step with its grammar masks; see `Executor.release`."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step and return its result. Called once for each step, after `release`."""
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Run a named operation; see `Executor.control`. A `UserError` goes to the caller; others are faults."""
+
+    def close(self) -> None:
+        """Free all resources. No step is running."""
+
+
+class LoadedRank(Protocol):
+    """A rank that is built but for what depends on all ranks, such as the size of the KV cache."""
+
+    @property
+    def payload(self) -> bytes:
+        """Return the measurements of this rank."""
+
+    def size(self, payload: bytes) -> RunningRank:
+        """Build the rest."""
+
+
+BuildRank = Callable[[bytes, Callable[[int, int], None]], LoadedRank]  # (start, loading(done, total) in bytes)
+
+
+def run_rank(build: BuildRank) -> NoReturn:
+    """Serve the rank of this process and end the process: the last line of a rank's module.
+
+    The engine core starts the module with the descriptor of a socket as its argument.
+    """
+    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
+        sys.exit("this module is a rank of an engine: use `quire serve` or `LLM`, which start all ranks.")
+    code = serve_rank(Frames.inherited(int(sys.argv[1])), build)
+    sys.stderr.flush()
+    os._exit(code)  # skips the interpreter's shutdown, which a library's thread could block
+
+
+def serve_rank(frames: Frames, build: BuildRank) -> int:
+    """Build a rank and serve it until `Stop` (returns 0) or an error, which the engine core gets (returns 1).
+
+    Runs in the main thread. Imports that take long belong in `build`: the engine core hears from the rank meanwhile.
+    """
+    # The engine core decides when a rank ends. Ctrl-C does not reach this session, but a service manager sends SIGTERM
+    # to every process of a unit.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = _Link(frames)
+    try:
+        start = link.messages.get()
+        assert isinstance(start, RankStart)
+        loaded = build(start.payload, lambda done, total: link.send(Loading("weights", done, total, "B")))
+        link.send(RankBuilt(loaded.payload))
+        size = link.messages.get()
+        assert isinstance(size, RankSize)
+        running = loaded.size(size.payload)
+        link.send(RankReady(running.payload))
+        _serve(link, running, start.lead)
+    except Exception as error:  # any error: the engine core must tell the user
+        link.fail(error)
+        return 1
+    return 0
+
+
+def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
+    launched: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each step to collect, then False
+    collector = threading.Thread(target=_collect, args=(link, running, lead, launched), name="quire-rank-collect",
+                                 daemon=True)
+    collector.start()
+    while not isinstance(message := link.messages.get(), Stop):
+        if isinstance(message, RankStep):
+            running.submit(message.plan)
+            if not len(message.plan.grammar):
+                launched.put(True)
+        elif isinstance(message, RankMasks):
+            running.release(message.masks)
+            launched.put(True)
+        elif isinstance(message, RankControl):
+            link.send(_control(running, message))
+    launched.put(False)
+    collector.join()
+    running.close()
+
+
+def _collect(link: "_Link", running: RunningRank, lead: bool, launched: "queue.SimpleQueue[bool]") -> None:
+    try:
+        while launched.get():
+            result = running.collect()
+            if lead:
+                link.send(RankResult(result))
+    except BaseException as error:  # also `SystemExit`, which would end only this thread
+        link.fail(error)
+        os._exit(1)
+
+
+def _control(running: RunningRank, message: RankControl) -> RankReply:
+    try:
+        return RankReply(message.id, running.control(message.name, message.args))
+    except UserError as error:
+        return RankReply(message.id, error=failed(error))
+
+
+class _Link:
+    """The connection to the engine core, and the thread that reads it. Any thread may send."""
+
+    def __init__(self, frames: Frames) -> None:
+        self.messages: queue.SimpleQueue[ToRank] = queue.SimpleQueue()  # in the order of their arrival
+        self._frames, self._parent, self._beat = frames, os.getppid(), FIRST_BEAT_SECONDS
+        threading.Thread(target=self._receive, name="quire-rank-receive", daemon=True).start()
+
+    def send(self, message: FromRank) -> None:
+        """Send a message. Ends the process when the engine core is gone."""
+        data = encode(message)
+        try:
+            self._frames.send(data)
+        except OSError:
+            os._exit(1)
+
+    def fail(self, error: BaseException) -> None:
+        """Send the last message, about an error."""
+        self.send(RankFailed(failed(error, begin=""), time.monotonic()))
+
+    def _receive(self) -> None:
+        try:
+            poller = select.poll()
+            poller.register(self._frames.fileno(), select.POLLIN)
+            next_beat = time.monotonic()
+            while True:
+                if (wait := next_beat - time.monotonic()) <= 0:
+                    # A process that was forked from the engine core's holds the socket open after the core's end.
+                    if os.getppid() != self._parent:
+                        break
+                    self.send(RankBeat())
+                    next_beat, wait = time.monotonic() + self._beat, self._beat
+                if poller.poll(1000 * wait):
+                    for data in self._frames.receive():
+                        self._take(decode_to_rank(data))
+        except EOFError:
+            pass  # the engine core is gone
+        except BaseException as error:
+            self.fail(error)
+        os._exit(1)  # ends the process also while the main thread computes
+
+    def _take(self, message: ToRank) -> None:
+        if isinstance(message, RankStart):
+            self._beat = message.beat
+        self.messages.put(message)  # first: the main thread begins while this one sends
+        if isinstance(message, RankStep):
+            self.send(RankReceived(message.plan.step))
