@@ -76,7 +76,7 @@ class FlagParser(argparse.ArgumentParser):
         if flag is None:
             return f"unexpected argument {unknown[0]!r}."
         known, whole = self._option_string_actions, abbreviated(flag.lstrip("-"))
-        near = difflib.get_close_matches(f"--{whole}" if whole else flag, known, n=1)
+        near = [f"--{whole}"] if f"--{whole}" in known else [] if whole else difflib.get_close_matches(flag, known, n=1)
         return f"unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else "")
 
 

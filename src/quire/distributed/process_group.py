@@ -20,6 +20,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # may take long, so the limit of a collective is longer than any step.
 TIMEOUT = timedelta(days=1)
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second name is older
+
 
 def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
     """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
@@ -74,7 +76,7 @@ class ProcessGroup:
         """Return the tensors of all ranks. See `Group`."""
         x = x.contiguous()
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._group)
+        _all_gather(out.view(-1), x.view(-1), group=self._group)
         return out
 
     def send(self, x: Tensor, to: int) -> None:

@@ -179,7 +179,7 @@ def test_stages_that_weigh_the_same_and_differ_in_layers(tmp_path: Path) -> None
     assert plan.fullest == 1 and plan.describe()["memory"]["page_bytes"] == 2 * 2 * 128 * 64 * 2
 
 
-def test_parallel_sizes_are_for_explain_alone() -> None:
+def test_sizes_that_do_not_divide_the_model() -> None:
     with pytest.raises(ConfigError):
         plan_engine(EngineConfig.from_flat(model=TINY), Parallel(tp=3), "h200")
-    assert main(["serve", TINY, "-tp", "2"]) != 0
+    assert main(["serve", TINY, "-tp", "3"]) != 0
