@@ -149,6 +149,16 @@ def share(count: int, parts: int, index: int) -> tuple[int, int]:
     return first, first + each + (index < left)
 
 
+def vocabulary_share(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the range of a vocabulary of `size` ids that part `index` holds.
+
+    Parts begin at multiples of 64, which suits products, or of 4 in a small vocabulary: four ids share a draw of noise.
+    """
+    unit = 64 if size >= 64 * parts else 4
+    first, end = share(-(-size // unit), parts, index)
+    return min(first * unit, size), min(end * unit, size)
+
+
 def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
     """Yield every rank, in the order of their numbers."""
     kv, num_experts = min(args.num_kv_heads, parallel.tp), args.moe.routing.num_experts if args.moe else 0

@@ -3,7 +3,7 @@
     simulated.py      ranks as threads of a process, for exact tests
     process_group.py  ranks as processes, over torch.distributed (gloo, NCCL)
     checked.py        a group that compares each call with the other ranks' (debug mode)
-    vocabulary.py     the slice of the vocabulary that a rank holds: whole logits, the winner among ranks
+    vocabulary.py     the slice of the vocabulary that a rank holds
 
 Every rank of a group makes the same calls, in the same order, with the same shapes and types. So no code decides by a
 value that other ranks may not have: the plan of a step says everything. Knows kernels; knows no layers and no requests.

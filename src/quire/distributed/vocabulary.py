@@ -1,24 +1,11 @@
 """The slice of the vocabulary that a rank's embedding and head hold."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.distributed import Group
-
-
-class Winner(NamedTuple):
-    """The winning id of each row over all ranks, [R] each.
-
-    tokens   int64 ids of the vocabulary;  best  float64 largest value, NaN where a rank has one
-    peak     float64 largest raw logit, NaN where a rank has one
-    """
-
-    tokens: Tensor
-    best: Tensor
-    peak: Tensor
 
 
 @dataclass(frozen=True)
@@ -55,15 +42,3 @@ class VocabularySlice:
             logits = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
         parts = self.group.all_gather(logits)
         return torch.cat([part[:, :count] for part, count in zip(parts, self.counts, strict=True)], dim=1)
-
-    def winner(self, tokens: Tensor, best: Tensor, peak: Tensor) -> Winner:
-        """Return the id with the largest value over all ranks, the lowest id among equals.
-
-        tokens   [R] int64: this rank's best id of each row, an id of the vocabulary;  best  [R]: its value
-        peak     [R]: this rank's largest raw logit
-        """
-        own = torch.stack((tokens.double(), best.double(), peak.double()), dim=1)  # exact: ids are below 2^53
-        ids, values, peaks = self.group.all_gather(own).unbind(2)  # [ranks, R] each
-        most = values.amax(dim=0)
-        chosen = ids.masked_fill(values != most, float(self.size)).amin(dim=0)
-        return Winner(chosen.long(), most, peaks.amax(dim=0))

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from quire.config.placement import share
+from quire.config.placement import vocabulary_share
 from quire.distributed import Group
 from quire.distributed.vocabulary import VocabularySlice
 from quire.kernels import routing
@@ -42,5 +42,5 @@ def build_model(plan: EnginePlan, tp: Group | None = None) -> Decoder:
 
 def vocabulary_slice(size: int, tp: Group) -> VocabularySlice:
     """Return the slice of a vocabulary of `size` ids that a rank holds, as `models.layout` divides it."""
-    ranges = [share(size, tp.size, rank) for rank in range(tp.size)]
+    ranges = [vocabulary_share(size, tp.size, rank) for rank in range(tp.size)]
     return VocabularySlice(tp, ranges[tp.rank][0], tuple(end - first for first, end in ranges))

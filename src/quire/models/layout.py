@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
-from quire.config.placement import ALONE, Rank, ranks, share
+from quire.config.placement import ALONE, Rank, ranks, share, vocabulary_share
 from quire.contracts.params import Param, Part
 from quire.quantization.formats import raw_tensors, spare_names
 
@@ -62,7 +62,8 @@ class _Layout:
     def params(self) -> Iterator[Param]:
         """Embedding, layers, norm and head, as far as the rank has them."""
         args, rank, hidden = self.args, self.rank, self.args.hidden_size
-        vocab = _Rows(args.vocab_size, *self._share(args.vocab_size))
+        first, end = vocabulary_share(args.vocab_size, rank.tp, rank.place)
+        vocab = _Rows(args.vocab_size, first, end - first)
         if rank.first:
             yield self._param("embed.weight", {"": vocab}, hidden, shard="rows")
         for layer in range(*rank.layers):

@@ -8,7 +8,6 @@ import torch
 from quire.distributed.mesh import ALONE, RankGroups
 from quire.kernels.attention import KVView
 from quire.kernels.sampling import SamplerOperations
-from quire.kernels.sampling.rows import Mode
 from quire.kernels.select import Choice, KernelNeeds, select
 from quire.layers.stack import Model
 from quire.worker.device_state import DeviceState, Limits
@@ -85,8 +84,7 @@ def make_runner(
     buffers = state.buffers
     operations: SamplerOperations = sampling.operations(limits.max_rows, model.args.vocab_size, device)
     if model.vocabulary is not None:
-        pairs = Mode.GREEDY if chosen["sampling"] == "triton" else Mode.UNFILTERED
-        operations = SlicedSampling(operations, model.vocabulary, limits.max_rows, device, pairs)
+        operations = SlicedSampling(operations, model.vocabulary)
     sampler = Sampler(
         operations,
         state.sampling,

@@ -30,7 +30,7 @@ class Sampler:
     def __init__(self, operations: SamplerOperations, table: SamplingTable, row_slots: Tensor, row_positions: Tensor,
                  history: Tensor) -> None:
         self.table, self.operations = table, operations
-        self._rows = Rows(row_slots, row_positions, table.rows, history, table.edits)
+        self.rows = Rows(row_slots, row_positions, table.rows, history, table.edits)
 
     @property
     def tokens(self) -> Tensor:
@@ -44,7 +44,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, mode: Mode) -> None:
         """Draw one token for each row of logits [R, V]. The logits are not modified."""
-        self.operations.sample(logits, self._rows, mode)
+        self.operations.sample(logits, self.rows, mode)
 
     def take_masks(self, slots: I32, masked: I32, masks: I32) -> None:
         """Set the grammar masks of the next `sample`.

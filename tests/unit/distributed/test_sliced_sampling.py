@@ -56,7 +56,7 @@ def batch(vocab: int, mode: Mode) -> tuple[Tensor, Rows]:
 
 def draw(logits: Tensor, rows: Rows, mode: Mode, vocab: int, group: Group) -> tuple[list[int], list[int]]:
     own: VocabularySlice = vocabulary_slice(vocab, group)
-    sampler = SlicedSampling(operations(len(logits), vocab, CPU), own, len(logits) + 3, CPU)
+    sampler = SlicedSampling(operations(len(logits), vocab, CPU), own)
     sampler.sample(logits[:, own.first : own.first + own.count].contiguous(), rows, mode)
     return sampler.tokens[: len(logits)].tolist(), sampler.codes[: len(logits)].tolist()
 
@@ -86,7 +86,7 @@ def test_masks_hold_for_the_whole_vocabulary() -> None:
 
     def work(group: Group) -> list[int]:
         own = vocabulary_slice(vocab, group)
-        sampler = SlicedSampling(operations(1, vocab, CPU), own, 1, CPU)
+        sampler = SlicedSampling(operations(1, vocab, CPU), own)
         sampler.take_masks(np.zeros(1, np.int32), mask)
         sampler.sample(logits[:, own.first : own.first + own.count].contiguous(), rows, Mode.FULL)
         return sampler.tokens.tolist()

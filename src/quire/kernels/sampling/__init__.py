@@ -3,6 +3,7 @@
     rows.py            a slot's parameters as int32 words; the mode that a batch of rows needs
     noise.py           noise keyed by (seed, position, stream, global vocabulary id), from exact integers
     edits.py           logits processors: masks, bias, penalties, in place, before a token is drawn
+    keys.py            (value, id) as an integer, for rows that several devices share
     draw.py            three ways to draw: greedy, unfiltered (noise), filtered
     order.py           rows sorted by (value descending, id ascending)
     logprobs.py        log-probabilities of raw logits
@@ -65,6 +66,16 @@ class SamplerOperations(Protocol):
 
         A mask applies only if the parameters of the row's slot say that it has a grammar.
         """
+
+    def keys(self, logits: Tensor, rows: Rows, mode: Mode, first: int) -> Tensor:
+        """Return the packed keys [R] int64 of the best ids of each row; see keys.py.
+
+        logits   [R, count] of the ids `first` to first + count - 1; `first` is a multiple of 4
+        mode     GREEDY or UNFILTERED, which must serve all rows
+        """
+
+    def settle(self, keys: Tensor) -> None:
+        """Set `tokens` and `codes` from the largest key of each row, [R] int64."""
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
         """Draw one token for each row of logits [R, V]. The logits are not modified; `mode` must serve all rows."""

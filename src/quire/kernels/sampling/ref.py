@@ -13,6 +13,7 @@ from quire.contracts.step import I32
 from quire.kernels.sampling import Rows
 from quire.kernels.sampling.draw import Filters, draw_filtered, draw_greedy, draw_unfiltered
 from quire.kernels.sampling.edits import Penalties, RowEdits, edit_row, mask_row, penalize
+from quire.kernels.sampling.keys import pack_keys, unpack_keys
 from quire.kernels.sampling.noise import NoiseKey
 from quire.kernels.sampling.rows import Mode, Needs
 
@@ -38,6 +39,22 @@ class TorchSampling:
     def take_masks(self, places: I32, masks: I32) -> None:
         """Set the grammar masks of the next `sample`. See `SamplerOperations`."""
         self._masks = {row: masks[place] for row, place in enumerate(places.tolist()) if place >= 0}
+
+    def keys(self, logits: Tensor, rows: Rows, mode: Mode, first: int) -> Tensor:
+        """Return the packed keys of the best ids of each row. See `SamplerOperations`."""
+        tokens, peaks = draw_greedy(logits)
+        ids, best = tokens + first, peaks
+        if mode == Mode.UNFILTERED:
+            batch = _Batch(logits, rows)
+            key = batch.key(batch.params, batch.positions)
+            drawn, scores = draw_unfiltered(logits, batch.params.view(torch.float32)[:, 1], key, first)
+            noisy = (batch.params[:, 0] & int(Needs.NOISE)) != 0
+            ids, best = torch.where(noisy, drawn, ids), torch.where(noisy, scores, best)
+        return pack_keys(best, ids, peaks)
+
+    def settle(self, keys: Tensor) -> None:
+        """Set `tokens` and `codes` from the largest key of each row."""
+        self.tokens, self.codes = unpack_keys(keys)
 
     def sample(self, logits: Tensor, rows: Rows, mode: Mode) -> None:
         """Draw one token for each row of logits [R, V] float32, into `tokens` and `codes`. See `SamplerOperations`."""
@@ -140,15 +157,15 @@ class _Batch:
                     if sound[row] and need & Needs.NOISE and bool(need & Needs.FILTERS) is narrow]  # fmt: skip
             for numbers in _parts(rows, logits):
                 if len(numbers) == len(self.needs):
-                    tokens.copy_(draw(logits, self.params, self._key(self.params, self.positions)))
+                    tokens.copy_(draw(logits, self.params, self.key(self.params, self.positions)))
                     continue
                 part = torch.tensor(numbers, device=logits.device)
                 params = self.params[part]
-                tokens[part] = draw(logits[part], params, self._key(params, self.positions[part]))
+                tokens[part] = draw(logits[part], params, self.key(params, self.positions[part]))
         return tokens.masked_fill_(codes != _SOUND, 0), codes
 
     @staticmethod
-    def _key(params: Tensor, positions: Tensor) -> NoiseKey:
+    def key(params: Tensor, positions: Tensor) -> NoiseKey:
         return NoiseKey(params.view(torch.int64)[:, 2], positions)
 
 

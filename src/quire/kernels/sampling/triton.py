@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.contracts.step import I32
 from quire.kernels.sampling import Rows
 from quire.kernels.sampling.rows import Mode
-from quire.kernels.sampling.triton_draw import GROUP, pick_kernel, stream_kernel
+from quire.kernels.sampling.triton_draw import GROUP, pick_kernel, settle_kernel, stream_kernel
 from quire.kernels.sampling.triton_edits import edit_kernel, penalize_kernel, prepare_kernel
 from quire.kernels.sampling.triton_select import many_kernel, select_kernel
 from quire.kernels.triton_runtime import INTERPRETED, triton
@@ -114,6 +114,7 @@ class TritonSampling:
         width = -(-vocab // 32)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.codes = torch.zeros(max_rows, dtype=torch.uint8, device=device)
+        self._keys = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.scratch = Scratch.make(max_rows, vocab, device)
         self._taken = torch.full((max_rows * (1 + width),), -1, dtype=torch.int32, device=device)
         self._places, self._masks = self._taken[:max_rows], self._taken[max_rows:].view(max_rows, width)
@@ -136,20 +137,33 @@ class TritonSampling:
         logits   float32, or the dtype that the head computes in
         """
         if mode < Mode.FILTERED:
-            self._pick(logits, rows, noise=mode == Mode.UNFILTERED)
+            self._pick(logits, rows, self.tokens, noise=mode == Mode.UNFILTERED)
             return
         if mode == Mode.FULL:
             self._rewrite(logits, rows)
         self._filtered(logits, rows, rewritten=mode == Mode.FULL)
 
-    def _pick(self, logits: Tensor, rows: Rows, *, noise: bool) -> None:
-        """Draw greedy tokens; with `noise` also random ones, for rows that need noise. Reads no masks, no filters."""
+    def keys(self, logits: Tensor, rows: Rows, mode: Mode, first: int) -> Tensor:
+        """Return the packed keys of the best ids of each row, valid until the next call. See `SamplerOperations`."""
+        self._pick(logits, rows, self._keys, noise=mode == Mode.UNFILTERED, first=first, keys=True)
+        return self._keys[: len(logits)]
+
+    def settle(self, keys: Tensor) -> None:
+        """Set `tokens` and `codes` from the largest key of each row."""
+        settle_kernel[(len(keys),)](keys, self.tokens, self.codes, num_warps=1)
+
+    def _pick(self, logits: Tensor, rows: Rows, out: Tensor, *, noise: bool, first: int = 0,
+              keys: bool = False) -> None:  # fmt: skip
+        """Draw greedy tokens; with `noise` also random ones, for rows that need noise. Reads no masks, no filters.
+
+        out    [>= R] int64: gets tokens, or with `keys` their packed keys;  first  id of the first column
+        """
         count, vocab = logits.shape
         parts, size = cut(count, vocab, TILE)
         pick_kernel[(parts, count)](
-            logits, rows.slots, rows.positions, rows.table, self.scratch.partial, self.scratch.counters, self.tokens,
-            self.codes, vocab, logits.stride(0), size, NOISE=noise, TILE=TILE, PARTS=PARTS, NATIVE=not INTERPRETED,
-            num_warps=4,
+            logits, rows.slots, rows.positions, rows.table, self.scratch.partial, self.scratch.counters, out,
+            self.codes, first, vocab, logits.stride(0), size, NOISE=noise, KEYS=keys, TILE=TILE, PARTS=PARTS,
+            NATIVE=not INTERPRETED, num_warps=4,
         )  # fmt: skip
 
     def _filtered(self, logits: Tensor, rows: Rows, *, rewritten: bool) -> None:

@@ -110,31 +110,48 @@ def _part_key(
 
 
 @jit
+def _store_key(key, row, tokens, codes, KEYS: tl.constexpr):
+    """Store the largest key of a row, or the token and code that it means."""
+    if KEYS:
+        tl.store(tokens + row, key)
+    else:
+        settle(key, row, tokens, codes)
+
+
+@jit
+def settle_kernel(keys, tokens, codes):
+    """Write tokens and codes of rows from their largest keys [R] int64. Grid (rows,)."""
+    row = tl.program_id(0)
+    settle(tl.load(keys + row), row, tokens, codes)
+
+
+@jit
 def pick_kernel(
-    logits, slots, positions, table, partial, counters, tokens, codes, vocab, stride, part_size,
-    NOISE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
+    logits, slots, positions, table, partial, counters, tokens, codes, first, vocab, stride, part_size,
+    NOISE: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Draw greedy or unfiltered tokens of rows. Grid (parts, rows). The last program of a row to end merges all parts.
 
     logits               [R, vocab]; stride  elements from row to row
     slots, positions     [R] int64, see `Rows`;  table  [slots, 16] int32. They are not read if NOISE is False
     partial, counters    see `Scratch`; counters are 0 before and after
-    tokens, codes        [R] int64 and uint8, outputs
+    tokens, codes        [R] int64 and uint8, outputs; with KEYS the packed keys go to `tokens`
+    first                id of the first column, a multiple of 4;  vocab  columns
     part_size            ids of a part, a multiple of TILE;  PARTS  most parts of a row
     """
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    line = logits + row * stride
+    line = logits + row * stride - first
     entry = table
     position = 0
     if NOISE:
         entry = table + tl.load(slots + row).to(tl.int64) * 16
         position = tl.load(positions + row)
-    start = part * part_size
-    stop = tl.minimum(start + part_size, vocab)
+    start = first + part * part_size
+    stop = tl.minimum(start + part_size, first + vocab)
     key = _part_key(line, line, False, entry, position, start, stop, False, NOISE, TILE, NATIVE)
     if tl.num_programs(0) == 1:
-        settle(key, row, tokens, codes)
+        _store_key(key, row, tokens, codes, KEYS)
     else:
         tl.store(partial + row * PARTS + part, key)
         tl.debug_barrier()
@@ -142,7 +159,7 @@ def pick_kernel(
             lane = tl.arange(0, PARTS)
             mine = lane < tl.num_programs(0)
             keys = tl.load(partial + row * PARTS + lane, mask=mine, other=-0x8000000000000000, cache_modifier=".cg")
-            settle(tl.max(keys), row, tokens, codes)
+            _store_key(tl.max(keys), row, tokens, codes, KEYS)
             tl.store(counters + row, 0)
 
 
