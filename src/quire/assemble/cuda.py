@@ -35,7 +35,7 @@ from quire.worker.runner import StepRunner
 DEPTH = 2
 PROMPT_CHUNK = 256  # tokens that a GPU multiplies with weights in the time that reading them takes
 LATENT_CONTEXT = 32768  # tokens of context before the largest step: their expansion fills the workspace
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda")  # the current device of the thread
 
 
 def load_cuda(plan: EnginePlan, groups: RankGroups, facts: CudaFacts, *, on_loading: Loading,

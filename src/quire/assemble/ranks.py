@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from quire.assemble.parts import Loading, Parts
-from quire.assemble.rank import RankFacts, RankTask
-from quire.config.env import loopback_variables
+from quire.assemble.rank_child import RankFacts, RankTask
+from quire.config.env import rank_variables
 from quire.config.resolve import shared_sizes
 from quire.config.resolve_cuda import DeviceMemory
 from quire.models.plan import EnginePlan, resolve_sizing
@@ -27,9 +27,10 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
     folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
     processes: RankProcesses | None = None
     try:
-        starts = [msgspec.json.encode(RankTask(plan=plan, meeting=str(folder / "meeting"), threads=threads))
+        starts = [msgspec.json.encode(RankTask(plan=plan, meeting=str(folder / "meeting"), threads=threads,
+                                             gpu=plan.mesh.rank.number))
                   for plan in plans]  # fmt: skip
-        processes = RankProcesses(MODULE, starts, [rank_name(plan) for plan in plans], loopback_variables(), lead=lead)
+        processes = RankProcesses(MODULE, starts, [rank_name(plan) for plan in plans], rank_variables(), lead=lead)
         measured = [msgspec.json.decode(data, type=DeviceMemory | int) for data in processes.build(on_loading)]
         end_phase("weights")
         sizes = shared_sizes([resolve_sizing(plan, _share(one, len(plans)))

@@ -135,6 +135,7 @@ class ParallelConfig:
                                          least=1)
     enable_expert_parallel: bool = option(False, "distribute whole experts over the devices, not slices of each",
                                           flags=("-ep",))
+    disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")
     check_collectives: bool = option(False, "compare every exchange between ranks before it runs, and name the ranks "
                                             "that differ; slow")
 

@@ -147,7 +147,12 @@ def hub_offline() -> bool:
                for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
-def loopback_variables() -> dict[str, str]:
-    """Return the variables with which ranks of this host talk through its loopback, unless the user chose otherwise."""
-    name = "GLOO_SOCKET_IFNAME"
-    return {} if name in os.environ or sys.platform != "linux" else {name: "lo"}
+def rank_variables() -> dict[str, str]:
+    """Return the variables of the processes of ranks, except those that the user has set.
+
+    Ranks of a host talk through its loopback. Memory that several GPUs map is made without NVLink multicast.
+    """
+    wanted = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: value for name, value in wanted.items() if name not in os.environ}

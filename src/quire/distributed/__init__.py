@@ -2,6 +2,7 @@
 
     simulated.py      ranks as threads of a process, for exact tests
     process_group.py  ranks as processes, over torch.distributed (gloo, NCCL)
+    symmetric.py      GPUs of a host: sums through memory that all of them map
     checked.py        a group that compares each call with the other ranks' (debug mode)
     vocabulary.py     the slice of the vocabulary that a rank holds
 
@@ -26,8 +27,14 @@ class Group(Protocol):
     size: int
     kind: str
 
+    def begin_step(self) -> None:
+        """Begin the launches of a step, recorded or not. Called on every rank, before its first exchange."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, equal on all of them; it may overwrite and return x."""
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + the sum of `part` over ranks, equal on all of them; it may overwrite either."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks, [size, *x.shape], in the order of ranks."""

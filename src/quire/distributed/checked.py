@@ -23,10 +23,19 @@ class CheckedGroup:
         self._group, self._device, self._calls = group, device, 0
         self.rank, self.size, self.kind = group.rank, group.size, f"{group.kind}, checked"
 
+    def begin_step(self) -> None:
+        """Begin the launches of a step. See `Group`."""
+        self._group.begin_step()
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks. See `Group`."""
         self._compare("all_reduce", x)
         return self._group.all_reduce(x)
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + the sum of the parts. See `Group`."""
+        self._compare("add", part)
+        return self._group.add(part, residual)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks. See `Group`."""

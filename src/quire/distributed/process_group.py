@@ -58,19 +58,26 @@ def _make(members: Sequence[Sequence[int]], number: int) -> "ProcessGroup | None
 class ProcessGroup:
     """A rank's end of a group of processes; see `quire.distributed.Group`.
 
-    ranks   global numbers of the members, in order
+    ranks   global numbers of the members, in order;  name  of the group in torch.distributed
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...]) -> None:
         self._group, self.rank, self.ranks, self.size = group, rank, ranks, len(ranks)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # under way: gloo reads the tensor until its end
-        self.kind = str(dist.get_backend(group))
+        self.kind, self.name = str(dist.get_backend(group)), str(group.group_name)
+
+    def begin_step(self) -> None:
+        """Do nothing. See `Group`."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, in the memory of x if x is contiguous. See `Group`."""
         x = x.contiguous()
         dist.all_reduce(x, group=self._group)
         return x
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + the sum of the parts. See `Group`."""
+        return residual + self.all_reduce(part)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks. See `Group`."""

@@ -62,12 +62,19 @@ class SimulatedGroup:
     def __init__(self, ranks: SimulatedRanks, rank: int, size: int) -> None:
         self._ranks, self.rank, self.size = ranks, rank, size
 
+    def begin_step(self) -> None:
+        """Do nothing. See `Group`."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks. See `Group`."""
         first, *others = self._ranks.exchange(self.rank, x)
         for one in others:
             first += one
         return first
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + the sum of the parts. See `Group`."""
+        return residual + self.all_reduce(part)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks. See `Group`."""

@@ -60,13 +60,13 @@ def read_cuda_facts() -> CudaFacts:
     if not torch.cuda.is_available():
         why = "PyTorch is a build without CUDA" if torch.version.cuda is None else "PyTorch finds no usable GPU"
         raise ConfigError(f"no CUDA device: {why}; use --device cpu.")
-    found = torch.cuda.get_device_properties(0)
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = (found.major, found.minor)
     if not runs_on(capability, torch.cuda.get_arch_list()):
         raise ConfigError(f"no CUDA device: the installed PyTorch has no code for {found.name} (sm_{found.major}"
                           f"{found.minor}): install a build for this GPU, or use --device cpu.")
     nvml = read_nvml(f"GPU-{found.uuid}")  # before this process has a context
-    free, total = torch.cuda.mem_get_info(0)
+    free, total = torch.cuda.mem_get_info()
     return CudaFacts(
         name=found.name,
         capability=capability,

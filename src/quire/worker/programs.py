@@ -152,6 +152,8 @@ class Programs:
         None for a recorded step.
         """
         step, state, model = self._upload.step, self._state, self.model
+        if model.vocabulary is not None:
+            model.vocabulary.group.begin_step()
         self._upload.apply()
         buffers, longest, most = self._cut(shape), shape.tokens, state.tables.block_tables.shape[2]
         prompts: tuple[Prompt, ...] = ()

@@ -35,7 +35,7 @@ FLAGS = """
 --device --num-threads --async-depth --mock-step-ms
 --enforce-eager --no-enforce-eager --cudagraph-capture-sizes --cuda-graph-sizes --max-cudagraph-capture-size
 --tensor-parallel-size -tp --pipeline-parallel-size -pp --enable-expert-parallel --no-enable-expert-parallel -ep
---check-collectives --no-check-collectives
+--check-collectives --no-check-collectives --disable-custom-all-reduce --no-disable-custom-all-reduce
 """.split()
 
 

@@ -1,0 +1,139 @@
+"""The engine of a rank in its process: joins the other ranks, loads the model, runs the steps that the core sends."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from quire.assemble.parts import Loaded, Loading, Parts
+from quire.assemble.rank import load_rank
+from quire.config.resolve import MemoryPlan
+from quire.contracts.errors import ConfigError
+from quire.contracts.step import I32, StepPlan, StepResult
+from quire.distributed import Group
+from quire.distributed.checked import CheckedGroup
+from quire.distributed.mesh import RankGroups
+from quire.distributed.process_group import join_ranks
+from quire.models.plan import EnginePlan
+from quire.models.registry import ITEM_BYTES
+from quire.platforms.cuda import read_cuda_facts
+
+
+class RankTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Start of a rank's process: its plan, the file where the ranks meet, the threads that it may use, its GPU."""
+
+    plan: EnginePlan
+    meeting: str
+    threads: int
+    gpu: int = 0
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a rank that can run steps; see `Parts`."""
+
+    depth: int
+    prompt_chunk: int = 0
+    plans: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+
+
+def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
+    """Join the other ranks and load the model, in the process of a rank. `start`: a `RankTask` as JSON."""
+    task = msgspec.json.decode(start, type=RankTask)
+    torch.set_num_threads(task.threads)
+    device, mesh = torch.device(task.plan.machine.device), task.plan.mesh
+    gpu = None
+    if device.type == "cuda":
+        device = torch.device("cuda", task.gpu)
+        torch.cuda.set_device(device)
+        gpu = read_cuda_facts()
+    groups, why = join_ranks(Path(task.meeting), mesh.rank.number, mesh.parallel, device), ""
+    if device.type == "cuda" and not task.plan.config.parallel.disable_custom_all_reduce:
+        from quire.distributed.symmetric import with_symmetric_memory  # a slow import, for GPUs alone
+
+        tp, why = with_symmetric_memory(groups.tp, device, largest_message(task.plan))
+        groups = replace(groups, tp=tp)
+    if task.plan.config.parallel.check_collectives:
+        groups = checked(groups, device)
+    loaded = load_rank(task.plan, groups, gpu, on_loading=on_loading, end_phase=lambda name: None)
+    return ChildRank(loaded, device, f"sums over ranks go through NCCL: {why}" if why else "")
+
+
+def largest_message(plan: EnginePlan) -> int:
+    """Return the bytes of the hidden states of the largest step."""
+    return plan.config.scheduler.token_budget() * plan.args.hidden_size * ITEM_BYTES[plan.dtype.dtype]
+
+
+def checked(groups: RankGroups, device: torch.device) -> RankGroups:
+    """Return groups that compare each exchange over the ranks."""
+
+    def one(group: Group | None) -> Group | None:
+        return None if group is None else CheckedGroup(group, device)
+
+    return RankGroups(tp=one(groups.tp), pp=one(groups.pp), tokens=one(groups.tokens))
+
+
+@dataclass(frozen=True)
+class ChildRank:
+    """A rank in its process, with its weights; see `quire.procs.rank_server.LoadedRank`.
+
+    note   for the user, "" for none
+    """
+
+    loaded: Loaded
+    device: torch.device
+    note: str = ""
+
+    @property
+    def payload(self) -> bytes:
+        """The memory of the device, as JSON."""
+        return msgspec.json.encode(self.loaded.measure())
+
+    def size(self, payload: bytes) -> "ChildRunner":
+        """Build the rest with a `MemoryPlan` as JSON."""
+        return ChildRunner(self.loaded.finish(msgspec.json.decode(payload, type=MemoryPlan)), self.device, self.note)
+
+
+class ChildRunner:
+    """A rank in its process that runs steps; see `quire.procs.rank_server.RunningRank`."""
+
+    def __init__(self, parts: Parts, device: torch.device, note: str) -> None:
+        assert parts.worker is not None
+        self._parts, self._runner, self._device, self._note = parts, parts.worker, device, note
+        self._collecting = False
+
+    @property
+    def payload(self) -> bytes:
+        """`RankFacts` as JSON."""
+        parts = self._parts
+        return msgspec.json.encode(RankFacts(
+            depth=parts.depth, prompt_chunk=parts.prompt_chunk, notes=tuple(filter(None, (*parts.notes, self._note))),
+            plans={name: str(plan) for name, plan in parts.plans.items()}))  # fmt: skip
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch a step."""
+        self._runner.submit(plan)
+
+    def release(self, masks: I32) -> None:
+        """Launch the sampling of the last step with its grammar masks."""
+        self._runner.release(masks)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step and return its result. Runs in a thread of its own."""
+        if not self._collecting and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # belongs to the thread
+        self._collecting = True
+        return self._runner.collect()
+
+    def control(self, name: str, args: dict[str, Any]) -> object:
+        """Run a named operation; see `Executor.control`."""
+        controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe}
+        if name not in controls:
+            raise ConfigError(f"unknown control {name!r}: there is {', '.join(controls)}.")
+        return controls[name](**args)
+
+    def close(self) -> None:
+        """Free nothing: the process ends."""

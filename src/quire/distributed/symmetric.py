@@ -1,0 +1,99 @@
+"""A group of GPUs of one host that sums through symmetric memory: each rank reads the other ranks' parts itself.
+
+NCCL does everything else, and sums of messages that exceed the buffers. NVLink multicast is never used.
+"""
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from quire.distributed import Group
+from quire.distributed.process_group import ProcessGroup
+from quire.kernels.comm import BUFFERS, Peers
+from quire.kernels.comm.triton import sum_ranks
+
+MOST_ROOM = 64 << 20  # bytes of a message; larger ones go through NCCL
+BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at the same time on any GPU
+
+
+class SymmetricGroup:
+    """A rank's end of a group whose sums go through symmetric memory; see `Group`.
+
+    room   bytes of the largest message of a step
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, room: int) -> None:
+        self._group, self.rank, self.size = group, group.rank, group.size
+        self.kind = f"symmetric memory, else {group.kind}"
+        room = min(room, MOST_ROOM) // 16 * 16
+        self._memory = symmetric_memory.empty(BUFFERS * room, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(self._memory, group.name)
+        signals = handle.signal_pad_size // 4 // self.size
+        self._peers = Peers(
+            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+            torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=device),
+            self.rank, room, min(BLOCKS, signals),
+        )  # fmt: skip
+        self._calls = 0  # sums of the step that is being launched
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the communication buffers on this GPU."""
+        return self._memory.nbytes
+
+    def begin_step(self) -> None:
+        """Begin the launches of a step. See `Group`."""
+        self._calls = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks. See `Group`."""
+        return self._sum(x, None) if self._fits(x) else self._group.all_reduce(x)
+
+    def add(self, part: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + the sum of the parts. See `Group`."""
+        return self._sum(part, residual) if self._fits(part) else self._group.add(part, residual)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks. See `Group`."""
+        return self._group.all_gather(x)
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`."""
+        self._group.send(x, to)
+
+    def receive(self, out: Tensor, source: int) -> Tensor:
+        """Wait for a tensor of a rank. See `Group`."""
+        return self._group.receive(out, source)
+
+    def barrier(self) -> None:
+        """Wait for all ranks. See `Group`."""
+        self._group.barrier()
+
+    def _fits(self, x: Tensor) -> bool:
+        return 0 < x.nbytes <= self._peers.room
+
+    def _sum(self, part: Tensor, residual: Tensor | None) -> Tensor:
+        """Sum in the buffer of this call: the first of a step has its own, the others take turns."""
+        buffer = BUFFERS - 1 if self._calls == 0 else self._calls % 2
+        self._calls += 1
+        residual = None if residual is None else residual.contiguous()
+        return sum_ranks(part.contiguous(), residual, self._peers, buffer)
+
+
+def with_symmetric_memory(group: Group | None, device: torch.device, room: int) -> tuple[Group | None, str]:
+    """Return the group with sums through symmetric memory where that is possible, and the reason why not, or "".
+
+    room   bytes of the largest message of a step. All ranks get the same answer: they try together
+    """
+    if not isinstance(group, ProcessGroup) or device.type != "cuda":
+        return group, "" if group is None else "symmetric memory is for GPUs"
+    try:
+        made: Group = SymmetricGroup(group, device, room)
+    except RuntimeError as error:  # no peer access, no such memory in this container
+        why = str(error).partition("\n")[0]
+    else:
+        why = ""
+    failed = torch.tensor([bool(why)], dtype=torch.int32, device=device)
+    if int(group.all_reduce(failed)):
+        return group, why or "another rank has no symmetric memory"
+    return made, ""
