@@ -53,8 +53,8 @@ def test_every_rank_gets_the_sum(tmp_path: Path, ranks: int) -> None:
     for rank in range(ranks):
         (tmp_path / f"buffer{rank}").write_bytes(bytes(3 * ROOM))
         (tmp_path / f"signal{rank}").write_bytes(bytes(4 * BLOCKS * ranks))
-    running = [subprocess.Popen([sys.executable, "-m", "tests.interpreted.test_comm", str(rank), str(ranks), str(tmp_path)],
-                                cwd=ROOT) for rank in range(ranks)]  # fmt: skip
+    command = [sys.executable, "-m", "tests.interpreted.test_comm"]
+    running = [subprocess.Popen([*command, str(rank), str(ranks), str(tmp_path)], cwd=ROOT) for rank in range(ranks)]
     assert [process.wait(timeout=300) for process in running] == [0] * ranks
     found = [torch.load(tmp_path / f"found{rank}") for rank in range(ranks)]
     for call in range(CALLS):

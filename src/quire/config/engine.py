@@ -133,6 +133,9 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, "devices that each hold a slice of every layer", flags=("-tp",), least=1)
     pipeline_parallel_size: int = option(1, "stages of devices that each hold a range of layers", flags=("-pp",),
                                          least=1)
+    pipeline_layer_partition: tuple[int, ...] = option(
+        (), "layers of each stage, as numbers that add up to the model's layers (vLLM's VLLM_PP_LAYER_PARTITION; "
+        "default: equal)", least=1)
     enable_expert_parallel: bool = option(False, "distribute whole experts over the devices, not slices of each",
                                           flags=("-ep",))
     disable_custom_all_reduce: bool = option(False, "sum over GPUs through NCCL, not through memory that all map")

@@ -4,7 +4,7 @@ Pure arithmetic over a model's arguments. Layers are divided as in Megatron-LM (
 divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, section 3.4). No torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.config.checkpoint import ModelArgs
@@ -22,6 +22,7 @@ class Parallel:
     tp        ranks that each hold a slice of every layer (tensor parallelism)
     pp        stages that each hold a range of layers (pipeline parallelism)
     dp        replicas of attention, each with its own requests (data parallelism)
+    layers    layers of each stage; (): divided by `stages`
     experts   True: each of the tp x dp ranks of a stage holds whole experts; False: a slice of every expert
     """
 
@@ -29,6 +30,7 @@ class Parallel:
     pp: int = 1
     dp: int = 1
     experts: bool = False
+    layers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         sizes = (("-tp", self.tp), ("-pp", self.pp), ("-dp", self.dp))
@@ -52,7 +54,7 @@ ALONE = Parallel()
 def parallel_sizes(config: ParallelConfig) -> Parallel:
     """Return the sizes that the options ask for."""
     return Parallel(tp=config.tensor_parallel_size, pp=config.pipeline_parallel_size,
-                    experts=config.enable_expert_parallel)  # fmt: skip
+                    experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,11 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
     if parallel.pp > args.num_layers:
         raise ConfigError(f"-pp {parallel.pp}: the model has only {args.num_layers} layers, and every stage needs a "
                           f"layer: use -pp {args.num_layers} at most.")
+    given = parallel.layers
+    if given and (len(given) != parallel.pp or sum(given) != args.num_layers):
+        raise ConfigError(f"pipeline_layer_partition={','.join(map(str, given))}: {len(given)} stages with {sum(given)} "
+                          f"layers do not fit -pp {parallel.pp} and the model's {args.num_layers} layers: give "
+                          f"{parallel.pp} numbers that add up to {args.num_layers}.")
     if parallel.experts and args.moe is None:
         raise ConfigError("--enable-expert-parallel: this model has no experts: leave it out.")
     if args.moe and parallel.expert_ranks > args.moe.routing.num_experts:
@@ -138,8 +145,11 @@ def stages(num_layers: int, pp: int) -> tuple[tuple[int, int], ...]:
     The remaining layers go to the stages just before the last one, because the last one also has the head.
     """
     each, left = divmod(num_layers, pp)
-    sizes = [each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)]
-    return tuple((sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(pp))
+    return _ranges([each + (pp - 1 - left <= stage < pp - 1) for stage in range(pp)])
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple((sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(len(sizes)))
 
 
 def share(count: int, parts: int, index: int) -> tuple[int, int]:
@@ -162,7 +172,7 @@ def vocabulary_share(size: int, parts: int, index: int) -> tuple[int, int]:
 def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
     """Yield every rank, in the order of their numbers."""
     kv, num_experts = min(args.num_kv_heads, parallel.tp), args.moe.routing.num_experts if args.moe else 0
-    held = stages(args.num_layers, parallel.pp)
+    held = _ranges(parallel.layers) if parallel.layers else stages(args.num_layers, parallel.pp)
     for number in range(parallel.size):
         replica, rest = divmod(number, parallel.pp * parallel.tp)
         stage, place = divmod(rest, parallel.tp)

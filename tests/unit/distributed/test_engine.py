@@ -25,6 +25,7 @@ from ...support.tiny_models import EXPERTS, MARGIN, Tiny, mixed_prompts, random_
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
 SIZES: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2}, "tp4": {"tp": 4}, "pp2": {"pp": 2}, "tp2-pp2": {"tp": 2, "pp": 2}, "pp3": {"pp": 3},
+    "pp2-by-hand": {"pp": 2, "pipeline_layer_partition": (2, 1)},
     "tp2-ep": {"tp": 2, "experts": True}, "tp4-ep": {"tp": 4, "experts": True},
 }  # fmt: skip
 COUNT = 24
