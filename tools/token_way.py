@@ -34,7 +34,7 @@ STOPS = {
     "entry/front_end.py:FrontEnd.start": "checks a prompt, makes the requests of the core",
     "procs/core_client.py:CoreClient.send": "to the core's process, through a socket",
     "procs/wire.py:encode": "a message as msgpack",
-    "procs/core_server.py": "the core's process: take messages, run a step, send outputs",
+    "procs/core_server.py:serve_core": "the core's process: take messages, run a step, send outputs",
     "engine/core.py:EngineCore.step": "one step of the engine: plan, run, finish",
     "engine/scheduler.py": "chooses requests and tokens: the StepPlan",
     "kv/allocator.py:KVAllocator.match": "KV blocks, prefix cache",
@@ -143,6 +143,7 @@ def request() -> Way:
     way = Way()
     options = {"device": "cpu", "async_depth": 1, "num_threads": 1, "kv_cache_memory_bytes": 1 << 24}
     with profiled(way), running_inside(**options) as inside:
+        inside.check()  # its answer says that the core waits for messages
         way.on = True
         events = inside.server.ask("/v1/chat/completions", CHAT).events()
         way.on = False
