@@ -49,9 +49,8 @@ def run(config: ServerConfig, console: Console) -> int:
     """Listen, serve until the end, and return the exit code. An error is printed to stderr as one line.
     If a thread hangs in a call that cannot be interrupted (a download), this closes everything and ends the process
     itself, so that Ctrl-C does not wait for the thread."""
-    if config.log.enable_log_requests:
-        logging.basicConfig(format="%(message)s")
-        LOG.setLevel(logging.INFO)
+    logging.basicConfig(format="%(message)s")
+    LOG.setLevel(logging.INFO)
     try:
         listener = listen(config.http)
         try:
