@@ -40,7 +40,8 @@ def assemble_without_triton(plan: EnginePlan, *, free_bytes: Callable[[], int], 
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len, windows=memory.geometry.windows,
     )  # fmt: skip
-    worker = make_runner(model, views, limits, device, target=plan.machine.device)
+    worker = make_runner(model, views, limits, device, target=plan.machine.device,
+                         eager=plan.config.device.enforce_eager)  # fmt: skip
     return Parts(
         plan=plan,
         model=model,
