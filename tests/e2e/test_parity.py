@@ -18,18 +18,20 @@ import torch
 
 from quire import LLM, SamplingParams
 
+from ..support.tiny_models import DENSE, EXPERTS, FAMILIES
+
 NUM_TOKENS = 64
 ATOL = 1e-4
 
 CHECKPOINTS: dict[str, Sequence[Any]] = {
-    "family": ("llama", "mistral", "qwen2", "qwen3"),
+    "family": DENSE,
     "tied": (False, True),
     "heads": ((4, 2), (3, 1), (6, 3), (5, 5)),
     "rope": ("default", "theta", "linear", "dynamic", "llama3", "yarn"),
     "bias": (False, True),
 }
 WITH_EXPERTS: dict[str, Sequence[Any]] = {
-    "family": ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    "family": EXPERTS,
     "tied": (False, True),
     "heads": ((4, 2), (3, 1), (5, 5)),
     "rope": ("default", "linear", "yarn"),
@@ -48,12 +50,11 @@ Greedy = Callable[..., SamplingParams]
 
 
 def possible(row: Mapping[str, Any]) -> bool:
-    """False for a lone request with preemption, a choice of biases in most families, and yarn with half a head."""
+    """False for a lone request with preemption, and for biases and rotations that the family does not have."""
     if row.get("batch") == 1 and row.get("pool") == "small":
         return False
-    if row.get("family") == "glm4_moe" and row.get("rope") == "yarn":
-        return False
-    return not row.get("bias") or row.get("family", "qwen3") in ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+    family = FAMILIES[row.get("family", "qwen3")]
+    return row.get("rope", "default") in family.ropes and not (row.get("bias") and not family.biases)
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:

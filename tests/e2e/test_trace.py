@@ -176,12 +176,11 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
     assert not re.search(r"\.(py|c):\d", page), "line numbers are wrong after the next change"
 
 
-def test_the_drawing_of_the_readme_is_a_trace(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = Path(__file__).resolve().parents[2]
-    monkeypatch.syspath_prepend(root / "tools")
-    import token_way
+def test_the_executor_is_shown_where_it_does_its_work(llm: LLM) -> None:
+    (first, *_) = (span for span in flat(trace(llm, PROMPT)) if span.name == "InProcessExecutor.submit")
+    assert first.where.startswith("procs/in_process.py:") and [one.name for one in first.inside] == ["StepRunner.run"]
 
-    token_way.main()
-    assert f"```\n{capsys.readouterr().out}```" in (root / "README.md").read_text()
+
+def test_a_prompt_in_the_place_of_the_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "no such model"]) == 3
+    assert "'no such model' does not exist" in (said := capsys.readouterr().err) and "quire trace -p PROMPT" in said

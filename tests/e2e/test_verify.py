@@ -18,23 +18,22 @@ from torch import Tensor
 import quire.assemble
 import quire.assemble.cpu
 from quire import EngineConfig
+from quire.config.checkpoint import FAMILIES as CONFIGURED
 from quire.config.checkpoint import ModelArgs, read_checkpoint_config
 from quire.contracts.errors import ConfigError, ModelError, RequestFailed
 from quire.explain import parity
 from quire.explain.parity import NUM_TOKENS, verify
 from quire.explain.verdict import Report, Stage, Step
 from quire.kernels.heads import cpu, native, ref
-from quire.models import obtain
+from quire.models import obtain, qwen2
 from quire.models.layout import layout
 from quire.weights.load import load_weights
 from quire.weights.units import load_units
 
-from ..support.tiny_models import EXPERTS, random_model
+from ..support.tiny_models import EXPERTS, FAMILIES, random_model, write_model
 
 CONFIG = EngineConfig.from_flat(num_threads=1, use_tqdm_on_load=False, kv_cache_memory_bytes=1 << 24)
 HALVES = [f"layer {layer} {half}" for layer in range(3) for half in ("attention", "feed-forward")]
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
-FAMILIES = (*DENSE, *EXPERTS)
 # Every structure of a layer is in one of the first three; the others are in the long run.
 PLANTED = [family if family in ("qwen3", "qwen2_moe", "deepseek_v3") else pytest.param(family, marks=pytest.mark.full)
            for family in FAMILIES]  # fmt: skip
@@ -44,6 +43,11 @@ STEPS = {
     "mlp.gate.e_score_correction_bias": "router", "mlp.gate_proj": "gate_proj, up_proj",
     "mlp.up_proj": "gate_proj, up_proj", "kv_b_proj": "attention",
 }  # fmt: skip
+
+
+def peer_of(folder: Path) -> Path | None:
+    """The folder that transformers reads instead of `folder`; see `write_model`."""
+    return folder / "peer" if (folder / "peer").is_dir() else None
 
 
 def _name(family: Any) -> str:
@@ -61,8 +65,7 @@ def checkpoint(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     def make(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
-            bias = family in ("llama", "qwen3", "glm4_moe")
-            random_model(tiny(family=family, bias=bias), 0).save_pretrained(made[family])
+            write_model(random_model(tiny(family=family, bias=True), 0), made[family], family)
         return made[family]
 
     return make
@@ -100,7 +103,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
             patch.setattr(quire.assemble.cpu, "load_weights", loaded)
             read = obtain.read_checkpoint_config
             patch.setattr(obtain, "read_checkpoint_config", lambda folder: config(read(folder)))
-            return verify(str(folder), CONFIG)
+            return verify(str(folder), CONFIG, reference=peer_of(folder))
 
     return run
 
@@ -131,7 +134,8 @@ def place(stored: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_clean_model_of_every_family_is_equal(checkpoint: Any, family: str) -> None:
-    report = verify(str(checkpoint(family)), CONFIG)
+    folder = checkpoint(family)
+    report = verify(str(folder), CONFIG, reference=peer_of(folder))
     assert report.ok, report.render()
     assert [stage.name for stage in report.stages] == ["embed", *HALVES, "norm", "logits"]
     assert report.num_prompt == 48 and len(report.ours) == NUM_TOKENS and report.ours == report.theirs
@@ -402,3 +406,16 @@ def test_without_transformers_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError, match=r"pip install '\.\[verify\]'` in Quire's folder"):
         verify(str(folder), CONFIG)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_family_that_transformers_does_not_have_is_compared_with_its_nearest(
+        tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setitem(CONFIGURED, "qwen2_new", replace(CONFIGURED["qwen2"], architecture="Qwen2NewForCausalLM"))
+    monkeypatch.setitem(FAMILIES, "qwen2_new", replace(FAMILIES["qwen2"], peer="qwen2"))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "quire.models.qwen2_new", qwen2)
+    peer = write_model(random_model(tiny(family="qwen2_new"), 0), tmp_path, "qwen2_new")
+    assert read_checkpoint_config(tmp_path).architecture == "Qwen2NewForCausalLM" and peer != tmp_path
+    with pytest.raises(ModelError, match="copy's config.json .* --reference"):
+        verify(str(tmp_path), CONFIG)
+    report = verify(str(tmp_path), CONFIG, reference=peer)
+    assert report.ok, report.render()

@@ -22,7 +22,7 @@ from quire.models.registry import linear_plans, operations
 from quire.worker.graphs import Graphs
 
 from ..support.filled_models import experts_plan, fill_layer
-from ..support.tiny_models import Tiny, hf_config
+from ..support.tiny_models import Tiny, tiny_config
 
 if triton_runtime.missing() or triton_runtime.INTERPRETED:
     pytest.skip(triton_runtime.missing() or "kernels are interpreted", allow_module_level=True)
@@ -43,7 +43,7 @@ def launch_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def arguments(name: str) -> ModelArgs:
     """DeepSeek-V2-Lite with a quarter of its experts, or a tiny model whose shared expert has a gate."""
     if name == "qwen2_moe":
-        return parse_checkpoint_config(hf_config(Tiny(family=name)).to_dict())
+        return parse_checkpoint_config(tiny_config(Tiny(family=name)))
     return parse_checkpoint_config(json.loads(LITE.read_text()) | {"n_routed_experts": 16})
 
 

@@ -1,7 +1,13 @@
-"""Tiny random checkpoints made by transformers, with its answers on any device; and an executor that records."""
+"""Tiny random checkpoints made by transformers, with its answers on any device; and an executor that records.
+
+    python -m tests.support.tiny_models FAMILY FOLDER     writes a checkpoint
+"""
 
 import itertools
-from collections.abc import Callable, Sequence
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.config.checkpoint import FAMILIES as CONFIGURED
 from quire.contracts.protocols import Executor, ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
 
@@ -40,15 +47,46 @@ _LATENT: dict[str, Any] = {
     "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
 }  # fmt: skip
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_mtp_layers": 0}
-# What makes a path visible: groups, a dense layer, a scaling that is not 1, widths that no two things share.
-EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen2_moe": _QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
-    "qwen3_moe": _QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]},
-    "deepseek_v2": _DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None},
-    "deepseek_v3": _DEEPSEEK | _LATENT | _SIGMOID,
-    "glm4_moe": _DEEPSEEK | _SIGMOID | {"n_group": 1, "topk_group": 1, "use_qk_norm": True},
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCase:
+    """A row of `FAMILIES`: what the tests of all families need to know of one.
+
+    options   keys of config.json that a tiny model needs, and those that make a path visible: groups, a dense layer, a
+              scaling that is not 1, widths that no two things share
+    biases    keys that switch biases on
+    ropes     kinds of rotation that the family may have
+    peer      model_type that computes the same in transformers; "": the family's own. With another one transformers
+              cannot read the family's files: `write_model` writes a copy for it
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    ropes: tuple[str, ...] = tuple(ROPES)
+    peer: str = ""
+
+
+# Every family of `quire.config.checkpoint.FAMILIES`. All tests of families take them from here.
+FAMILIES: Mapping[str, FamilyCase] = {
+    "llama": FamilyCase(biases=("attention_bias", "mlp_bias")),
+    "mistral": FamilyCase(options={"sliding_window": None}),
+    "qwen2": FamilyCase(),
+    "qwen3": FamilyCase(biases=("attention_bias",)),
+    "mixtral": FamilyCase(options={"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": FamilyCase(options=_QWEN | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen3_moe": FamilyCase(options=_QWEN | {"norm_topk_prob": True, "mlp_only_layers": [0]},
+                              biases=("attention_bias",)),
+    "deepseek_v2": FamilyCase(options=_DEEPSEEK | _LATENT | {"topk_method": "group_limited_greedy",
+                                                               "q_lora_rank": None}),
+    "deepseek_v3": FamilyCase(options=_DEEPSEEK | _LATENT | _SIGMOID),
+    "glm4_moe": FamilyCase(
+        options=_DEEPSEEK | _SIGMOID | {"n_group": 1, "topk_group": 1, "use_qk_norm": True,
+                                        "partial_rotary_factor": 0.5},
+        biases=("attention_bias",), ropes=tuple(rope for rope in ROPES if rope != "yarn")),
+}  # fmt: skip
+EXPERTS = tuple(family for family in FAMILIES if CONFIGURED[family].experts)  # families with experts
+DENSE = tuple(family for family in FAMILIES if family not in EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -118,10 +156,10 @@ def mixed_prompts() -> list[list[int]]:
 
 
 def hf_config(spec: Tiny) -> Any:
-    """The transformers configuration of a tiny model."""
+    """The transformers configuration of a tiny model; see `tiny_config` for what Quire reads."""
     import transformers
 
-    heads, kv_heads = spec.heads
+    (heads, kv_heads), family = spec.heads, FAMILIES[spec.family]
     options: dict[str, Any] = dict(
         vocab_size=VOCAB,
         hidden_size=16 * heads,
@@ -140,27 +178,50 @@ def hf_config(spec: Tiny) -> Any:
         attn_implementation="eager",
         dtype="float32",
     )
-    classes = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
-               "mixtral": "MixtralConfig", "qwen2_moe": "Qwen2MoeConfig", "qwen3_moe": "Qwen3MoeConfig",
-               "deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "glm4_moe": "Glm4MoeConfig"}
-    options |= EXPERTS.get(spec.family, {})
+    options |= dict.fromkeys(family.biases, spec.bias) | family.options
     if spec.family in EXPERTS:
         options["experts_implementation"] = "eager"
-    if "kv_lora_rank" in options:
+    if CONFIGURED[spec.family].latent:
         options["num_key_value_heads"] = heads
         del options["head_dim"]  # is that of the rotated part there
         if spec.rope == "yarn":
             options["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9}
-    if spec.family == "glm4_moe":
-        options["rope_parameters"]["partial_rotary_factor"] = 0.5
-        options["attention_bias"] = spec.bias
-    if spec.family == "mistral":
-        options["sliding_window"] = None
-    if spec.family == "llama":
-        options |= {"attention_bias": spec.bias, "mlp_bias": spec.bias}
-    if spec.family in ("qwen3", "qwen3_moe"):
-        options["attention_bias"] = spec.bias
-    return getattr(transformers, classes[spec.family])(**options)
+    if part := options.pop("partial_rotary_factor", None):
+        options["rope_parameters"]["partial_rotary_factor"] = part
+    return transformers.AutoConfig.for_model(family.peer or spec.family, **options)
+
+
+def as_family(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Return a config.json of the family's peer as one of the family."""
+    return config | {"model_type": family, "architectures": [CONFIGURED[family].architecture]}
+
+
+def tiny_config(spec: Tiny, **changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny model, with changed keys."""
+    return as_family(hf_config(spec).to_dict(), spec.family) | changes
+
+
+def write_model(model: Any, folder: Path, family: str, **options: Any) -> Path:
+    """Save a model of transformers as a checkpoint of `family`; options: of `save_pretrained`.
+
+    Returns the folder that transformers can read: the same one, or a copy inside when the family has a peer.
+    """
+    model.save_pretrained(folder, **options)
+    if not FAMILIES[family].peer:
+        return folder
+    readable = folder / "peer"
+    shutil.copytree(folder, readable)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(as_family(raw, family)))
+    return readable
+
+
+def experts_of(config: Any) -> Any:
+    """The first block of experts of a random model, by transformers; its router is `gate`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return next(layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts"))
 
 
 def random_model(spec: Tiny, seed: int) -> Any:
@@ -201,7 +262,7 @@ def make_oracle(spec: Tiny, prompts: list[list[int]], new_folder: Callable[[str]
             break
     folder = new_folder(f"{spec.family}-{spec.rope}")
     model.generation_config.eos_token_id = list(spec.eos) or None
-    model.save_pretrained(folder)
+    write_model(model, folder, spec.family)
     model.generation_config.eos_token_id = None
     return Oracle(folder, model, {(tuple(p), 64): t for p, (t, _) in zip(prompts, runs, strict=True)})
 
@@ -231,3 +292,8 @@ class Recorder:
 
     def shutdown(self) -> None:
         self._inner.shutdown()
+
+
+if __name__ == "__main__":
+    name, target = sys.argv[1:]
+    write_model(random_model(Tiny(family=name), 0), Path(target), name)

@@ -46,7 +46,8 @@ def _finish(plan: EnginePlan, model: Model, memory: MemoryPlan, scales: list[Sca
         num_slots=num_slots, max_tokens=plan.config.scheduler.token_budget(), block_size=memory.geometry.block_size,
         max_model_len=memory.max_model_len, windows=memory.geometry.windows,
     )  # fmt: skip
-    worker = make_runner(model, views, limits, device, target=plan.machine.device, groups=groups)
+    worker = make_runner(model, views, limits, device, target=plan.machine.device, groups=groups,
+                         eager=plan.config.device.enforce_eager)  # fmt: skip
     return Parts(
         plan=plan,
         model=model,

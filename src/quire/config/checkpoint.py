@@ -13,24 +13,34 @@ from typing import Any
 
 from quire.config.experts import MOE_KEYS, MoEArgs, read_moe
 from quire.config.keys import count, flag, names, positive, size
-from quire.config.latent import LATENT_FAMILIES, LATENT_KEYS, LatentArgs, read_latent
+from quire.config.latent import LATENT_KEYS, LatentArgs, read_latent
 from quire.config.rope import RopeArgs, read_rope, rope_settings
 from quire.contracts.errors import ModelError, ModelNotFound, UnsupportedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
-EXTRA_LAYERS = ("deepseek_v3", "glm4_moe")  # families trained to predict more than one token (MTP)
 MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Defaults of a model family for keys that config.json lacks, and the further keys that the family reads."""
+    """Defaults of a model family for keys that config.json lacks, and the further keys that the family reads.
+
+    qkv_bias, output_bias   biases of these projections; None: config.json decides, by its key attention_bias
+    qk_norm      RMS norm of queries and keys; None: config.json decides, by its key use_qk_norm
+    one_kv_head_each   True: without num_key_value_heads every head has its own keys and values; False: an error
+    experts      row of `MOE_KEYS` whose keys, defaults and order of routing the family has; "": no experts
+    latent       family whose latent attention it has, deepseek_v2 or deepseek_v3; "": grouped-query attention
+    keys         further keys. Some switch a feature on by being listed: attention_bias, mlp_bias,
+                 partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers, which are skipped)
+    """
 
     architecture: str
-    qkv_bias: bool | None = False  # None: by the key attention_bias
+    qkv_bias: bool | None = False
     output_bias: bool | None = False
-    mlp_bias: bool | None = False
-    qk_norm: bool | None = False  # None: by the key use_qk_norm
+    qk_norm: bool | None = False
+    one_kv_head_each: bool = False
+    experts: str = ""
+    latent: str = ""
     default_window: int | None = None  # sliding_window when the key is missing
     default_head_dim: int | None = None  # None: hidden_size / heads
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
@@ -40,9 +50,14 @@ class Family:
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
     keys: frozenset[str] = frozenset()
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """All keys of config.json that this family reads and not every family."""
+        return self.keys | MOE_KEYS.get(self.experts, frozenset()) | (LATENT_KEYS if self.latent else frozenset())
+
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, mlp_bias=None,
+    "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, one_kv_head_each=True,
                     keys=frozenset({"attention_bias", "mlp_bias"})),
     "mistral": Family(architecture="MistralForCausalLM", default_window=4096),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
@@ -50,15 +65,18 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(
         architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True, default_head_dim=128,
         default_window=4096, window_flag=True, windowed="from", keys=frozenset({"attention_bias"})),
-    "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, keys=MOE_KEYS["mixtral"]),
+    "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, experts="mixtral"),
     "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
-                        windowed="below", keys=MOE_KEYS["qwen2_moe"]),
+                        windowed="below", experts="qwen2_moe"),
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
-                        default_window=4096, window_flag=True, keys=MOE_KEYS["qwen3_moe"] | {"attention_bias"}),
-    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", keys=MOE_KEYS["deepseek_v2"] | LATENT_KEYS),
-    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", keys=MOE_KEYS["deepseek_v3"] | LATENT_KEYS),
+                        default_window=4096, window_flag=True, experts="qwen3_moe", keys=frozenset({"attention_bias"})),
+    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", one_kv_head_each=True, experts="deepseek_v2",
+                          latent="deepseek_v2"),
+    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", one_kv_head_each=True, experts="deepseek_v3",
+                          latent="deepseek_v3", keys=frozenset({"num_nextn_predict_layers"})),
     "glm4_moe": Family(architecture="Glm4MoeForCausalLM", qkv_bias=None, qk_norm=None, norm_eps=1e-5, rotated=0.5,
-                       keys=MOE_KEYS["glm4_moe"] | {"attention_bias", "partial_rotary_factor", "use_qk_norm"}),
+                       experts="glm4_moe", keys=frozenset({"attention_bias", "partial_rotary_factor", "use_qk_norm",
+                                                           "num_nextn_predict_layers"})),
 }  # fmt: skip
 
 # Keys that every family reads, or that cannot change what inference computes.
@@ -156,19 +174,18 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
     _refuse_math(keys, family, source)
     hidden = size(keys, "hidden_size", source)
     heads = size(keys, "num_attention_heads", source)
-    kv_heads = _kv_heads(keys, model_type, heads, source)
+    kv_heads = _kv_heads(keys, family, heads, source)
     max_positions = size(keys, "max_position_embeddings", source)
     layers = size(keys, "num_hidden_layers", source, most=MOST_LAYERS)
     rope, rope_notes = read_rope(keys, max_positions, source, family.theta)
     context = max(max_positions, rope.extended_positions)
     _refuse_window(keys, family, context, layers, source)
-    latent = read_latent(keys, model_type, rope, source)
+    latent = read_latent(keys, family.latent, rope, source)
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(keys, family, hidden, heads, source)
     rotary_dim = latent.rope_dim if latent else _rotary_dim(keys, family, head_dim, rope, source)
     spelled = "num_mtp_layers" if "num_mtp_layers" in keys else "num_nextn_predict_layers"
-    extra = count(keys, spelled, 1, source, most=MOST_LAYERS) or 0 if model_type in EXTRA_LAYERS else 0
+    extra = count(keys, spelled, 1, source, most=MOST_LAYERS) or 0 if "num_nextn_predict_layers" in family.keys else 0
     bias = flag(keys, "attention_bias", source) if "attention_bias" in family.keys else False
-    mlp_bias = flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False
     dtype, dtype_notes = _dtype(keys, source)
     return ModelArgs(
         model_type=model_type,
@@ -185,12 +202,12 @@ def parse_checkpoint_config(raw: Mapping[str, Any], source: str = "config.json")
         rope=rope,
         attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        mlp_bias=flag(keys, "mlp_bias", source) if "mlp_bias" in family.keys else False,
         qk_norm=flag(keys, "use_qk_norm", source) if family.qk_norm is None else family.qk_norm,
         tie_word_embeddings=flag(keys, "tie_word_embeddings", source) or headless,
         max_position_embeddings=context,
         dtype=dtype,
-        moe=read_moe(keys, model_type, layers, source),
+        moe=read_moe(keys, family.experts, layers, source),
         latent=latent,
         extra_layers=extra,
         notes=(*_notes(keys, family, layers, extra), *rope_notes, *dtype_notes,
@@ -221,7 +238,7 @@ def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
     if activation != "silu":
         raise UnsupportedModel(f"{source}: hidden_act={activation!r} is not implemented (only 'silu').")
     for key, neutral in MATH_KEYS.items():
-        if key in keys and key not in family.keys and keys[key] not in neutral:
+        if key in keys and key not in family.reads and keys[key] not in neutral:
             shown = repr(keys[key]) if not isinstance(keys[key], (dict, list)) else "{...}"
             raise UnsupportedModel(f"{source}: {key}={shown} changes the math and is not implemented.")
 
@@ -261,9 +278,8 @@ def _rotary_dim(keys: Mapping[str, Any], family: Family, head_dim: int, rope: Ro
     return rotated
 
 
-def _kv_heads(keys: Mapping[str, Any], model_type: str, heads: int, source: str) -> int:
-    optional = model_type == "llama" or model_type in LATENT_FAMILIES
-    if keys.get("num_key_value_heads") is None and (optional or "num_key_value_heads" in keys):
+def _kv_heads(keys: Mapping[str, Any], family: Family, heads: int, source: str) -> int:
+    if keys.get("num_key_value_heads") is None and (family.one_kv_head_each or "num_key_value_heads" in keys):
         return heads
     kv_heads = size(keys, "num_key_value_heads", source)
     if heads % kv_heads:
@@ -303,5 +319,5 @@ def _notes(keys: Mapping[str, Any], family: Family, layers: int, extra: int) -> 
         last = f" to {layers + extra - 1}" if extra > 1 else ""
         yield (f"Multi-token-prediction (MTP) layers are skipped (layer {layers}{last} of the checkpoint): speculative "
                "decoding with them is not implemented yet")
-    if unknown := sorted(set(keys) - KNOWN_KEYS - family.keys - set(MATH_KEYS)):
+    if unknown := sorted(set(keys) - KNOWN_KEYS - family.reads - set(MATH_KEYS)):
         yield f"config.json has keys that are not known and were ignored: {', '.join(unknown)}"

@@ -117,7 +117,8 @@ class DeviceConfig:
                                  "servers", choices=DEVICES)
     num_threads: int | None = option(None, "CPU threads (default: all cores)", least=1)
     async_depth: int | None = option(None, "steps in flight; 2 plans one step ahead (default: 1 on a CPU, 2 on a GPU)")
-    enforce_eager: bool = option(False, "do not capture CUDA graphs: less memory and a faster start, but slower steps")
+    enforce_eager: bool = option(False, "run every step in Python: no CUDA graphs, no recorded CPU steps; less memory "
+                                        "and a faster start, but slower steps")
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (), "numbers of tokens of a step for which CUDA graphs are captured (default: chosen by --max-num-seqs)",
         flags=("--cuda-graph-sizes",), least=1)

@@ -1,7 +1,7 @@
 """Reader of the mixture of experts (MoE) in config.json: the routing of tokens, and the experts.
 
-The model_type decides the order of routing operations, because files written by transformers leave out `scoring_func`,
-`topk_method` and `moe_layer_freq`. Where these keys are present, they must agree with the model_type. No torch.
+The family decides the order of routing operations, because files written by transformers leave out `scoring_func`,
+`topk_method` and `moe_layer_freq`. Where these keys are present, they must agree with the family. No torch.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ DEEPSEEK_KEYS = frozenset(
     "norm_topk_prob routed_scaling_factor first_k_dense_replace moe_layer_freq mlp_layer_types scoring_func "
     "topk_method".split()
 )
-# Keys that each family reads; router_*, aux_* and ep_size matter only in training.
+# Keys that each kind of experts reads (`Family.experts`); router_*, aux_* and ep_size matter only in training.
 MOE_KEYS: Mapping[str, frozenset[str]] = {
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok"}),
     "qwen2_moe": QWEN_KEYS | {"shared_expert_intermediate_size"},
@@ -71,12 +71,15 @@ MOE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs | None:
-    """Return the expert layers' arguments; None for families without experts. Raises ModelError or UnsupportedModel."""
-    if model_type not in MOE_KEYS:
+def read_moe(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs | None:
+    """Return the experts of a config.json; `kind`: see `Family.experts`. None for "".
+
+    Raises ModelError or UnsupportedModel.
+    """
+    if kind not in MOE_KEYS:
         return None
     read_family = {"mixtral": _read_mixtral, "qwen2_moe": _read_qwen, "qwen3_moe": _read_qwen}
-    moe = read_family.get(model_type, _read_deepseek)(keys, model_type, num_layers, source)
+    moe = read_family.get(kind, _read_deepseek)(keys, kind, num_layers, source)
     layers, experts = len(moe.layers), moe.routing.num_experts
     if layers * experts > MOST_EXPERTS:
         raise ModelError(f"{source}: num_hidden_layers={num_layers}, {layers} of them with {experts} experts each: "
@@ -84,13 +87,13 @@ def read_moe(keys: Mapping[str, Any], model_type: str, num_layers: int, source: 
     return moe
 
 
-def _read_mixtral(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
+def _read_mixtral(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
     routing = _routing(keys, source, "num_local_experts", scoring="softmax", normalize=True)
     return MoEArgs(routing=routing, expert_size=read.size(keys, "intermediate_size", source), shared_size=0,
                    shared_gate=False, router_float=False, layers=frozenset(range(num_layers)))
 
 
-def _read_qwen(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
+def _read_qwen(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
     every = read.size(keys, "decoder_sparse_step", source, 1)
     dense = (
         read.checked(
@@ -103,7 +106,7 @@ def _read_qwen(keys: Mapping[str, Any], model_type: str, num_layers: int, source
         or ()
     )
     experts = "num_local_experts" if "num_local_experts" in keys and "num_experts" not in keys else "num_experts"
-    shared = model_type == "qwen2_moe"
+    shared = kind == "qwen2_moe"
     return MoEArgs(
         routing=_routing(keys, source, experts, scoring="softmax", normalize=read.flag(keys, "norm_topk_prob", source)),
         expert_size=read.size(keys, "moe_intermediate_size", source),
@@ -114,8 +117,8 @@ def _read_qwen(keys: Mapping[str, Any], model_type: str, num_layers: int, source
     )
 
 
-def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> MoEArgs:
-    old = model_type == "deepseek_v2"
+def _read_deepseek(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> MoEArgs:
+    old = kind == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if old else ("noaux_tc",)
     method = _agrees(keys, "topk_method", methods, source)
     scoring = _agrees(keys, "scoring_func", ("softmax",) if old else ("sigmoid",), source)
@@ -124,8 +127,8 @@ def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, so
         raise UnsupportedModel(f"{source}: norm_topk_prob=true in a deepseek_v2 model is not implemented: published "
                                "implementations disagree on what it means.")
     groups = method != "greedy"
-    num_groups = _groups(keys, "n_group", 8 if model_type == "deepseek_v3" else 1, source)
-    top_groups = _groups(keys, "topk_group", 4 if model_type == "deepseek_v3" else 1, source)
+    num_groups = _groups(keys, "n_group", 8 if kind == "deepseek_v3" else 1, source)
+    top_groups = _groups(keys, "topk_group", 4 if kind == "deepseek_v3" else 1, source)
     routing = _routing(
         keys,
         source,
@@ -137,7 +140,7 @@ def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, so
         group_score="max" if old else "top2",
         num_groups=num_groups if groups else 1,
         top_groups=top_groups if groups else 1,
-        scaling=read.positive(keys, "routed_scaling_factor", 2.5 if model_type == "deepseek_v3" else 1.0, source),
+        scaling=read.positive(keys, "routed_scaling_factor", 2.5 if kind == "deepseek_v3" else 1.0, source),
     )
     width, shared = read.size(keys, "moe_intermediate_size", source), read.count(keys, "n_shared_experts", 1, source)
     return MoEArgs(
@@ -146,7 +149,7 @@ def _read_deepseek(keys: Mapping[str, Any], model_type: str, num_layers: int, so
         shared_size=width * (shared or 0),
         shared_gate=False,
         router_float=True,
-        layers=_sparse_layers(keys, model_type, num_layers, source),
+        layers=_sparse_layers(keys, kind, num_layers, source),
     )
 
 
@@ -155,14 +158,14 @@ def _groups(keys: Mapping[str, Any], key: str, default: int, source: str) -> int
     return 1 if keys.get(key, default) is None else read.size(keys, key, source, default)
 
 
-def _sparse_layers(keys: Mapping[str, Any], model_type: str, num_layers: int, source: str) -> frozenset[int]:
+def _sparse_layers(keys: Mapping[str, Any], kind: str, num_layers: int, source: str) -> frozenset[int]:
     kinds = read.names(keys, "mlp_layer_types", source)
     named = frozenset(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sparse")
     if kinds and (len(kinds) < num_layers or set(kinds) - {"dense", "sparse"}):
         raise ModelError(f"{source}: mlp_layer_types must name {num_layers} layers, each dense or sparse.")
     if kinds and keys.get("first_k_dense_replace") is None:
         return named
-    dense = read.count(keys, "first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(model_type, 0), source) or 0
+    dense = read.count(keys, "first_k_dense_replace", {"deepseek_v3": 3, "glm4_moe": 1}.get(kind, 0), source) or 0
     every = read.size(keys, "moe_layer_freq", source, 1)
     counted = frozenset(i for i in range(dense, num_layers) if i % every == 0)
     if kinds and counted != named:

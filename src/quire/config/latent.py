@@ -9,7 +9,6 @@ from quire.config import keys as read
 from quire.config.rope import RopeArgs
 from quire.contracts.errors import ModelError, UnsupportedModel
 
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 LATENT_KEYS = frozenset("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim "
                         "rope_interleave attention_bias mlp_bias".split())
 
@@ -44,13 +43,16 @@ class LatentArgs:
         return self.kv_rank * (self.nope_dim + self.v_dim) / saved if saved > 0 else float("inf")
 
 
-def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source: str) -> LatentArgs | None:
-    """Return the sizes of latent attention; None for other families. Raises ModelError or UnsupportedModel."""
-    if model_type not in LATENT_FAMILIES:
+def read_latent(keys: Mapping[str, Any], kind: str, rope: RopeArgs, source: str) -> LatentArgs | None:
+    """Return the latent attention of a config.json; `kind`: see `Family.latent`. None for "".
+
+    Raises ModelError or UnsupportedModel.
+    """
+    if not kind:
         return None
     for key in ("attention_bias", "mlp_bias"):
         if read.flag(keys, key, source):
-            raise UnsupportedModel(f"{source}: {key}=true is not implemented for {model_type}.")
+            raise UnsupportedModel(f"{source}: {key}=true is not implemented with latent attention.")
     nope, rotated = read.size(keys, "qk_nope_head_dim", source), read.size(keys, "qk_rope_head_dim", source)
     if rotated % 2:
         raise ModelError(f"{source}: qk_rope_head_dim={rotated} is odd; rotary positions need pairs.")
@@ -58,7 +60,7 @@ def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source
     if kv_heads not in (None, heads):
         raise ModelError(f"{source}: num_key_value_heads={kv_heads} must equal num_attention_heads={heads}: every head "
                          "has its own keys and values.")
-    if model_type == "deepseek_v2" and not read.flag(keys, "rope_interleave", source, True):
+    if kind == "deepseek_v2" and not read.flag(keys, "rope_interleave", source, True):
         raise UnsupportedModel(f"{source}: rope_interleave=false is not implemented for deepseek_v2.")
     temperature = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(rope.factor) + 1.0
     return LatentArgs(
@@ -68,5 +70,5 @@ def read_latent(keys: Mapping[str, Any], model_type: str, rope: RopeArgs, source
         rope_dim=rotated,
         v_dim=read.size(keys, "v_head_dim", source, 128),
         scale=(nope + rotated) ** -0.5 * temperature**2,
-        interleaved=model_type == "deepseek_v2" or read.flag(keys, "rope_interleave", source, True),
+        interleaved=kind == "deepseek_v2" or read.flag(keys, "rope_interleave", source, True),
     )

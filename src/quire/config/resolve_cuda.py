@@ -141,7 +141,7 @@ def resolve_cuda_memory(geometry: KVGeometry, config: EngineConfig, memory: Devi
 def gpu_only_options(config: EngineConfig) -> tuple[str, ...]:
     """Return a message for each option that the user set and that has no effect on a CPU."""
     default = EngineConfig()
-    set_ones = [name for name in ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    set_ones = [name for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
                 if vars(config.device)[name] != vars(default.device)[name]]
     if config.cache.gpu_memory_utilization != default.cache.gpu_memory_utilization:
         set_ones.append("gpu_memory_utilization")

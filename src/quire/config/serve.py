@@ -37,7 +37,6 @@ class HttpConfig:
     max_headers: int = option(100, "maximum number of headers of a request; more are answered 431",
                               flags=("--h11-max-header-count",), least=1)
     trust_request_chat_template: bool = option(False, "accept chat templates in requests, rendered in a child process")
-    access_log: bool = option(False, "log a line per HTTP request")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +57,16 @@ class ServeConfig:
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None, "default variables of the chat template; a request can replace them")
     enable_force_include_usage: bool = option(False, "send usage with every stream, even if not requested")
+    metrics_prefix: str = option("quire", "prefix of the metric names in /metrics; vllm suits existing dashboards")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Lines that a server prints."""
+
+    access_log: bool = option(False, "log a line per HTTP request")
     enable_log_requests: bool = option(False, "log the id, sizes and finish reason of every request")
     disable_log_stats: bool = option(False, "do not log a line of statistics every 10 s")
-    metrics_prefix: str = option("quire", "prefix of the metric names in /metrics; vllm suits existing dashboards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,7 @@ class ServerConfig:
     engine: EngineConfig = EngineConfig()
     http: HttpConfig = HttpConfig()
     serve: ServeConfig = ServeConfig()
+    log: LogConfig = LogConfig()
 
     @property
     def max_waiting(self) -> int:

@@ -73,7 +73,10 @@ class Taken:
 
 
 class FrontEnd:
-    """The live `Generation`s of an engine. `start` makes requests for the core, `apply` takes the core's outputs."""
+    """The live `Generation`s of an engine. `start` makes the core's requests of a prompt.
+
+    Outputs of a step come back by `take`, which the server uses, or `apply`: `take`, and all outputs made.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, limits: FrontLimits, *, seed: int = 0) -> None:
         self.tokenizer = tokenizer

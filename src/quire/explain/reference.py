@@ -72,7 +72,9 @@ def load(folder: Path) -> Any:
         detail = (str(error).splitlines() or [""])[0]
         raise ModelError(
             f"{folder} is loaded by Quire and not by transformers ({type(error).__name__}: {detail}), so there is "
-            "nothing to compare with: give the files that the model was published with, or another transformers."
+            "nothing to compare with: give the files that the model was published with, or another transformers. If "
+            "transformers has no class for the family yet: copy the folder, give the copy's config.json the model_type "
+            "and architectures of the nearest class, and pass it with --reference."
         ) from error
 
 

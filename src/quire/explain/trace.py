@@ -159,9 +159,11 @@ def _stops(llm: LLM) -> Iterator[tuple[Any, str, str]]:
     The name is "" for launches of Triton kernels: the kernel is the first argument and has the name.
     """
     core, worker, kernels = llm.engine.core, llm.engine.worker, llm.engine.kernels
-    parts = [llm, llm._front, core, core.scheduler, core.scheduler.allocator, core._finisher, core.executor, worker,
-             worker.state, worker.programs, worker.sampler, worker.sampler.operations, worker.model.rotary]  # fmt: skip
-    named = [*((type(part).__name__, part) for part in parts), *worker.model.named_modules()]
+    executor = core.executor._runner if isinstance(core.executor, InProcessExecutor) else core.executor
+    parts = [llm, llm._front, core, core.scheduler, core.scheduler.allocator, core._finisher, worker, worker.state,
+             worker.programs, worker.sampler, worker.sampler.operations, worker.model.rotary]  # fmt: skip
+    named = [*((type(part).__name__, part) for part in parts), (type(core.executor).__name__, executor),
+             *worker.model.named_modules()]  # fmt: skip
     kinds = {kind for _, part in named for kind in type(part).__mro__ if kind.__module__.startswith("quire.")}
     for name, part in named:
         for kind in () if is_dataclass(part) else kinds & set(type(part).__mro__):

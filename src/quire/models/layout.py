@@ -4,13 +4,16 @@ The loader fills these parameters, layers take their sizes from them, `quire exp
 """
 
 import importlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
 from quire.config.placement import ALONE, Rank, ranks, share, vocabulary_share
+from quire.contracts.errors import UnsupportedModel
 from quire.contracts.params import Param, Part
+from quire.models.names import NameMap
 from quire.quantization.formats import raw_tensors, spare_names
 
 
@@ -45,6 +48,22 @@ def stored_names(params: Iterable[Param]) -> Iterator[str]:
         yield from spare_names(param)
 
 
+def checkpoint_names(model_type: str) -> dict[tuple[str, str], str]:
+    """Return (parameter, part) -> checkpoint name of a family. Raises UnsupportedModel when it has no file of names."""
+    module = f"quire.models.{model_type}"
+    try:
+        rows: NameMap = importlib.import_module(module).NAME_MAP
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise UnsupportedModel(f"model_type {model_type!r} has a row in FAMILIES of config/checkpoint.py and no names "
+                               f"of tensors: write models/{model_type}.py, like models/qwen3.py.") from None
+    found = {(parameter, part): stored for stored, parameter, part in rows}
+    twice = [name for name, times in Counter(row[1:] for row in rows).items() if times > 1]
+    assert not twice, f"models/{model_type}.py names the tensor of {twice[0]} twice: leave one row out"
+    return found
+
+
 def parameters_per_token(args: ModelArgs) -> float:
     """Return the number of weights that multiply each token: all of a dense model, of experts only the chosen ones."""
     chosen = args.moe.routing.top_k / args.moe.routing.num_experts if args.moe else 1.0
@@ -55,8 +74,7 @@ class _Layout:
     """Writes the parameters of a rank, layer by layer."""
 
     def __init__(self, args: ModelArgs, rank: Rank, experts: Sequence[int]) -> None:
-        rows = importlib.import_module(f"quire.models.{args.model_type}").NAME_MAP
-        self.names = {(parameter, part): stored for stored, parameter, part in rows}
+        self.names = checkpoint_names(args.model_type)
         self.args, self.rank, self.owned = args, rank, experts
 
     def params(self) -> Iterator[Param]:

@@ -25,23 +25,25 @@ from quire.worker.stage import PipelineStage
 from quire.worker.upload import InPlaceUpload, Upload
 
 NOT_PACKED = "the step operations are PyTorch's, which cannot read packed changes"
+EAGER = "enforce_eager"
 NO_GRAPHS = "PyTorch's operations launch different work for each step's sizes"
 
 
 def choose_parts(
-    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1
+    model: Model, target: str, forced: Mapping[str, str] | None = None, *, num_groups: int = 1, eager: bool = False
 ) -> tuple[Choice, ...]:
     """Choose the parts of a model runner. Return four choices: step operations, sampler operations, upload, recorder.
 
     target       "cpu" or "cuda": the device that the model's kernels are made for
     forced       "step" or "sampling" -> the implementation to use
     num_groups   KV groups of the model
+    eager        record no CPU step (enforce_eager); on a GPU `Limits` without sizes does that
     """
     forced, dtype = forced or {}, "float32"  # the type of logits, for every type of model
     needs = KernelNeeds(device=target, dtype=dtype)
     step, sampling = (select(op, needs, forced.get(op)) for op in ("step", "sampling"))
-    packs, why = step.name == "triton", not_recordable(
-        model.kernels, num_groups, divided=model.vocabulary is not None)
+    packs, why = step.name == "triton", EAGER if eager else not_recordable(
+        model.kernels, num_groups, divided=model.vocabulary is not None)  # fmt: skip
     upload = (
         Choice("upload", "packed", "one copy a step; a kernel writes the tables")
         if packs
@@ -65,12 +67,13 @@ def make_runner(
     target: str,
     forced: Mapping[str, str] | None = None,
     groups: RankGroups = ALONE,
+    eager: bool = False,
 ) -> StepRunner:
-    """Build the runner of `model` on `device`; `target` and `forced`: see `choose_parts`.
+    """Build the runner of `model` on `device` with the KV cache `kv`. For the others see `choose_parts`.
 
-    kv       KV cache of each layer;  groups   the groups of this rank
+    groups   the groups of this rank
     """
-    parts = choose_parts(model, target, forced, num_groups=len(limits.windows))
+    parts = choose_parts(model, target, forced, num_groups=len(limits.windows), eager=eager)
     chosen = {choice.op: choice.name for choice in parts}
     step, sampling = (importlib.import_module(f"quire.kernels.{op}.{chosen[op]}") for op in ("step", "sampling"))
     state, slots = DeviceState(limits, model.args.vocab_size, device), limits.num_slots

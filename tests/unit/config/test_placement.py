@@ -54,8 +54,8 @@ def test_ranks_of_replicas_stages_and_places() -> None:
 @pytest.mark.parametrize(("parallel", "said"), [
     (Parallel(tp=3), "^-tp 3: 8 attention heads cannot be divided by 3: use -tp 1, 2, 4 or 8.$"),
     (Parallel(pp=7), "-pp 7: the model has only 6 layers, and every stage needs a layer: use -pp 6 at most"),
-    (Parallel(pp=2, layers=(3, 4)), "pipeline_layer_partition=3,4: 2 stages with 7 layers do not fit -pp 2 and the model's "
-                                    "6 layers: give 2 numbers that add up to 6"),
+    (Parallel(pp=2, layers=(3, 4)), "pipeline_layer_partition=3,4: 2 stages with 7 layers do not fit -pp 2 and the "
+                                    "model's 6 layers: give 2 numbers that add up to 6"),
     (Parallel(pp=3, layers=(3, 3)), "pipeline_layer_partition=3,3: 2 stages with 6 layers do not fit -pp 3"),
     (Parallel(tp=8, dp=2, experts=True), "10 experts are fewer than the 16 ranks .tp x dp. that share"),
     (Parallel(dp=1_000_000), "-dp 1000000: 1,000,000 ranks are more than the 4,096 that can be planned: lower a size"),

@@ -20,9 +20,8 @@ from quire.contracts.request import NewRequest
 from quire.contracts.sampling import SamplerSpec
 
 from ...support.simulated_engine import simulated
-from ...support.tiny_models import EXPERTS, MARGIN, Tiny, mixed_prompts, random_model
+from ...support.tiny_models import EXPERTS, FAMILIES, MARGIN, Tiny, mixed_prompts, random_model
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *EXPERTS)
 SIZES: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2}, "tp4": {"tp": 4}, "pp2": {"pp": 2}, "tp2-pp2": {"tp": 2, "pp": 2}, "pp3": {"pp": 3},
     "pp2-by-hand": {"pp": 2, "pipeline_layer_partition": (2, 1)},

@@ -21,21 +21,19 @@ from quire.models.registry import linear_plans, operations
 from quire.weights.units import load_units
 
 from ...support.filled_models import experts_plan, sliced, stored_tensors
-from ...support.tiny_models import EXPERTS, Tiny, hf_config
+from ...support.tiny_models import FAMILIES, Tiny, tiny_config
 
 CPU, TOKENS, BLOCK = torch.device("cpu"), 11, 8
-FAMILIES = ("llama", "qwen3", *EXPERTS)
 
 
 def arguments(family: str) -> ModelArgs:
-    """The last layer has experts where any has; Llama with every bias there is."""
-    config = hf_config(Tiny(family=family)).to_dict()
-    return parse_checkpoint_config(config | ({"attention_bias": True, "mlp_bias": True} if family == "llama" else {}))
+    """A tiny model with every bias that the family may have."""
+    return parse_checkpoint_config(tiny_config(Tiny(family=family, bias=True)))
 
 
 def block(args: ModelArgs, rank: Rank, stored: dict[str, Tensor], tp: Group | None) -> DecoderBlock:
-    """The last layer of a rank, with its slices of the checkpoint."""
-    layer = args.num_layers - 1
+    """The last layer of a rank, of those with experts if there are any, with its slices of the checkpoint."""
+    layer = max(args.moe.layers) if args.moe else args.num_layers - 1
     params = [param for param in layout(args, rank) if param.name.startswith(f"layers.{layer}.")]
     kernels = select_kernels("cpu", "float32", ops=operations(args), head_dim=args.head_dim)
     whole = args.moe is None or rank.experts == (0, args.moe.routing.num_experts)

@@ -1,6 +1,5 @@
 """The registry and the families agree, and a model's KV geometry is known without torch."""
 
-import importlib
 import subprocess
 import sys
 
@@ -15,10 +14,11 @@ from quire.kernels.linear.plan import RowRange
 from quire.kernels.select import Choice
 from quire.layers.linear import Linear
 from quire.models.build import build_model
-from quire.models.layout import layout
+from quire.models.layout import checkpoint_names, layout
 from quire.models.registry import kv_components, linear_plans, operations, unpacked_bytes
 
 from ...support.filled_models import built, fill, planned
+from ...support.tiny_models import FAMILIES as TESTED
 
 ARGS = parse_checkpoint_config(
     {
@@ -30,7 +30,11 @@ ARGS = parse_checkpoint_config(
 
 def test_every_family_has_a_file() -> None:
     for family in FAMILIES:
-        assert importlib.import_module(f"quire.models.{family}").NAME_MAP
+        assert checkpoint_names(family)
+
+
+def test_every_family_has_its_tests() -> None:
+    assert sorted(TESTED) == sorted(FAMILIES), "give every family a row in FAMILIES of tests/support/tiny_models.py"
 
 
 def test_kv_components() -> None:

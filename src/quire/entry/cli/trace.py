@@ -5,9 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
-from quire.contracts.errors import ConfigError
-from quire.platforms.detect import resolve_device
+from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, given_options
+from quire.contracts.errors import ConfigError, ModelNotFound
 
 SUMMARY = "run one request, and show every function from the call to the kernels, with shapes and times"
 
@@ -26,13 +25,16 @@ def configure(parser: FlagParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tree of calls and write the file of --out."""
-    cuda = resolve_device(engine_config(args).device.device).device == "cuda"
     from quire.entry.llm import LLM
     from quire.explain.trace import trace
 
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out: the folder of {args.out} does not exist: make it first.")
-    with LLM(**given_options(args) | {"async_depth": 1} | ({"enforce_eager": True} if cuda else {})) as llm:
+    try:
+        llm = LLM(**given_options(args) | {"async_depth": 1, "enforce_eager": True})
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
+    with llm:
         found = trace(llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens)
     print(*found.render(None if args.full else set()), sep="\n")
     if args.out is not None:

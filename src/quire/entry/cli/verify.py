@@ -1,6 +1,7 @@
 """`quire verify`: compare a model, step by step, with Hugging Face's implementation."""
 
 import argparse
+from pathlib import Path
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
 from quire.contracts.errors import ConfigError
@@ -12,6 +13,8 @@ def configure(parser: FlagParser) -> None:
     """Add the command's flags."""
     add_model_argument(parser)
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to compare on (default: a built-in one)")
+    parser.add_argument("--reference", type=Path, metavar="FOLDER",
+                        help="checkpoint that transformers reads instead of MODEL, with the same parameters")
     add_engine_flags(parser)
 
 
@@ -22,6 +25,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("load_format=dummy makes random weights, which cannot equal a checkpoint's: leave it out.")
     from quire.explain.parity import verify
 
-    report = verify(config.model.model, config, args.prompt)
+    report = verify(config.model.model, config, args.prompt, reference=args.reference)
     print(report.render())
     return 0 if report.ok else 1

@@ -57,7 +57,7 @@ def build_app(engine: ServedEngine, config: ServerConfig, metrics: Metrics) -> S
     private = http.uds is None and not http.api_key and is_loopback(http.host) and "*" not in http.allowed_hosts
     layers = [
         Middleware(RequestScope, metrics=metrics, root_path=http.root_path, paths=paths,
-                   access_log=partial(print, file=sys.stderr) if http.access_log else None),
+                   access_log=partial(print, file=sys.stderr) if config.log.access_log else None),
         Middleware(own_errors),
         *([Middleware(Guard, refusal=OwnNames(http.host, http.allowed_hosts))] if private else []),
         *([Middleware(CORSMiddleware, **CORS, allow_origins=origins)] if origins else []),

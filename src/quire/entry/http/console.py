@@ -30,7 +30,7 @@ class Console:
     def __init__(self, config: ServerConfig, out: TextIO | None = None) -> None:
         self._out = sys.stderr if out is None else out
         self._terminal = self._out.isatty() and config.engine.load.use_tqdm_on_load
-        self._stats = not config.serve.disable_log_stats
+        self._stats = not config.log.disable_log_stats
         self._phase, self._printed = "", 0.0
         self._bar: Progress | None = None
 

@@ -26,7 +26,8 @@ WORDS = ((r"^logprobs$|\blogprobs(?==-?\d)", "top_logprobs"), (r"\bmax_logprobs\
 async def chat(context: ServerContext, exchange: Exchange) -> None:
     """Answer a request of /v1/chat/completions."""
     request = await DECODER.read(context, exchange)
-    exchange.words = WORDS[bool(request.logprob_token_ids) :]  # with ids, the number of logprobs is theirs
+    # With ids the number of logprobs is theirs, and no field of the request is named top_logprobs.
+    exchange.words = WORDS[1:] if request.logprob_token_ids else WORDS
     await answer_chat(context, exchange, request, lambda job, *rest: (
         ChatWriter if job.parser_plan.content_only else ChatEventWriter)(job, *rest))
 

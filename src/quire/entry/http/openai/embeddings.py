@@ -83,7 +83,7 @@ async def vectors_of(context: ServerContext, exchange: Exchange, request: schema
             watch.stop()
     vectors = [vector_of(generation, plan, dimensions) for generation in generations]
     count = sum(len(generation.prompt_token_ids) for generation in generations)
-    if context.config.serve.enable_log_requests:
+    if context.config.log.enable_log_requests:
         LOG.info("request %s: %d prompt tokens in %d texts, embedded, %.3f s", exchange.request_id, count, len(prompts),
                  time.monotonic() - began)
     return vectors, schema.PromptUsage(prompt_tokens=count, total_tokens=count)

@@ -17,14 +17,15 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_files_of_the_way_exist() -> None:
-    """In a cell a name without a folder is in the folder of the name before it."""
     text, missing, folder = (ROOT / "CONTRIBUTING.md").read_text(), [], ""
     for name in re.findall(r"`([\w/<>]+\.py)`", text):
         folder = name.rpartition("/")[0] or folder
         file = name if "/" in name else f"{folder}/{name}"
         if "<" not in file and not any((ROOT / top / file).exists() for top in ("src/quire", "")):
             missing.append(name)
-    assert [name for name in missing if not name.startswith(("entrypoints/", "model_executor/"))] == []
+    missing = [name for name in missing if not name.startswith(("entrypoints/", "model_executor/"))]
+    assert not missing, (f"CONTRIBUTING.md names files that do not exist: {missing}. A name without a folder is in the "
+                         "folder of the name before it; names are below src/quire, or below the project.")
 
 
 def test_the_tree_has_every_room() -> None:
