@@ -165,7 +165,9 @@ class _Link:
 
     def __init__(self, frames: Frames) -> None:
         self.messages: queue.SimpleQueue[ToRank] = queue.SimpleQueue()  # in the order of their arrival
-        self._frames, self._parent, self._beat = frames, os.getppid(), FIRST_BEAT_SECONDS
+        self._frames, self._parent = frames, os.getppid()
+        self._beat = FIRST_BEAT_SECONDS  # between two beats
+        self._next_beat = time.monotonic()
         threading.Thread(target=self._receive, name="quire-rank-receive", daemon=True).start()
 
     def send(self, message: FromRank) -> None:
@@ -184,14 +186,13 @@ class _Link:
         try:
             poller = select.poll()
             poller.register(self._frames.fileno(), select.POLLIN)
-            next_beat = time.monotonic()
             while True:
-                if (wait := next_beat - time.monotonic()) <= 0:
+                if (wait := self._next_beat - time.monotonic()) <= 0:
                     # A process that was forked from the engine core's holds the socket open after the core's end.
                     if os.getppid() != self._parent:
                         break
                     self.send(RankBeat())
-                    next_beat, wait = time.monotonic() + self._beat, self._beat
+                    self._next_beat, wait = time.monotonic() + self._beat, self._beat
                 if poller.poll(1000 * wait):
                     for data in self._frames.receive():
                         self._take(decode_to_rank(data))
@@ -203,7 +204,7 @@ class _Link:
 
     def _take(self, message: ToRank) -> None:
         if isinstance(message, RankStart):
-            self._beat = message.beat
+            self._beat, self._next_beat = message.beat, time.monotonic() + message.beat
         self.messages.put(message)  # first: the main thread begins while this one sends
         if isinstance(message, RankStep):
             self.send(RankReceived(message.plan.step))

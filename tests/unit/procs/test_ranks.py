@@ -58,6 +58,7 @@ def test_results_come_from_the_lead_in_the_order_of_the_plans(depth: int, lead: 
         steps += [executor.collect() for _ in range(depth - 1)]
         assert [result.step for result in steps] == [result.num_computed for result in steps] == list(range(20))
         until(lambda: all("collect 19" in log for log in executor.control("log", {})), "a rank dropped a step")
+        assert [rank.received for rank in processes._watch.ranks] == [19, 19]
         executor.shutdown()
 
 
