@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from quire.contracts.errors import UserError
 from quire.contracts.step import I32, StepPlan, StepResult
@@ -54,6 +54,10 @@ class RunningRank(Protocol):
     def payload(self) -> bytes:
         """Return the facts about this rank."""
 
+    @property
+    def depth(self) -> int:
+        """Maximum number of steps that are submitted and not collected; see `ExecutorFacts`."""
+
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. If it needs grammar masks, launch everything but the sampling."""
 
@@ -79,6 +83,18 @@ class LoadedRank(Protocol):
 
     def size(self, payload: bytes) -> RunningRank:
         """Build the rest."""
+
+
+class _Launched(NamedTuple):
+    """Steps on their way from the main thread to the collector.
+
+    room    places for steps that are not collected. The engine core counts the steps of the rank that leads; another
+            rank may be slower
+    steps   True for each step that can be collected, then False
+    """
+
+    room: threading.Semaphore
+    steps: "queue.SimpleQueue[bool]"
 
 
 BuildRank = Callable[[bytes, Callable[[int, int], None]], LoadedRank]  # (start, loading(done, total) in bytes)
@@ -123,29 +139,31 @@ def serve_rank(frames: Frames, build: BuildRank) -> int:
 
 
 def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
-    launched: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each step to collect, then False
+    launched = _Launched(threading.Semaphore(running.depth), queue.SimpleQueue())
     collector = threading.Thread(target=_collect, args=(link, running, lead, launched), name="quire-rank-collect",
                                  daemon=True)
     collector.start()
     while not isinstance(message := link.messages.get(), Stop):
         if isinstance(message, RankStep):
+            launched.room.acquire()
             running.submit(message.plan)
             if not len(message.plan.grammar):
-                launched.put(True)
+                launched.steps.put(True)
         elif isinstance(message, RankMasks):
             running.release(message.masks)
-            launched.put(True)
+            launched.steps.put(True)
         elif isinstance(message, RankControl):
             link.send(_control(running, message))
-    launched.put(False)
+    launched.steps.put(False)
     collector.join()
     running.close()
 
 
-def _collect(link: "_Link", running: RunningRank, lead: bool, launched: "queue.SimpleQueue[bool]") -> None:
+def _collect(link: "_Link", running: RunningRank, lead: bool, launched: _Launched) -> None:
     try:
-        while launched.get():
+        while launched.steps.get():
             result = running.collect()
+            launched.room.release()
             if lead:
                 link.send(RankResult(result))
     except BaseException as error:  # also `SystemExit`, which would end only this thread

@@ -17,7 +17,19 @@ from quire.contracts.protocols import ExecutorFacts
 from quire.procs.rank_messages import RankStep
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
-from ...support.started_ranks import ENV, MODULE, children, exists, held, nothing_left, plan, ranks, running, until
+from ...support.started_ranks import (
+    ENV,
+    MODULE,
+    children,
+    exists,
+    held,
+    nothing_left,
+    plan,
+    ranks,
+    running,
+    state,
+    until,
+)
 
 FACTS = ExecutorFacts(depth=2, decode_lag=2, num_slots=1, num_blocks=1, block_size=1, max_model_len=1, vocab_size=1)
 LONG = 1000.0
@@ -85,7 +97,8 @@ def test_a_stopped_rank_is_killed_and_told(place: str) -> None:
     later(lambda: os.kill(processes.pids[0], signal.SIGSTOP), 1.0)
     with pytest.raises(EngineDead) as caught:
         wait_in(processes, place)
-    assert str(caught.value).startswith(f"rank 0 (tp 0, pid {processes.pids[0]}) is stopped (SIGSTOP, or a debugger) and")
+    told = f"rank 0 (tp 0, pid {processes.pids[0]}) is stopped (SIGSTOP, or a debugger) and has sent nothing for "
+    assert str(caught.value).startswith(told)
     processes.close()
 
 
@@ -123,24 +136,34 @@ def test_a_rank_that_holds_python_s_lock_is_a_fault_only_after_the_longer_time()
             processes.collect()
 
 
-def test_a_suspended_parent_is_no_fault_of_its_ranks() -> None:
-    program = f"""
+SUSPENDED = """
 import os, signal, sys
-sys.path[:0] = {[str(Path(__file__).resolve().parents[3])]!r}
+sys.path[:0] = [{root!r}]
 from tests.support.started_ranks import plan, running
 from quire.procs.rank_messages import RankStep
 with running({{}}, {{}}, beat=0.1, stopped=1.0, silent=1.0) as processes:
-    print(os.getpid(), flush=True)
+    for pid in {pids}:
+        os.kill(pid, signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
     processes.broadcast(RankStep(plan(5)))
     print(processes.collect().step, flush=True)
 """
+
+
+@pytest.mark.parametrize("pids", ["()", "print(*processes.pids, flush=True) or processes.pids"])
+def test_a_suspended_parent_is_no_fault_of_its_ranks(pids: str) -> None:
+    """Alone, or with its ranks: then nothing has arrived meanwhile."""
+    program = SUSPENDED.format(root=str(Path(__file__).resolve().parents[3]), pids=pids)
     with subprocess.Popen([sys.executable, "-c", program], env=os.environ | ENV, stdout=subprocess.PIPE, text=True,
                           start_new_session=True) as parent:
         assert parent.stdout is not None
-        parent.stdout.readline()
+        stopped = [] if pids == "()" else [int(word) for word in parent.stdout.readline().split()]
+        until(lambda: state(parent.pid) == "T", "the parent does not stop")
         time.sleep(3.0)
         parent.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
         assert parent.stdout.readline() == "5\n"
         assert parent.wait() == 0
 
@@ -165,11 +188,11 @@ with running({"waits": {"submit": 1000.0}}, {"waits": {"collect": 1000.0}}) as p
 """
 FORKED = """
 with running({}, {}) as processes:
-    if os.fork() == 0:  # holds the ends of the sockets
+    if (pid := os.fork()) == 0:  # holds the ends of the sockets
         os.close(1)
-        time.sleep(20)
+        time.sleep(1000)
         os._exit(0)
-    print(*processes.pids, flush=True)
+    print(*processes.pids, pid, flush=True)
     time.sleep(1000)
 """
 NEVER_CLOSED = """
@@ -186,7 +209,7 @@ def test_ranks_do_not_outlive_their_parent(work: str) -> None:
                           text=True) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2
+        forked = pids.pop() if work is FORKED else None
         if work is NEVER_CLOSED:
             assert parent.wait() == 0
         else:
@@ -194,7 +217,11 @@ def test_ranks_do_not_outlive_their_parent(work: str) -> None:
             assert all(map(exists, pids))
             parent.kill()
         ended = time.monotonic()
-        until(lambda: not any(map(exists, pids)), "a rank has no parent and runs", 10 * 2.0)
+        try:
+            until(lambda: not any(map(exists, pids)), "a rank has no parent and runs", 10 * 2.0)
+        finally:
+            if forked is not None:
+                os.kill(forked, signal.SIGKILL)
         print(f"gone after {time.monotonic() - ended:.2f} s")
 
 
