@@ -1,7 +1,8 @@
 """A rank without a model, for tests of `RankProcesses`: `python -P -m fake_rank DESCRIPTOR`.
 
 It obeys its start line. A plan's result echoes the plan: `num_computed` is the number of prompt tokens, `tokens` are
-the words of the grammar masks. A "place" is build, size, submit, release, collect, control or close.
+the words of the grammar masks, `timings.forward` is the rank. A "place" is build, size, submit, release, collect,
+control or close.
 """
 
 import builtins
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from quire.contracts import errors
-from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
+from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult, StepTimings
 from quire.procs.rank_server import run_rank
 
 C_LIBRARY = ctypes.PyDLL(None)  # its functions keep Python's lock
@@ -30,6 +31,7 @@ class FakeStart(msgspec.Struct):
     holds     seconds with Python's lock, in submit
     loads     bytes to load, told one by one
     exits     place -> exit code without a word
+    depth     steps that are submitted and not collected
     """
 
     index: int = 0
@@ -39,6 +41,7 @@ class FakeStart(msgspec.Struct):
     holds: float = 0.0
     loads: int = 0
     exits: dict[str, int] = {}
+    depth: int = 2
 
 
 class FakeRank:
@@ -46,6 +49,7 @@ class FakeRank:
 
     def __init__(self, start: FakeStart) -> None:
         self.start = start
+        self.depth = start.depth
         self.running: deque[tuple[StepPlan, I32]] = deque()
         self.log: list[str] = []
         self.payload = msgspec.json.encode({"index": start.index, "bytes": 100 + start.index})
@@ -74,7 +78,7 @@ class FakeRank:
         self.log.append(f"collect {plan.step}")
         computed = sum(len(admission.token_ids) for admission in plan.admitted)
         return StepResult(step=plan.step, slots=plan.slots, tokens=masks, num_accepted=np.ones(len(masks), np.int32),
-                          num_computed=computed)
+                          num_computed=computed, timings=StepTimings(forward=self.start.index))
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         self.go_to("control")
@@ -82,7 +86,9 @@ class FakeRank:
             return self.log
         if name == "echo":
             return {"index": self.start.index, **args}
-        raise errors.ConfigError(f"unknown control {name!r}: use log or echo.")
+        if name == "variable":
+            return os.environ.get(args["name"])
+        raise errors.ConfigError(f"unknown control {name!r}: use log, echo or variable.")
 
     def close(self) -> None:
         self.go_to("close")

@@ -95,12 +95,17 @@ def children(parent: int) -> list[int]:
     return sorted(found)
 
 
+def state(pid: int) -> str:
+    """Return the letter of a process's state; "" when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def exists(pid: int) -> bool:
     """Return True if the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return state(pid) not in ("", "Z")
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = HANG_SECONDS / 2) -> None:

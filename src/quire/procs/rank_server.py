@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from quire.contracts.errors import UserError
 from quire.contracts.step import I32, StepPlan, StepResult
@@ -54,6 +54,10 @@ class RunningRank(Protocol):
     def payload(self) -> bytes:
         """Return the facts about this rank."""
 
+    @property
+    def depth(self) -> int:
+        """Maximum number of steps that are submitted and not collected; see `ExecutorFacts`."""
+
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. If it needs grammar masks, launch everything but the sampling."""
 
@@ -79,6 +83,18 @@ class LoadedRank(Protocol):
 
     def size(self, payload: bytes) -> RunningRank:
         """Build the rest."""
+
+
+class _Launched(NamedTuple):
+    """Steps on their way from the main thread to the collector.
+
+    room    places for steps that are not collected. The engine core counts the steps of the rank that leads; another
+            rank may be slower
+    steps   True for each step that can be collected, then False
+    """
+
+    room: threading.Semaphore
+    steps: "queue.SimpleQueue[bool]"
 
 
 BuildRank = Callable[[bytes, Callable[[int, int], None]], LoadedRank]  # (start, loading(done, total) in bytes)
@@ -123,29 +139,31 @@ def serve_rank(frames: Frames, build: BuildRank) -> int:
 
 
 def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
-    launched: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each step to collect, then False
+    launched = _Launched(threading.Semaphore(running.depth), queue.SimpleQueue())
     collector = threading.Thread(target=_collect, args=(link, running, lead, launched), name="quire-rank-collect",
                                  daemon=True)
     collector.start()
     while not isinstance(message := link.messages.get(), Stop):
         if isinstance(message, RankStep):
+            launched.room.acquire()
             running.submit(message.plan)
             if not len(message.plan.grammar):
-                launched.put(True)
+                launched.steps.put(True)
         elif isinstance(message, RankMasks):
             running.release(message.masks)
-            launched.put(True)
+            launched.steps.put(True)
         elif isinstance(message, RankControl):
             link.send(_control(running, message))
-    launched.put(False)
+    launched.steps.put(False)
     collector.join()
     running.close()
 
 
-def _collect(link: "_Link", running: RunningRank, lead: bool, launched: "queue.SimpleQueue[bool]") -> None:
+def _collect(link: "_Link", running: RunningRank, lead: bool, launched: _Launched) -> None:
     try:
-        while launched.get():
+        while launched.steps.get():
             result = running.collect()
+            launched.room.release()
             if lead:
                 link.send(RankResult(result))
     except BaseException as error:  # also `SystemExit`, which would end only this thread
@@ -165,7 +183,9 @@ class _Link:
 
     def __init__(self, frames: Frames) -> None:
         self.messages: queue.SimpleQueue[ToRank] = queue.SimpleQueue()  # in the order of their arrival
-        self._frames, self._parent, self._beat = frames, os.getppid(), FIRST_BEAT_SECONDS
+        self._frames, self._parent = frames, os.getppid()
+        self._beat = FIRST_BEAT_SECONDS  # between two beats
+        self._next_beat = time.monotonic()
         threading.Thread(target=self._receive, name="quire-rank-receive", daemon=True).start()
 
     def send(self, message: FromRank) -> None:
@@ -184,14 +204,13 @@ class _Link:
         try:
             poller = select.poll()
             poller.register(self._frames.fileno(), select.POLLIN)
-            next_beat = time.monotonic()
             while True:
-                if (wait := next_beat - time.monotonic()) <= 0:
+                if (wait := self._next_beat - time.monotonic()) <= 0:
                     # A process that was forked from the engine core's holds the socket open after the core's end.
                     if os.getppid() != self._parent:
                         break
                     self.send(RankBeat())
-                    next_beat, wait = time.monotonic() + self._beat, self._beat
+                    self._next_beat, wait = time.monotonic() + self._beat, self._beat
                 if poller.poll(1000 * wait):
                     for data in self._frames.receive():
                         self._take(decode_to_rank(data))
@@ -203,7 +222,7 @@ class _Link:
 
     def _take(self, message: ToRank) -> None:
         if isinstance(message, RankStart):
-            self._beat = message.beat
+            self._beat, self._next_beat = message.beat, time.monotonic() + message.beat
         self.messages.put(message)  # first: the main thread begins while this one sends
         if isinstance(message, RankStep):
             self.send(RankReceived(message.plan.step))

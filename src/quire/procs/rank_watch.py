@@ -46,12 +46,14 @@ class RankTimes:
     """Times of ranks in seconds.
 
     beat      between two signs of life of a rank
+    start     until the first sign of life: Python starts and imports modules
     stopped   without a sign of life, after which a rank that a signal has stopped is dead
     silent    without a sign of life, after which any rank is dead: a library may hold Python's lock while it compiles
     stop      for a rank to end by itself
     """
 
     beat: float = 1.0
+    start: float = 300.0
     stopped: float = 5.0
     silent: float = 60.0
     stop: float = 2.0
@@ -60,13 +62,16 @@ class RankTimes:
 class WatchedRank:
     """A rank's process and connection, with what the watch knows of it.
 
-    heard      time of the last bytes from the rank;  received  last step that the rank has acknowledged
-    failed     last message of a rank that failed;  cut  True after the end of the connection
+    heard      time of the last message;  begun  True after the first message
+    received   last step that the rank has acknowledged
+    failed     last message of a rank that failed
+    cut        True after the end of the connection
     """
 
     def __init__(self, name: str, child: ChildProcess, frames: Frames) -> None:
         self.name, self.child, self.frames = name, child, frames
         self.heard = time.monotonic()
+        self.begun = False
         self.received = -1
         self.failed: RankFailed | None = None
         self.cut = False
@@ -118,10 +123,12 @@ class RankWatch:
 
     def result(self) -> StepResult:
         """Wait for the next result. Raises the error of the ranks' end."""
+        self.check()
         return self._next(self._results)
 
     def answer(self) -> tuple[int, Answer]:
         """Wait for the next other message, with the index of its rank. Raises the error of the ranks' end."""
+        self.check()
         return self._next(self._answers)
 
     def check(self) -> None:
@@ -135,8 +142,9 @@ class RankWatch:
         return self._error()
 
     def abandon(self, message: str) -> None:
-        """End all ranks because of a fault in this process. Returns at once."""
+        """End all ranks because of a fault in this process."""
         self._abandoned = Failed(EngineDead.__name__, message)
+        self._told.wait()
 
     def close(self) -> None:
         """End all ranks and wait for their end: running ranks get a moment for it. Idempotent.
@@ -150,13 +158,12 @@ class RankWatch:
             stop = encode(Stop())
             for rank in self.ranks:
                 rank.frames.send_at_once(stop)  # a rank that cannot take it is killed
-        if self._thread is not threading.current_thread():  # the garbage collector may run there
+        if self._thread.ident != threading.get_ident():  # the garbage collector may run there
             self._thread.join()
 
     def _next(self, waiting: "queue.SimpleQueue[M | None]") -> M:
         message = waiting.get()
         if message is None:
-            waiting.put(None)  # for the next call
             raise self._error()
         return message
 
@@ -211,7 +218,7 @@ class RankWatch:
     def _read(self, index: int) -> None:
         rank = self.ranks[index]
         for message in rank.read():
-            rank.heard = time.monotonic()
+            rank.heard, rank.begun = time.monotonic(), True
             if isinstance(message, RankReceived):
                 rank.received = message.step
             elif isinstance(message, RankResult):
@@ -260,7 +267,7 @@ class RankWatch:
             silent, words = now - rank.heard, ""
             if silent >= self._times.stopped and rank.child.stopped():
                 words = "is stopped (SIGSTOP, or a debugger) and"
-            elif silent >= self._times.silent:
+            elif silent >= (self._times.silent if rank.begun else self._times.start):
                 words = "runs, but"
             if words:
                 silence = f"{rank} {words} has sent nothing for {silent:.0f} s{self._unread(rank)}."

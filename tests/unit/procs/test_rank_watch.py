@@ -1,6 +1,8 @@
 """The watch over ranks, with ends of sockets instead of processes: it names the rank that is the cause of a fault."""
 
+import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -131,12 +133,23 @@ def test_silence_is_told_with_the_step_that_is_not_acknowledged() -> None:
     with watched(2) as (ranks, ends):
         watch = RankWatch(ranks, RankTimes(silent=0.6))
         watch.sent = 12
+        ends[1].send(encode(RankBeat()))
         ends[0].send(encode(RankReceived(12)))
         while watch._over is None:
             ends[0].send(encode(RankBeat()))
             if watch._told.wait(0.05):
                 break
-        assert str(watch.wait()).startswith("rank 1 (pid 1) runs, but has sent nothing for 1 s (step 12 not ack")
+        told = r"rank 1 \(pid 1\) runs, but has sent nothing for \d+ s \(step 12 not acknowledged\)\."
+        assert re.match(told, str(watch.wait()))
+        watch.close()
+
+
+def test_a_rank_has_longer_to_begin() -> None:
+    with watched(1) as (ranks, _):
+        watch = RankWatch(ranks, RankTimes(silent=0.1, start=1.0))
+        time.sleep(0.5)
+        watch.check()
+        assert "has sent nothing" in str(watch.wait())
         watch.close()
 
 

@@ -57,7 +57,9 @@ def test_results_come_from_the_lead_in_the_order_of_the_plans(depth: int, lead: 
                 steps.append(executor.collect())
         steps += [executor.collect() for _ in range(depth - 1)]
         assert [result.step for result in steps] == [result.num_computed for result in steps] == list(range(20))
+        assert {result.timings.forward for result in steps} == {lead}
         until(lambda: all("collect 19" in log for log in executor.control("log", {})), "a rank dropped a step")
+        assert [rank.received for rank in processes._watch.ranks] == [19, 19]
         executor.shutdown()
 
 
@@ -70,6 +72,19 @@ def test_a_rank_launches_a_step_while_another_one_runs() -> None:
         until(lambda: all(len(log) == 4 for log in processes.control("log", {})), "a rank dropped a step")
         expected = ["submit 0", "submit 1", "collect 0", "collect 1"]
         assert processes.control("log", {}) == [expected, expected]
+
+
+def test_a_rank_that_is_slower_than_the_lead_keeps_its_depth() -> None:
+    with running({}, {"waits": {"collect": 0.2}}) as processes:
+        executor = RanksExecutor(processes, FACTS)
+        for step in range(6):
+            executor.submit(plan(step))
+            assert executor.collect().step == step
+        until(lambda: len(processes.control("log", {})[1]) == 12, "a rank dropped a step")
+        (_, log) = processes.control("log", {})
+        assert isinstance(log, list)
+        in_flight = [sum({"submit": 1, "collect": -1}[entry.split()[0]] for entry in log[:end]) for end in range(12)]
+        assert max(in_flight) == 2
 
 
 def test_a_step_with_a_grammar_is_collected_after_its_release() -> None:
@@ -95,6 +110,13 @@ def test_a_control_gives_the_values_of_all_ranks_and_the_caller_s_error_ends_not
             RanksExecutor(processes, FACTS).control("dance", {})
         processes.broadcast(RankStep(plan(7)))
         assert processes.collect().step == 7
+
+
+def test_ranks_have_the_environment_of_their_parent_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_PARENT", "1")
+    with running({}, {}) as processes:
+        assert processes.control("variable", {"name": "OF_THE_PARENT"}) == ["1", "1"]
+        assert processes.control("variable", {"name": "PYTHONPATH"}) == [ENV["PYTHONPATH"]] * 2
 
 
 def test_plans_larger_than_the_socket_arrive() -> None:
@@ -155,6 +177,13 @@ def test_a_rank_that_exits_without_a_word_is_told_with_its_code(place: str) -> N
         use(processes)
     assert str(caught.value).startswith(f"rank 1 (tp 1, pid {processes.pids[1]}) exited with code 7")
     processes.close()
+
+
+def test_a_library_that_exits_in_the_collector_ends_the_rank() -> None:
+    with running({"raises": {"collect": "SystemExit"}}) as processes:
+        processes.broadcast(RankStep(plan(0)))
+        with pytest.raises(EngineDead, match="SystemExit: no luck in collect"):
+            processes.collect()
 
 
 def test_after_close_every_call_says_so() -> None:
