@@ -120,8 +120,8 @@ def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
     if given and (len(given) != parallel.pp or sum(given) != args.num_layers):
         words, layers = ",".join(map(str, given)), args.num_layers
         raise ConfigError(f"pipeline_layer_partition={words}: {len(given)} stages with {sum(given)} layers do not fit "
-                          f"-pp {parallel.pp} and the model's {layers} layers: give {parallel.pp} numbers that add up to "
-                          f"{layers}.")
+                          f"-pp {parallel.pp} and the model's {layers} layers: give {parallel.pp} numbers that add up "
+                          f"to {layers}.")
     if parallel.experts and args.moe is None:
         raise ConfigError("--enable-expert-parallel: this model has no experts: leave it out.")
     if args.moe and parallel.expert_ranks > args.moe.routing.num_experts:
