@@ -88,6 +88,9 @@ class ProcessGroup:
 
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""
+        if x.is_cuda:  # NCCL's send waits on the stream, not here
+            dist.send(x.contiguous(), self.ranks[to], group=self._group)
+            return
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
         x = x.clone(memory_format=torch.contiguous_format)

@@ -104,7 +104,7 @@ class Programs:
         mode = self.sampler.table.mode(slots)
         self.recorder.run(("sample", shape.rows, mode), partial(self.sample, shape.rows, mode))
         if self.stage is not None:
-            self.stage.sampled(self._state.buffers, self.out, len(slots))
+            self.stage.sampled(self._state.buffers, self.out, slots)
 
     def logits(self, rows: int) -> Tensor:
         """Return this rank's logits [rows, V] of the first rows; valid until the next step's `compute`."""

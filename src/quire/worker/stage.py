@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.contracts.step import StepPlan
+from quire.contracts.step import I32, StepPlan
 from quire.distributed import Group
 from quire.kernels.step import StepBuffers, Tables
 from quire.layers.stack import Model
@@ -58,15 +58,15 @@ class PipelineStage:
         if not self.last:
             self._forward.send(hidden, self._forward.rank + 1)
 
-    def sampled(self, buffers: StepBuffers, out: Tensor, rows: int) -> None:
-        """End a step with `rows` sampled rows: the last stage sends their tokens out[0], the first owes them."""
-        if not rows:
-            return
-        if self.last:
+    def sampled(self, buffers: StepBuffers, out: Tensor, slots: I32) -> None:
+        """End a step that sampled rows of these slots: the last stage sends their tokens out[0], the first owes them.
+        """
+        rows = len(slots)
+        if rows and self.last:
             self._back.send(out[0, :rows], 0)
-        elif self.first:
-            slots = buffers.sample_slots[:rows].clone()
-            self._owed.append(_Owed(frozenset(slots.tolist()), slots, buffers.sample_positions[:rows].clone()))
+        elif rows and self.first:
+            places = buffers.sample_slots[:rows].clone(), buffers.sample_positions[:rows].clone()
+            self._owed.append(_Owed(frozenset(slots.tolist()), *places))
 
     def settle(self, plan: StepPlan) -> None:
         """Write owed tokens of the slots that a plan uses, releases or admits. Called before the plan is applied."""
