@@ -127,7 +127,10 @@ PLANS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["dense", *(pytest.param(one, marks=pytest.mark.full) for one in ("experts", "latent"))])
+KINDS = ["dense", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("experts", "latent"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, kind: str) -> None:
     """With the kernels of a GPU, padded steps, sliced logits and sums through shared memory; see ranks_of_gpus.py."""
     for rank in range(2):
