@@ -37,7 +37,7 @@ def sockets_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield folder
     left = [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]  # PyTorch's own
     assert left == [], "a folder of sockets was left behind"
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def run(work: Awaitable[None]) -> None:

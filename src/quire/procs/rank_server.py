@@ -85,7 +85,7 @@ class LoadedRank(Protocol):
         """Build the rest."""
 
 
-class _Launched(NamedTuple):
+class _Uncollected(NamedTuple):
     """Steps on their way from the main thread to the collector.
 
     room    places for steps that are not collected. The engine core counts the steps of the rank that leads; another
@@ -139,7 +139,7 @@ def serve_rank(frames: Frames, build: BuildRank) -> int:
 
 
 def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
-    launched = _Launched(threading.Semaphore(running.depth), queue.SimpleQueue())
+    launched = _Uncollected(threading.Semaphore(running.depth), queue.SimpleQueue())
     collector = threading.Thread(target=_collect, args=(link, running, lead, launched), name="quire-rank-collect",
                                  daemon=True)
     collector.start()
@@ -159,7 +159,7 @@ def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
     running.close()
 
 
-def _collect(link: "_Link", running: RunningRank, lead: bool, launched: _Launched) -> None:
+def _collect(link: "_Link", running: RunningRank, lead: bool, launched: _Uncollected) -> None:
     try:
         while launched.steps.get():
             result = running.collect()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.procs.frames import MAX_JOINED, Frames
+from quire.procs.frames import CHUNK, MAX_JOINED, Frames
 
 from ...support.started_ranks import nothing_left, until
 
@@ -63,6 +63,15 @@ def test_messages_before_the_end_are_received(ends: tuple[Frames, Frames]) -> No
     assert messages == [bytes([number]) * 300 for number in range(100)]
     with pytest.raises(OSError):
         theirs.send(b"x")
+
+
+def test_a_last_message_that_fills_a_read_is_received(ends: tuple[Frames, Frames]) -> None:
+    ours, theirs = ends
+    ours.send(bytes(CHUNK - 4))
+    ours.close()
+    assert theirs.receive() == [bytes(CHUNK - 4)]
+    with pytest.raises(EOFError):
+        theirs.receive()
 
 
 def test_half_a_message_is_kept(ends: tuple[Frames, Frames]) -> None:
