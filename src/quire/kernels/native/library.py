@@ -81,7 +81,8 @@ def _open(folder: Path) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(build(folder, flags, fresh=True)))
         except OSError as error:
-            raise CannotBuild(f"the compiled kernels cannot be loaded ({error})") from None
+            raise CannotBuild(f"the compiled kernels cannot be loaded ({error}): set QUIRE_CACHE_DIR to a folder from "
+                              "which programs may run") from None
 
 
 def _load(folder: Path) -> ctypes.CDLL:
