@@ -5,9 +5,10 @@
    maximum (Dao et al., 2022, FlashAttention), sums of values. Packing is paid once per block, and what is packed stays
    in the second-level cache.
 
-   The rows of a block are pairs (position, query head), position by position, so that every number of query heads fills
-   the tiles, and the rows of a tile see nearly as many tokens. Spans start at multiples of their length, each sum is a chain in the order of dimensions or tokens, and a weight past a row's position is exactly 0. So a row's result
-   depends neither on other rows nor on where its chunk begins. Slots past the end of the context are never read.
+   The rows of a block are pairs (position, query head), position by position: every number of query heads fills the
+   tiles, and rows of a tile see nearly as many tokens. Spans start at multiples of their length. Each sum is a chain
+   in the order of dimensions or tokens, and a weight past a row's position is exactly 0. So a row's result depends
+   neither on other rows nor on the chunk's first row. Slots past the end of the context are never read.
 
    Factors are words of 32 bits, by form: a float32, a bfloat16 widened to float32, or a pair of bfloat16 where the CPU
    multiplies pairs. Pairs of keys are neighbouring dimensions, pairs of values are neighbouring tokens. */
@@ -206,7 +207,8 @@ INLINE void add_seen_values(const float *weights, const float *values, long seen
 INLINE void attend_tile(const PromptsJob *job, PromptBlock *block, long tile, long start, long words, long width,
                         int form) {
     const long *seen = block->seen + tile * TILE_ROWS, step = form == PAIRS ? 2 : 1;
-    const long left = seen[TILE_ROWS - 1] - start, most = left < job->span ? left : job->span; /* the last row sees most */
+    const long left = seen[TILE_ROWS - 1] - start; /* the last row sees most */
+    const long most = left < job->span ? left : job->span;
     float *maximum = block->maximum + tile * W, *total = block->total + tile * W, fade[W], part[W] = {0};
     for (long t = 0; t < most; t += 2 * W)
         multiply_tile(block->q + tile * words * TILE_ROWS, 1, TILE_ROWS, block->keys + t * words, words, NULL,
