@@ -69,15 +69,6 @@ INLINE Words words_of(const void *row, long at, long dim, int form) {
     return as_words(load(row, at, lanes_of(dim - at), form != FLOATS));
 }
 
-/* sum + x * w, of words */
-INLINE Vec madd_words(Vec x, Vec w, Vec sum, int form) {
-#ifdef __AVX512BF16__
-    if (form == PAIRS) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
-#endif
-    (void)form;
-    return madd(x, w, sum);
-}
-
 /* A tile's sums [TILE_ROWS][2 W], `pitch` apart, = fade * sums + x times w [count][2 W]; fade NULL: from 0. Word k of
    row r is x[r * row_step + k * word_step]. */
 INLINE void multiply_tile(const float *x, long row_step, long word_step, const float *w, long count,
@@ -95,8 +86,8 @@ INLINE void multiply_tile(const float *x, long row_step, long word_step, const f
 #pragma GCC unroll 12
         for (int r = 0; r < TILE_ROWS; r++) {
             const Vec value = fill(x[r * row_step]);
-            own[2 * r] = madd_words(value, low, own[2 * r], form);
-            own[2 * r + 1] = madd_words(value, high, own[2 * r + 1], form);
+            own[2 * r] = madd_words(value, low, own[2 * r], form == PAIRS);
+            own[2 * r + 1] = madd_words(value, high, own[2 * r + 1], form == PAIRS);
         }
     }
 #pragma GCC unroll 12
@@ -196,8 +187,8 @@ INLINE void add_seen_values(const float *weights, const float *values, long seen
             b = as_floats(_mm512_and_si512(as_words(b), _mm512_set1_epi32(0xFFFF)));
         }
 #endif
-        low = madd_words(fill(*weights), a, low, form);
-        high = madd_words(fill(*weights), b, high, form);
+        low = madd_words(fill(*weights), a, low, form == PAIRS);
+        high = madd_words(fill(*weights), b, high, form == PAIRS);
     }
     put(sums, low);
     put(sums + W, high);

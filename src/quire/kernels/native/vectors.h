@@ -220,6 +220,15 @@ INLINE void transpose(Words *r) {
 
 #endif
 
+/* sum + x * w, of floats, or of words that are pairs of bfloat16 */
+INLINE Vec madd_words(Vec x, Vec w, Vec sum, int pairs) {
+#ifdef __AVX512BF16__
+    if (pairs) return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
+#endif
+    (void)pairs;
+    return madd(x, w, sum);
+}
+
 /* Tensors are bfloat16 where `half` says so and float32 otherwise; `half` is a constant wherever these are inlined. */
 INLINE const void *element(const void *base, long at, int half) {
     return (const char *)base + at * (half ? 2 : 4);
