@@ -1,7 +1,8 @@
 """Linears in float32 arithmetic whose weights stay in their stored type: panels.c has the C code.
 
 A weight of bfloat16 takes half the memory and half the time to read of the same numbers in float32. It is widened in
-registers, so results have the accuracy of float32. So are quantized weights, whose sums over a group are multiplied by
+registers, so results have the accuracy of float32. If the inputs are bfloat16 too, a CPU with AVX512-BF16 multiplies
+them in pairs and adds in float32. Quantized weights are widened likewise, and their sums over a group are multiplied by
 the scale; activations are quantized by the scheme's rule, and multiplied as numbers of float32.
 """
 
