@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire.config.env import cpu_without
 
-# x86 flag, and the arm64 `Features` word. With AVX512-BF16 alone, float32 arithmetic on bfloat16 weights is faster.
+# x86 flag, and the arm64 `Features` word. AVX512-BF16 alone does not make bfloat16 the default: docs/performance.md.
 BF16_UNITS = ("amx_bf16", "bf16")
 ASSUMED_MEMORY = 4 << 30  # bytes, if the system does not tell
 
