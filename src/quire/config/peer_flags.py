@@ -24,8 +24,8 @@ NOTHING = ("", "none", "null")  # values that never have an effect
 class PeerFlag:
     """A vLLM flag and its meaning in Quire. `meaning` is one of MEANINGS, `takes` is a key of NARGS.
 
-    neutral   values that ask for what Quire does anyway: accepted without a note, also of a refused flag. The values of
-              a switch are ON and OFF
+    neutral   values that ask for what Quire does anyway: accepted without a note, also of a refused flag. The values
+              of a switch are ON and OFF
     idle      values of a refused flag that change something in vLLM and nothing in Quire: accepted with a note
     option    Quire's option that an alias sets;  values  vLLM's value -> Quire's (empty: the same texts)
     """

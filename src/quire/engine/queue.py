@@ -9,7 +9,9 @@ SLACK = 64  # entries of ended requests that may always stay in a heap
 
 
 def check_fits(places: int, bound: int, num_slots: int, param: str) -> None:
-    """Raise `InvalidParameter` about `param` when `places` completions never fit: `bound` may wait, `num_slots` may run.
+    """Raise `InvalidParameter` about `param` when `places` completions never fit.
+
+    bound   completions that may wait;  num_slots  completions that may run
     """
     if places > bound + num_slots:
         raise InvalidParameter(
