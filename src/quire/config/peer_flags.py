@@ -22,10 +22,11 @@ NOTHING = ("", "none", "null")  # values that never have an effect
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFlag:
-    """A vLLM flag. `meaning` is one of MEANINGS, `takes` is a key of NARGS.
+    """A vLLM flag and its meaning in Quire. `meaning` is one of MEANINGS, `takes` is a key of NARGS.
 
-    neutral   values without any effect (ON and OFF for a switch)
-    idle      further values of a refused flag that have no effect in Quire; the user gets a note
+    neutral   values that ask for what Quire does anyway: accepted without a note, also of a refused flag. The values
+              of a switch are ON and OFF
+    idle      values of a refused flag that change something in vLLM and nothing in Quire: accepted with a note
     option    Quire's option that an alias sets;  values  vLLM's value -> Quire's (empty: the same texts)
     """
 

@@ -81,11 +81,16 @@ class Hardware:
 class MoEPlan:
     """Plan of a model's expert layers in a phase.
 
-    experts       the implementation of `kernels/experts`;  features  of it
-    quantize_at   "nowhere" | "wire" | "experts";  weighs  "experts" | "combine": this part also sums over k
+    phase         "prefill" or "decode"
+    dispatcher    brings tokens to the ranks of their experts and results back
+    experts       implementation of `kernels/experts`
+    features      features of that implementation
+    quantize_at   place where activations are quantized: "nowhere", "wire" (before they are sent), "experts" (kernel)
+    weighs        part that multiplies by the router's weights and sums a token's top-k results: "experts" or "combine"
     partial_over  groups of ranks whose results the caller must sum; empty: the result is complete
     shared        shared experts: "none"; "added" to the routed experts before any sum; "summed alone" over tp
-    candidates    (dispatcher, experts or "" for all, reason against it); the first without a reason is chosen
+    candidates    (dispatcher, experts, reason) in the order of preference; the first without a reason against it is
+                  chosen. experts "": the reason holds for every implementation
     """
 
     phase: str

@@ -57,7 +57,7 @@ def rope_settings(keys: Mapping[str, Any], source: str) -> dict[str, Any]:
                 continue
             where = f"{source}: {key}.{inner}={value!r}"
             if inner in _KNOWN:
-                raise ModelError(f"{where} must be a number, a name, true or false.")
+                raise ModelError(f"{where} is an object: it must be a number, a text, true or false. Correct the file.")
             raise UnsupportedModel(f"{where}: rope settings that differ by layer are not implemented.")
         found = raw or found
     return found

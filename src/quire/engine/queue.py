@@ -9,7 +9,10 @@ SLACK = 64  # entries of ended requests that may always stay in a heap
 
 
 def check_fits(places: int, bound: int, num_slots: int, param: str) -> None:
-    """Raise `InvalidParameter` about `param` when even an idle engine has no room for `places` completions."""
+    """Raise `InvalidParameter` about `param` when `places` completions never fit.
+
+    bound   completions that may wait;  num_slots  completions that may run
+    """
     if places > bound + num_slots:
         raise InvalidParameter(
             f"{places} completions in one request never fit: at most {bound + num_slots} do (max_num_seqs={num_slots} "

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from quire.config.env import cpu_without
 
-# x86 flag, and the arm64 `Features` word. With AVX512-BF16 alone, float32 arithmetic on bfloat16 weights is faster.
-BF16_UNITS = ("amx_bf16", "bf16")
+# x86 flags, and the arm64 `Features` word
+BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16")
 ASSUMED_MEMORY = 4 << 30  # bytes, if the system does not tell
 
 

@@ -78,7 +78,7 @@ class RequestStream:
         self._sink = ready, take
 
     def mark(self, index: int) -> None:
-        """Note that a prompt has a new output; `tell` delivers it."""
+        """Note that the output of the prompt `index` changed; `tell` delivers it."""
         self._changed[index] = None
 
     def end_one(self, index: int) -> None:
@@ -87,7 +87,8 @@ class RequestStream:
         self.mark(index)
 
     def tell(self) -> None:
-        """Deliver the marked outputs to the sink, or wake the reader. Called once per step."""
+        """Give the outputs that changed since the last call to the sink if it is ready; else wake the reader, which
+        takes them itself. Called once per step."""
         waiter, sink = self._waiter, self._sink
         if waiter is None or waiter.done():
             return  # the reader is busy, and checks for changes before it waits again

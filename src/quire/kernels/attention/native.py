@@ -1,7 +1,7 @@
 """Paged attention in C.
 
 Rows of decodes and of short chunks read the context in place, one by one (native.c). Longer chunks of prompts use AMX
-tiles (native_chunks.c), or PyTorch's flash kernel (`cpu.py`) in float32 or without AMX.
+tiles (native_chunks.c), or vectors in float32 or without AMX (native_prompts.c).
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention import AttentionMeta, KVView, as_list
-from quire.kernels.attention.cpu import attend_chunk, write_kv
+from quire.kernels.attention.cpu import write_kv
 from quire.kernels.attention.plan import ChunkPlan, plan_chunk
 from quire.kernels.native import memory
 from quire.kernels.native.library import loaded, missing_amx
@@ -60,7 +60,8 @@ class NativePlan:
     """Calls of the native attention kernels in a step.
 
     rows       calls for rows that are computed one by one; the contexts of a call have about MOST_PARTS parts
-    chunks     requests with more than FEW rows, whose rows are computed together
+    chunks     requests with more than FEW rows, whose rows are computed together;  prompts  [C, 4] int64, see
+               native_prompts.c
     num_rows   rows of the step
     passes     (KV heads, head size) -> calls that compute the chunks;  scratch  memory for the largest of them
     partial    [floats] results of the parts of contexts, if some context has several parts. It is a NumPy array because
@@ -70,6 +71,7 @@ class NativePlan:
     rows: tuple[RowPlan, ...]
     chunks: tuple[ChunkPlan, ...]
     num_rows: int
+    prompts: Tensor
     passes: dict[tuple[int, int], list[ChunkPass]] = field(default_factory=dict)
     scratch: Tensor | None = None
     partial: np.ndarray | None = None
@@ -98,9 +100,8 @@ def paged_attention(
         _attend_rows(q, kv, meta.block_tables, plan, rows, scale, out)
     if plan.chunks and q.dtype == torch.bfloat16 and q.shape[2] <= WIDEST and not NO_TILES:
         _attend_chunks(q, kv, meta.block_tables, plan, scale, out)
-    else:
-        for chunk in plan.chunks:
-            out[chunk.first : chunk.last] = attend_chunk(q[chunk.first : chunk.last], kv, chunk, scale)
+    elif plan.chunks:
+        _attend_prompts(q, kv, meta.block_tables, plan, scale, out)
     return out
 
 
@@ -153,7 +154,9 @@ def _make_plan(meta: AttentionMeta, block_size: int) -> NativePlan:
             chunks.append(plan_chunk(meta, s, first, last, length, block_size))
         else:
             rows += [(row, length - last + row + 1, s) for row in range(first, last)]
-    return NativePlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1])
+    prompts = [(chunk.first, chunk.last - chunk.first, chunk.total, chunk.sequence) for chunk in chunks]
+    return NativePlan(_plan_rows(rows) if rows else (), tuple(chunks), starts[-1],
+                      torch.tensor(prompts, dtype=torch.int64))  # fmt: skip
 
 
 def _plan_rows(rows: list[tuple[int, int, int]]) -> tuple[RowPlan, ...]:
@@ -168,6 +171,17 @@ def _row_plan(items: np.ndarray) -> RowPlan:
     items[:, 3] = np.cumsum(parts) - parts
     part_item = np.repeat(np.arange(len(items), dtype=np.int32), parts)
     return RowPlan(torch.from_numpy(items), torch.from_numpy(part_item), len(part_item) > len(items))
+
+
+def _attend_prompts(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale: float, out: Tensor) -> None:
+    k = kv.k
+    num_heads, dim = q.shape[1:]
+    _check(q, kv, tables)
+    loaded().quire_attend_prompts(
+        q.data_ptr(), out.data_ptr(), k.data_ptr(), kv.v.data_ptr(), tables.data_ptr(), plan.prompts.data_ptr(),
+        len(plan.prompts), num_heads, k.shape[1], dim, q.stride(0), kv.block_size, k.stride(0), k.stride(1),
+        tables.stride(0), scale, q.dtype == torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def _attend_chunks(q: Tensor, kv: KVView, tables: Tensor, plan: NativePlan, scale: float, out: Tensor) -> None:

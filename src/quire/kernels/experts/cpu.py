@@ -39,7 +39,7 @@ def put(packed: Packed, place: int, gate_up: Tensor | QuantizedMatrix, down: Ten
 
 
 def destination(packed: Packed) -> stacked.Packed:
-    """Return the memory of all experts in `packed`, which a loader fills. See `quire.kernels.experts`."""
+    """Return the weights of all experts (gate_up, down), which a loader fills. See `quire.kernels.experts`."""
     return packed[1]
 
 

@@ -24,7 +24,7 @@ def put(packed: stacked.Packed, place: int, gate_up: Tensor, down: Tensor) -> No
 
 
 def destination(packed: stacked.Packed) -> stacked.Packed:
-    """Return the memory of all experts in `packed`, which a loader fills. See `quire.kernels.experts`."""
+    """Return the weights of all experts (gate_up, down), which a loader fills. See `quire.kernels.experts`."""
     return packed[0].mT, packed[1].mT
 
 

@@ -22,5 +22,5 @@ def put(packed: Packed, place: int, gate_up: Tensor, down: Tensor) -> None:
 
 
 def destination(packed: Packed) -> Packed:
-    """Return the memory of all experts in `packed`, which a loader fills. See `quire.kernels.experts`."""
+    """Return the weights of all experts (gate_up, down), which a loader fills. See `quire.kernels.experts`."""
     return packed

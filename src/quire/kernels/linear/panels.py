@@ -1,7 +1,8 @@
 """Linears in float32 arithmetic whose weights stay in their stored type: panels.c has the C code.
 
 A weight of bfloat16 takes half the memory and half the time to read of the same numbers in float32. It is widened in
-registers, so results have the accuracy of float32. So are quantized weights, whose sums over a group are multiplied by
+registers, so results have the accuracy of float32. If the inputs are bfloat16 too, a CPU with AVX512-BF16 multiplies
+them in pairs and adds in float32. Quantized weights are widened likewise, and their sums over a group are multiplied by
 the scale; activations are quantized by the scheme's rule, and multiplied as numbers of float32.
 """
 
@@ -20,6 +21,7 @@ MOST_CHUNK = 256  # inputs of a chain of sums: see panels.c
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 QUANTIZED = {"int8": 2, "w8": 2, "w4": 3, "e4m3": 4}  # Scheme.values -> kind
 INPUTS = {"": 0, "token": 1, "group": 2, "tensor": 3}  # Scheme.inputs -> inputs of quire_linear_rows
+PAIRED = 5  # the kind of bfloat16 weights for inputs of bfloat16, if the CPU multiplies pairs
 POWERS = 4  # as "group", with scales that are powers of two
 PLAIN, AS_FLOAT, GATED = range(3)  # out of quire_linear_panels
 TYPES = (torch.float32, torch.bfloat16)  # of activations
@@ -72,6 +74,11 @@ class Packed:
     def kind(self) -> int:
         """Number of the type of the stored values, as panels.c takes it."""
         return QUANTIZED[self.quantized.scheme.values] if self.quantized else KINDS[self.dtype]  # type: ignore[index]
+
+    def kind_for(self, x: Tensor) -> int:
+        """The kind of values in a product with `x`."""
+        paired = self.dtype == x.dtype == torch.bfloat16 and loaded().quire_pairs()
+        return PAIRED if paired else self.kind
 
     def to_dense(self) -> Tensor:
         """Return the unpacked weight [cols, inner]; for unquantized weights only."""
@@ -224,7 +231,7 @@ def _run(x: Tensor, packed: Packed, bias: Tensor | None, out: int, residual: Ten
     scale, zero, group, chunk = (own.scale, own.zero, own.group, own.chunk) if own else (None, None, 0, 0)
     loaded().quire_linear_panels(
         rows.data_ptr(), _address(sums), packed.data.data_ptr(), _address(scale), _address(zero), _address(bias),
-        _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk, packed.kind, out,
+        _address(residual), y.data_ptr(), num_rows, cols, packed.padded, group, chunk, packed.kind_for(x), out,
         x.dtype == torch.bfloat16, scale is not None and scale.dtype == torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -247,7 +254,7 @@ def _rows(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor | None]:
     loaded().quire_linear_rows(
         x.data_ptr(), blocks.data_ptr(), _address(sums), _address(own.order if own else None),
         _address(own.input_scale if own else None), num_rows, inner, packed.padded, x.stride(0),
-        own.chunk if own else 0, x.dtype == torch.bfloat16, own.rule if own else 0,
+        own.chunk if own else 0, x.dtype == torch.bfloat16, own.rule if own else 0, packed.kind_for(x),
         torch.get_num_threads(), 127.0 if own and own.scheme.values == "int8" else 448.0,
     )  # fmt: skip
     return blocks, sums

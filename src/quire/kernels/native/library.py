@@ -17,6 +17,7 @@ _LETTERS = {"p": _POINTER, "l": _LONG, "i": _INT, "f": _FLOAT}
 # Function -> its parameters: p pointer, l long, i int, f float. The C function documents their order and meaning.
 FUNCTIONS = {
     "quire_attend_rows": "pppppppp" + "llllllllll" + "fii",
+    "quire_attend_prompts": "pppppp" + "lllllllll" + "fii",
     "quire_attend_chunks": "ppppppp" + "llllllllll" + "fi",
     "quire_retarget_rows": "ppppp" + "lll",
     "quire_record": "p",
@@ -28,7 +29,7 @@ FUNCTIONS = {
     "quire_rows_bf16": "pppllli",
     "quire_linear_bf16": "ppppp" + "llll" + "ii",
     "quire_linear_panels": "pppppppp" + "lll" + "iiiiiii",
-    "quire_linear_rows": "ppppp" + "llll" + "iiiif",
+    "quire_linear_rows": "ppppp" + "llll" + "iiiiif",
     "quire_linear_pack": "pp" + "lll" + "iii",
     "quire_linear_unpack_rows": "ppp" + "llll" + "iii",
 }
@@ -81,7 +82,8 @@ def _open(folder: Path) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(build(folder, flags, fresh=True)))
         except OSError as error:
-            raise CannotBuild(f"the compiled kernels cannot be loaded ({error})") from None
+            raise CannotBuild(f"the compiled kernels cannot be loaded ({error}): set QUIRE_CACHE_DIR to a folder from "
+                              "which programs may run") from None
 
 
 def _load(folder: Path) -> ctypes.CDLL:

@@ -8,6 +8,7 @@
    instead of 300 to 1,000. */
 
 #include <errno.h>
+#include <float.h>
 #include <linux/futex.h>
 #include <malloc.h>
 #include <pthread.h>

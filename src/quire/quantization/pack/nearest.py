@@ -17,10 +17,12 @@ NUMBERS = 1 << 20  # of the weight that are quantized at once
 
 def quantized(weight: Tensor, scheme: Scheme, room: Room = torch_room,
               scales: torch.dtype = torch.float32) -> QuantizedMatrix:
-    """Quantize a weight [N, K] by rounding to nearest. Its edge blocks may be smaller; groups must divide K.
+    """Return a weight [N, K] quantized by rounding to nearest: values, scales and zero points.
 
+    Blocks at the edges may be smaller; groups must divide K.
     The scale of FP8 is max(amax, 1e-10) / 448, that of int8 max(amax, 1e-10) / 127. A zero point is the value that
     means 0.
+    room     allocates the memory of the values
     scales   dtype to which scales are rounded before values are, as checkpoints store them
     """
     rows, columns = weight.shape
