@@ -298,7 +298,7 @@ def _head_dim(keys: Mapping[str, Any], family: Family, hidden: int, heads: int, 
     else:
         head_dim = hidden // heads
     if head_dim % 2:
-        raise ModelError(f"{source}: head_dim={head_dim} is odd, and rotary positions need pairs: correct it in the file.")
+        raise ModelError(f"{source}: head_dim={head_dim} is odd, and rotary positions need pairs: correct the file.")
     return head_dim
 
 

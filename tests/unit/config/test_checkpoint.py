@@ -260,7 +260,7 @@ def test_inactive_keys_pass(config: dict[str, Any]) -> None:
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object or null"),
         ({"rope_parameters": ["yarn"]}, "rope_parameters=['yarn'] must be an object or null"),
-        ({"rope_scaling": {"type": "linear", "factor": {}}}, "rope_scaling.factor={} is an object: it must be a number"),
+        ({"rope_scaling": {"type": "linear", "factor": {}}}, "rope_scaling.factor={} is an object"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": 1}, "rope_parameters=1"),
     ],
     ids=str,
