@@ -12,7 +12,9 @@ from quire.distributed.process_group import ProcessGroup
 from quire.kernels.comm import BUFFERS, Peers
 from quire.kernels.comm.triton import sum_ranks
 
-MOST_ROOM = 64 << 20  # bytes of a message; larger ones go through NCCL
+# Bytes of the largest message by number of ranks: every rank reads the parts of all others, (N - 1) times the message,
+# and NCCL's rings move 2 (N - 1) / N times. Not measured for more than two ranks: there the sizes at which others change.
+MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
 BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at the same time on any GPU
 
 
@@ -25,7 +27,7 @@ class SymmetricGroup:
     def __init__(self, group: ProcessGroup, device: torch.device, room: int) -> None:
         self._group, self.rank, self.size = group, group.rank, group.size
         self.kind = f"symmetric memory, else {group.kind}"
-        room = min(room, MOST_ROOM) // 16 * 16
+        room = min(room, MOST_ROOM[min(MOST_ROOM, key=lambda ranks: abs(ranks - self.size))]) // 16 * 16
         self._memory = symmetric_memory.empty(BUFFERS * room, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(self._memory, group.name)
         signals = handle.signal_pad_size // 4 // self.size
