@@ -13,7 +13,7 @@ from quire.kernels.comm import BUFFERS, Peers
 from quire.kernels.comm.triton import sum_ranks
 
 # Bytes of the largest message by number of ranks: every rank reads the parts of all others, (N - 1) times the message,
-# and NCCL's rings move 2 (N - 1) / N times. Not measured for more than two ranks: there the sizes at which others change.
+# and NCCL's rings move 2 (N - 1) / N times. Not measured for more than two ranks: there the sizes of other engines.
 MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
 BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at the same time on any GPU
 

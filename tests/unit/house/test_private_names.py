@@ -30,6 +30,8 @@ PRIVATE: dict[str, dict[str, str]] = {
     "torch": {
         "torch.utils._python_dispatch:TorchDispatchMode": "__torch_dispatch__",
         "torch._ops:OpOverload": "_schema",
+        "torch.distributed._symmetric_memory:empty": "__call__",
+        "torch.distributed._symmetric_memory:rendezvous": "__call__",
         "torch:ops.aten": "_scaled_dot_product_flash_attention_for_cpu",
         "torch:ops.mkldnn": "_linear_pointwise _reorder_linear_weight",
     },
@@ -78,5 +80,8 @@ def test_every_private_name_in_use_is_listed() -> None:
                     used[name] = source.path
                 case ast.ImportFrom(module=module) if module and not module.startswith("quire"):
                     used |= {part: source.path for part in module.split(".") if re.match("_[^_]", part)}
+                case ast.Import(names=names):
+                    parts = [part for one in names for part in one.name.split(".")]
+                    used |= {part: source.path for part in parts if re.match("_[^_]", part)}
     listed = {part for _, place, name in USES for part in (name, *re.split("[.:]", place))}
     assert {name: path for name, path in used.items() if name not in own | listed} == {}
