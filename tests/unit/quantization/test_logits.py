@@ -24,11 +24,11 @@ from ..models.test_against_transformers import run_paged, write_checkpoint
 from .test_formats import stored_types
 
 SIZES = {"hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": 2, "head_dim": 32}
-DENSE = ("Qwen3", SIZES)
-EXPERTS = ("Glm4Moe", SIZES | {
+DENSE = ("qwen3", SIZES)
+EXPERTS = ("glm4_moe", SIZES | {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "num_mtp_layers": 0, "attention_bias": True})  # fmt: skip
-LATENT = ("DeepseekV3", {
+LATENT = ("deepseek_v3", {
     "hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 64,
     "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "q_lora_rank": 128, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 96, "first_k_dense_replace": 1,
