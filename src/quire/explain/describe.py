@@ -12,7 +12,7 @@ import msgspec
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config, read_raw_config
 from quire.config.engine import EngineConfig
-from quire.config.placement import ALONE, Parallel, Rank, check_parallel
+from quire.config.placement import Rank, check_parallel, parallel_sizes
 from quire.config.resolve import GIB, MemoryPlan, check_context, check_cpu_weights, resolve_dtype
 from quire.config.resolve_cuda import DeviceMemory
 from quire.contracts.errors import ConfigError, ModelNotFound, WeightsError
@@ -50,12 +50,15 @@ GPUS = {
 }
 
 
-def plan_engine(config: EngineConfig, parallel: Parallel = ALONE, described: str = "") -> PlanReport:
+def plan_engine(config: EngineConfig, described: str = "", *, replicas: int = 1) -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
-    Plans engines that cannot be built yet, too. Raises the errors that `assemble` would raise.
+    replicas   of attention (data parallelism), which no engine has yet: such a plan says so in `missing`
+
+    Raises the errors that `assemble` would raise.
     """
     gpu, words = _device(config, described)
+    parallel = replace(parallel_sizes(config.parallel), dp=replicas)
     facts, folder = read_cpu_facts(), resolve_folders(config, only=HEADERS)[0]
     device, memory = ("cuda", gpu.memory) if gpu else ("cpu", facts.total_memory)
     machine = Machine(device=device, words=words, total_memory=memory)

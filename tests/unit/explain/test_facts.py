@@ -10,8 +10,9 @@ from rich.console import Console
 
 from quire.config.engine import EngineConfig
 from quire.config.placement import ALONE, Parallel
-from quire.explain.describe import plan_engine
 from quire.explain.render import render
+
+from ...support.explained import explained
 
 TOGETHER = Parallel(tp=8, experts=True)
 
@@ -20,7 +21,7 @@ TOGETHER = Parallel(tp=8, experts=True)
 def shown(shared: Path) -> Any:
     def show(model: str, parallel: Parallel = ALONE, device: str = "h200") -> tuple[dict[str, Any], str]:
         config = EngineConfig.from_flat(model=str(shared / "hf" / model))
-        plan = plan_engine(config, parallel, device).describe()
+        plan = explained(config, parallel, device).describe()
         out = io.StringIO()
         Console(file=out, width=400, highlight=False).print(render(plan))
         return json.loads(json.dumps(plan)), out.getvalue()
@@ -52,12 +53,13 @@ def test_a_model_is_told_in_the_words_of_the_field(shown: Any, model: str, lines
 
 
 def test_plans_that_cannot_run_say_so_first(shown: Any) -> None:
-    plan, text = shown("DeepSeek-V3", Parallel(tp=2))
-    assert text.startswith("Not runnable yet: tensor parallelism (-tp 2) is not implemented; the plan")
-    assert plan["missing"][0] == {"feature": "tensor parallelism (-tp 2)", "reason": (
-        "-tp 2: several devices are not implemented yet: leave the flag out, or start several servers.")}
-    plan, text = shown("Qwen3-0.6B")
-    assert plan["missing"] == [] and "Not runnable" not in text
+    plan, text = shown("DeepSeek-V3", Parallel(tp=2, dp=2))
+    assert text.startswith("Not runnable yet: data parallelism (-dp 2) is not implemented; the plan")
+    assert plan["missing"] == [{"feature": "data parallelism (-dp 2)", "reason": (
+        "-dp 2: replicas are not implemented yet: start one server per replica.")}]
+    for sizes in (ALONE, Parallel(tp=2, pp=2)):
+        plan, text = shown("Qwen3-0.6B", sizes)
+        assert plan["missing"] == [] and "Not runnable" not in text
 
 
 @pytest.mark.parametrize(("parallel", "gate_up", "down", "router", "qkv"), [

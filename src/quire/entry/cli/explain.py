@@ -3,11 +3,9 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
 
 from quire.config import flags
 from quire.config.peer_flags import add_peer_flags
-from quire.config.placement import parallel_sizes
 from quire.config.sources import CONFIG_FILE
 
 SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
@@ -42,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     for note in settings.notes:
         print(f"quire: note: {note}", file=sys.stderr)
     config = flags.server_config(settings).engine
-    plan = plan_engine(config, replace(parallel_sizes(config.parallel), dp=args.dp), described).describe()
+    plan = plan_engine(config, described, replicas=args.dp).describe()
     if args.layer is not None:
         plan = one_layer(plan, args.layer)
     if args.json:
