@@ -217,7 +217,7 @@ NOTED = [
     ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill changes nothing: long prompts"),
     ("--enable-eplb", "experts are not balanced among devices yet"),
     ("--api-server-count 4", "one process speaks HTTP"),
-    ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: each device has a process"),
+    ("--distributed-executor-backend ray", "--distributed-executor-backend ray changes nothing: each device has a"),
     ("--long-prefill-token-threshold 512", "--max-num-batched-tokens bounds the chunks"),
     ("--model-loader-extra-config.enable_multithread_load true", "each file is read once"),
     ("--guided-decoding-backend auto:no-fallback", "--guided-decoding-backend auto:no-fallback changes nothing"),

@@ -15,7 +15,7 @@ from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import main
 from quire.explain import describe
 from quire.explain.describe import plan_engine
-from quire.explain.render import folded
+from quire.explain.render_ranks import folded
 
 from ...support.explained import explained
 

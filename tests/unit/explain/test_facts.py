@@ -93,7 +93,8 @@ def test_parts_of_fused_weights_have_their_shapes(shown: Any) -> None:
 
 def test_ranks_are_told_with_their_kv_heads_and_weights(shown: Any) -> None:
     text = shown("Qwen3-30B-A3B", TOGETHER)[1]
-    assert "8 ranks, and their messages (bytes of the message per rank)" in text
+    assert "── 8 ranks" in text
+    assert "experts on ranks of the first stage: experts 0-15 on rank 0; experts 16-31 on rank 1; experts 32" in text
     assert "KV heads on tp ranks: head 0 on ranks 0-1; head 1 on ranks 2-3; head 2 on ranks 4-5; head 3" in text
     assert "weights by device: 8 x cuda 7.15 GiB each" in text
     assert "heads 0-1 on rank 0; heads 2-3 on rank 1" in shown("Qwen3-8B", Parallel(tp=4))[1]

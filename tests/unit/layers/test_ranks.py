@@ -80,7 +80,8 @@ def test_the_sum_of_ranks_is_one_rank(family: str, parallel: Parallel) -> None:
     with torch.inference_mode():
         expected = answer(args, block(args, next(ranks(args, ALONE)), stored, None), hidden)
     threads = SimulatedRanks(parallel.size)
-    every = [block(args, rank, stored, group) for rank, group in zip(ranks(args, parallel), threads.groups, strict=True)]
+    every = [block(args, rank, stored, group)
+             for rank, group in zip(ranks(args, parallel), threads.groups, strict=True)]  # fmt: skip
     for found in threads.run_each([partial(answer, args, made, hidden) for made in every]):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert (expected - hidden).abs().max() > 0.1
