@@ -20,6 +20,7 @@ from quire.distributed.process_group import join_ranks
 from quire.models.plan import EnginePlan
 from quire.platforms.cpu import read_cpu_facts
 from quire.platforms.cuda import CudaFacts
+from quire.worker.spans import StepTrace
 
 
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,8 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
     groups = join_ranks(Path(task.meeting), mesh.rank.number, mesh.parallel, device)
     if task.plan.config.parallel.check_collectives:
         groups = checked(groups, device)
-    return ChildRank(load_rank(task.plan, groups, None, on_loading=on_loading, end_phase=lambda name: None))
+    loaded = load_rank(task.plan, groups, None, on_loading=on_loading, end_phase=lambda name: None)
+    return ChildRank(loaded, groups)
 
 
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
@@ -79,6 +81,7 @@ class ChildRank:
     """A rank in its process, with its weights; see `quire.procs.rank_server.LoadedRank`."""
 
     loaded: Loaded
+    groups: RankGroups
 
     @property
     def payload(self) -> bytes:
@@ -87,15 +90,15 @@ class ChildRank:
 
     def size(self, payload: bytes) -> "ChildRunner":
         """Build the rest with a `MemoryPlan` as JSON."""
-        return ChildRunner(self.loaded.finish(msgspec.json.decode(payload, type=MemoryPlan)))
+        return ChildRunner(self.loaded.finish(msgspec.json.decode(payload, type=MemoryPlan)), self.groups)
 
 
 class ChildRunner:
     """A rank in its process that runs steps; see `quire.procs.rank_server.RunningRank`."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, groups: RankGroups) -> None:
         assert parts.worker is not None
-        self._parts, self._runner = parts, parts.worker
+        self._parts, self._runner, self._trace = parts, parts.worker, StepTrace(parts.worker, groups)
 
     @property
     def payload(self) -> bytes:
@@ -119,7 +122,7 @@ class ChildRunner:
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation; see `Executor.control`."""
-        controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe}
+        controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
         if name not in controls:
             raise ConfigError(f"unknown control {name!r}: there is {', '.join(controls)}.")
         return controls[name](**args)

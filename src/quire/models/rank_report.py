@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from quire.config.placement import Parallel, Rank
 from quire.config.resolve import as_gib
 from quire.contracts.errors import ConfigError
 from quire.contracts.params import Param
@@ -28,6 +29,12 @@ def describe_one(report: PlanReport, number: int) -> dict[str, Any]:
         "groups": own, "collectives": report.exchanges(rank),
         "slices": [one for param in report.params_of(rank) for one in _slices(report, param)],
     }  # fmt: skip
+
+
+def rank_name(rank: Rank, parallel: Parallel) -> str:
+    """Return the name of a rank for people: "rank 1 (tp 1)"."""
+    place = [f"tp {rank.place}"] * (parallel.tp > 1) + [f"stage {rank.stage}"] * (parallel.pp > 1)
+    return f"rank {rank.number} ({', '.join(place)})"
 
 
 def rank_lines(report: PlanReport) -> dict[str, str]:

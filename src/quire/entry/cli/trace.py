@@ -28,16 +28,16 @@ def run(args: argparse.Namespace) -> int:
     """Print the tree of calls and write the file of --out."""
     cuda = resolve_device(engine_config(args).device.device).device == "cuda"
     from quire.entry.llm import LLM
-    from quire.explain.trace import trace
+    from quire.explain.trace import events, render, trace
 
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out: the folder of {args.out} does not exist: make it first.")
     with LLM(**given_options(args) | {"async_depth": 1} | ({"enforce_eager": True} if cuda else {})) as llm:
         found = trace(llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens)
-    print(*found.render(None if args.full else set()), sep="\n")
+    print(*render(found, None if args.full else set()), sep="\n")
     if args.out is not None:
         try:
-            args.out.write_bytes(msgspec.json.encode({"traceEvents": list(found.events(found.begin))}))
+            args.out.write_bytes(msgspec.json.encode({"traceEvents": list(events(found, found.begin))}))
         except OSError as error:
             raise ConfigError(f"--out: {args.out} cannot be written ({error.strerror}): choose another file.") from None
     return 0
