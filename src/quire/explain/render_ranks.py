@@ -74,8 +74,8 @@ def render_rank(rank: Plan) -> Group:
         node = _add(branch, title)
         for name, cut in slices.items():
             _add(node, f"{name}: {cut}")
-    first = not_runnable([one["feature"] for one in rank["missing"]])
-    return Group(*[Text(first)] * bool(first), tree)
+    missing = not_runnable([one["feature"] for one in rank["missing"]])
+    return Group(*[Text(missing)] * bool(missing), tree)
 
 
 def _add(tree: Tree, line: str) -> Tree:

@@ -19,7 +19,7 @@ from quire.observe.progress import Progress
 from quire.procs.messages import Loading, Ready
 
 QUIET_SECONDS = 2.0  # between two lines of progress where the output is not a terminal
-ELSEWHERE = ("dtype", "device", "weights", "memory", "ranks", "each rank")  # plans that have a line of their own
+ELSEWHERE = ("dtype", "device", "weights", "memory", "cache", "ranks", "each rank")  # plans with a line of their own
 MAX_KERNELS = 240  # characters of the kernels' line before reasons are left out
 ANYWHERE = ("0.0.0.0", "::")
 
