@@ -17,12 +17,13 @@ from quire.assemble import assemble_core, plan_ranks, read_files
 from quire.assemble.parts import Parts
 from quire.assemble.rank import load_rank
 from quire.config.engine import EngineConfig
+from quire.config.placement import pp_members, tp_members
 from quire.config.resolve import shared_sizes
 from quire.contracts.protocols import ExecutorFacts
 from quire.contracts.step import I32, StepPlan, StepResult
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
-from quire.distributed.mesh import RankGroups, pp_members, tp_members
+from quire.distributed.mesh import RankGroups
 from quire.distributed.simulated import SimulatedRanks
 from quire.engine.core import EngineCore
 from quire.models.plan import EnginePlan, resolve_sizing

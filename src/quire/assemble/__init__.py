@@ -32,12 +32,13 @@ from quire.kv.pool import BlockPool
 from quire.models.layout import alone
 from quire.models.obtain import obtain_weights, read_model
 from quire.models.plan import EnginePlan, Machine, resolve_engine, resolve_sizing
+from quire.models.rank_report import rank_lines
 from quire.models.registry import rank_geometry
 from quire.models.report import PlanReport
 from quire.observe.progress import Progress
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
-from quire.platforms.detect import DevicePlan, resolve_device
+from quire.platforms.detect import DevicePlan, check_gpus, resolve_device
 from quire.quantization.read import Quantization
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
@@ -152,8 +153,10 @@ def assemble(config: EngineConfig, on_loading: Loading | None = None, *, served:
     core = assemble_core(parts, compiler)
     phases.end("engine")
     unused = gpu_only_options(config) if found.device.device == "cpu" else ()
+    about = core.facts.plans
+    ranks = (f"{about['ranks']} ({about['each rank']}).",) if len(plans) > 1 and not served else ()  # a banner has it
     notes = (*found.quantization.notes, *plan.cache.notes, *_notes(found.args, plan.dtype, parts.memory, config),
-             *unread, *parts.notes, *unused)  # fmt: skip
+             *unread, *parts.notes, *unused, *ranks)  # fmt: skip
     for note in notes:
         LOG.warning("%s", note)
     return Engine(
@@ -193,6 +196,7 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
     check_parallel(found.args, parallel)
     total = found.cpu.total_memory
     if found.device.device == "cuda":
+        check_gpus(parallel)
         gpu = read_cuda_facts()
         words, total = f"{words}, {gpu}", gpu.total_memory
     machine = Machine(device=found.device.device, words=words, total_memory=total)
@@ -222,7 +226,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
     """Make the engine core of assembled parts."""
     plan, memory, config = parts.plan, parts.memory, parts.plan.config
     scheduler = config.scheduler
-    report = PlanReport(plan=plan, memory=memory)
+    report = PlanReport(plan=plan, memory=memory, fullest=plan.mesh.rank.number)
     facts = ExecutorFacts(
         depth=parts.depth,
         decode_lag=parts.depth if parts.num_stages == 1 else 1,
@@ -235,7 +239,7 @@ def assemble_core(parts: Parts, compiler: GrammarCompiler | None) -> EngineCore:
         prompt_chunk=parts.prompt_chunk,
         plans={"device": plan.machine.words, "dtype": plan.dtype, "memory": memory, "kernels": plan.kernels,
                "experts": plan.experts and f"{plan.experts.experts} (dispatcher {plan.experts.dispatcher})",
-               "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans,
+               "engine": msgspec.json.encode(report.describe()).decode()} | parts.plans | rank_lines(report),
     )
     root = namespace_digest(
         model=config.model.model or "quire-tiny",

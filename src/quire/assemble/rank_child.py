@@ -17,9 +17,11 @@ from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
 from quire.distributed.mesh import RankGroups
 from quire.distributed.process_group import join_ranks
+from quire.models.collectives import sum_room
 from quire.models.plan import EnginePlan
 from quire.models.registry import ITEM_BYTES
 from quire.platforms.cuda import read_cuda_facts
+from quire.worker.spans import StepTrace
 
 
 class RankTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,12 +61,13 @@ def build_rank(start: bytes, on_loading: Loading) -> "ChildRank":
     if task.plan.config.parallel.check_collectives:
         groups = checked(groups, device)
     loaded = load_rank(task.plan, groups, gpu, on_loading=on_loading, end_phase=lambda name: None)
-    return ChildRank(loaded, device, f"sums over ranks go through NCCL: {why}" if why else "")
+    return ChildRank(loaded, groups, device, f"sums over ranks go through NCCL: {why}" if why else "")
 
 
 def largest_message(plan: EnginePlan) -> int:
-    """Return the bytes of the hidden states of the largest step."""
-    return plan.config.scheduler.token_budget() * plan.args.hidden_size * ITEM_BYTES[plan.dtype.dtype]
+    """Return the bytes of the largest message that is summed through symmetric memory."""
+    hidden = plan.config.scheduler.token_budget() * plan.args.hidden_size * ITEM_BYTES[plan.dtype.dtype]
+    return sum_room(plan.mesh.parallel.tp, hidden)
 
 
 def checked(groups: RankGroups, device: torch.device) -> RankGroups:
@@ -84,6 +87,7 @@ class ChildRank:
     """
 
     loaded: Loaded
+    groups: RankGroups
     device: torch.device
     note: str = ""
 
@@ -94,16 +98,17 @@ class ChildRank:
 
     def size(self, payload: bytes) -> "ChildRunner":
         """Build the rest with a `MemoryPlan` as JSON."""
-        return ChildRunner(self.loaded.finish(msgspec.json.decode(payload, type=MemoryPlan)), self.device, self.note)
+        parts = self.loaded.finish(msgspec.json.decode(payload, type=MemoryPlan))
+        return ChildRunner(parts, self.groups, self.device, self.note)
 
 
 class ChildRunner:
     """A rank in its process that runs steps; see `quire.procs.rank_server.RunningRank`."""
 
-    def __init__(self, parts: Parts, device: torch.device, note: str) -> None:
+    def __init__(self, parts: Parts, groups: RankGroups, device: torch.device, note: str) -> None:
         assert parts.worker is not None
         self._parts, self._runner, self._device, self._note = parts, parts.worker, device, note
-        self._collecting = False
+        self._trace, self._collecting = StepTrace(parts.worker, groups), False
 
     @property
     def payload(self) -> bytes:
@@ -130,7 +135,7 @@ class ChildRunner:
 
     def control(self, name: str, args: dict[str, Any]) -> object:
         """Run a named operation; see `Executor.control`."""
-        controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe}
+        controls: dict[str, Callable[..., object]] = {"describe": self._runner.describe, "trace": self._trace.control}
         if name not in controls:
             raise ConfigError(f"unknown control {name!r}: there is {', '.join(controls)}.")
         return controls[name](**args)

@@ -13,6 +13,7 @@ from quire.config.env import rank_variables
 from quire.config.resolve import shared_sizes
 from quire.config.resolve_cuda import DeviceMemory
 from quire.models.plan import EnginePlan, resolve_sizing
+from quire.models.rank_report import rank_name
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
@@ -30,7 +31,8 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
         starts = [msgspec.json.encode(RankTask(plan=plan, meeting=str(folder / "meeting"), threads=threads,
                                              gpu=plan.mesh.rank.number))
                   for plan in plans]  # fmt: skip
-        processes = RankProcesses(MODULE, starts, [rank_name(plan) for plan in plans], rank_variables(), lead=lead)
+        names = [rank_name(plan.mesh.rank, parallel) for plan in plans]
+        processes = RankProcesses(MODULE, starts, names, rank_variables(), lead=lead)
         measured = [msgspec.json.decode(data, type=DeviceMemory | int) for data in processes.build(on_loading)]
         end_phase("weights")
         sizes = shared_sizes([resolve_sizing(plan, _share(one, len(plans)))
@@ -50,13 +52,6 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
         memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans), notes=facts.notes,
         executor=lambda about: RanksExecutor(running, about),
     )  # fmt: skip
-
-
-def rank_name(plan: EnginePlan) -> str:
-    """Return the words for a rank in messages."""
-    rank, parallel = plan.mesh.rank, plan.mesh.parallel
-    place = [f"tp {rank.place}"] * (parallel.tp > 1) + [f"stage {rank.stage}"] * (parallel.pp > 1)
-    return f"rank {rank.number} ({', '.join(place)})"
 
 
 def _share(measured: DeviceMemory | int, ranks: int) -> DeviceMemory | int:

@@ -1,4 +1,4 @@
-"""The layers, heads and experts that each rank of a parallel engine holds, and the messages between ranks.
+"""The layers, heads and experts that each rank of a parallel engine holds, and the groups of ranks.
 
 Pure arithmetic over a model's arguments. Layers are divided as in Megatron-LM (Shoeybi et al., 2019). Whole experts are
 divided among ranks across the replicas of attention, as in DeepSeek-V3 (2024, section 3.4). No torch.
@@ -11,7 +11,6 @@ from quire.config.checkpoint import ModelArgs
 from quire.config.engine import ParallelConfig
 from quire.contracts.errors import ConfigError
 
-LOGIT_BYTES = 4  # float32
 MOST_RANKS = 4096  # of a plan
 
 
@@ -57,6 +56,13 @@ def parallel_sizes(config: ParallelConfig) -> Parallel:
                     experts=config.enable_expert_parallel, layers=config.pipeline_layer_partition)  # fmt: skip
 
 
+def check_one_device(config: ParallelConfig, command: str) -> None:
+    """Raise `ConfigError` for sizes of several ranks, into whose processes a command cannot look."""
+    if (parallel := parallel_sizes(config)).size > 1:
+        raise ConfigError(f"{parallel}: `{command}` looks into the model, and each rank is a process of its own: leave "
+                          "the sizes out, or use `quire trace`, which follows a request into every rank.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rank:
     """The part of a model that a rank holds. Ranges are half-open.
@@ -82,22 +88,6 @@ class Rank:
     def kind(self) -> tuple[object, ...]:
         """A key that is equal for ranks that hold equal amounts of everything."""
         return self.layers, *(end - start for start, end in (self.kv_heads, self.experts))
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A message between the ranks of a group, sent `times` per step.
-
-    message_bytes   size of a rank's send buffer for each of its own tokens (or rows, see `per`). The bytes on the wire
-                    differ, because they depend on the algorithm
-    """
-
-    kind: str
-    where: str
-    group: str
-    message_bytes: int
-    times: int = 1
-    per: str = "token"
 
 
 def check_parallel(args: ModelArgs, parallel: Parallel) -> None:
@@ -194,26 +184,15 @@ def ranks(args: ModelArgs, parallel: Parallel) -> Iterator[Rank]:
         )
 
 
-def collectives(args: ModelArgs, parallel: Parallel, item_bytes: int, spread: str) -> Iterator[Collective]:
-    """Yield the messages between ranks, in the order of a step.
+def tp_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each tensor-parallel group."""
+    for first in range(0, parallel.size, parallel.tp):
+        yield list(range(first, first + parallel.tp))
 
-    item_bytes   bytes of an activation;  spread  name of the dispatcher that brings tokens to experts of other replicas
-    """
-    row, tp, moe = args.hidden_size * item_bytes, parallel.tp, args.moe
-    if tp > 1:
-        yield Collective("all-reduce", "embedding", "tp", row)
-        yield Collective("all-reduce", "attention output", "tp", row, args.num_layers)
-        yield Collective("all-reduce", "feed-forward output", "tp", row, args.num_layers)
-    if moe and parallel.dp > 1 and parallel.experts:
-        direct = spread == "all-to-all"
-        copies = min(moe.routing.top_k, parallel.expert_ranks)  # of a token, at most one to a rank
-        for kind, where, rows in (
-            ("all-gather", "tokens to experts", 1),
-            ("reduce-scatter", "experts' outputs back", parallel.dp),
-        ):
-            yield Collective(spread if direct else kind, where, "ep" if direct else "dp",
-                             row * (copies if direct else rows), len(moe.layers))
-    if parallel.pp > 1:
-        yield Collective("send/recv", "between stages", "pp", row, parallel.pp - 1)
-    if tp > 1:
-        yield Collective("gather", "logits", "tp", -(-args.vocab_size // tp) * LOGIT_BYTES, per="sampled row")
+
+def pp_members(parallel: Parallel) -> Iterator[list[int]]:
+    """Yield the numbers of the ranks of each pipeline, in the order of stages."""
+    each = parallel.tp * parallel.pp
+    for replica in range(parallel.dp):
+        for place in range(parallel.tp):
+            yield [replica * each + stage * parallel.tp + place for stage in range(parallel.pp)]

@@ -97,7 +97,7 @@ def check_cpu_weights(weights: int, free_bytes: int, dtype: str) -> None:
     """Raise `ConfigError` when `weights` bytes exceed `free_bytes`. `dtype`: of the weights ("": quantized)."""
     if weights >= free_bytes:
         less = "use dtype=bfloat16 (--dtype bfloat16), which halves them, or " if dtype == "float32" else ""
-        raise ConfigError(f"{_bytes(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {_bytes(free_bytes)} "
+        raise ConfigError(f"{as_gib(weights)} of weights{' in ' * bool(dtype)}{dtype} exceed the {as_gib(free_bytes)} "
                           f"of free memory: {less}choose a smaller model, or end other programs.")
 
 
@@ -118,14 +118,14 @@ def resolve_memory(
     if asked and source.startswith(QUARTER) and num_blocks < geometry.request_blocks(asked):  # the default share grows
         room = free_bytes - max_num_seqs * slot_bytes(asked, geometry)
         if (most := min(geometry.request_blocks(asked), room // geometry.page_bytes - 1)) > num_blocks:
-            num_blocks, source, remedy = most, f"the {_bytes(free_bytes)} of free memory", "end other programs"
+            num_blocks, source, remedy = most, f"the {as_gib(free_bytes)} of free memory", "end other programs"
     if num_blocks < len(geometry.groups):
-        raise ConfigError(f"the KV cache ({source}) does not hold one block of {_bytes(geometry.page_bytes)}: "
+        raise ConfigError(f"the KV cache ({source}) does not hold one block of {as_gib(geometry.page_bytes)}: "
                           f"{remedy}, or choose a smaller model.")
     notes: tuple[str, ...] = ()
     if geometry.most_tokens(num_blocks) < length:
         if asked is not None:
-            needed, given = (_bytes(n * geometry.page_bytes) for n in (geometry.request_blocks(length), num_blocks))
+            needed, given = (as_gib(n * geometry.page_bytes) for n in (geometry.request_blocks(length), num_blocks))
             raise ConfigError(f"max_model_len={asked} needs {needed} of KV cache, and {source} gives {given}: lower "
                               f"max_model_len to {geometry.most_tokens(num_blocks)}, or {remedy}.")
         length = geometry.most_tokens(num_blocks)
@@ -158,12 +158,12 @@ def slot_bytes(max_model_len: int, geometry: KVGeometry) -> int:
 
 def _check_free(source: str, kv_bytes: int, num_slots: int, bytes_per_slot: int, free_bytes: int) -> None:
     if kv_bytes > free_bytes:
-        raise ConfigError(f"{source} asks for {_bytes(kv_bytes)} of KV cache, and {_bytes(free_bytes)} of memory are "
+        raise ConfigError(f"{source} asks for {as_gib(kv_bytes)} of KV cache, and {as_gib(free_bytes)} of memory are "
                           f"free: lower {source}.")
     tables = num_slots * bytes_per_slot
     if kv_bytes + tables > free_bytes:
-        raise ConfigError(f"max_num_seqs={num_slots} needs {_bytes(tables)} of tables beside {_bytes(kv_bytes)} of KV "
-                          f"cache, and {_bytes(free_bytes)} of memory are free: lower max_num_seqs or max_model_len.")
+        raise ConfigError(f"max_num_seqs={num_slots} needs {as_gib(tables)} of tables beside {as_gib(kv_bytes)} of KV "
+                          f"cache, and {as_gib(free_bytes)} of memory are free: lower max_num_seqs or max_model_len.")
 
 
 def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: int) -> tuple[int, str, str]:
@@ -173,9 +173,10 @@ def _budget(geometry: KVGeometry, cache: CacheConfig, useful: int, free_bytes: i
     if cache.kv_cache_memory_bytes is not None:
         blocks = cache.kv_cache_memory_bytes // geometry.page_bytes - 1
         return blocks, "kv_cache_memory_bytes", "raise kv_cache_memory_bytes"
-    source = f"{QUARTER} of the {_bytes(free_bytes)} of free memory"
+    source = f"{QUARTER} of the {as_gib(free_bytes)} of free memory"
     return min(free_bytes // 4 // geometry.page_bytes - 1, useful), source, "set kv_cache_memory_bytes"
 
 
-def _bytes(count: int) -> str:
+def as_gib(count: int) -> str:
+    """Return a size in words, in GiB or MiB."""
     return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.2f} MiB"

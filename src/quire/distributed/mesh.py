@@ -1,9 +1,7 @@
 """The groups of a rank: with whom it shares layers, and to whom it hands hidden states."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quire.config.placement import Parallel
 from quire.distributed import Group
 
 
@@ -23,17 +21,3 @@ class RankGroups:
 
 
 ALONE = RankGroups()
-
-
-def tp_members(parallel: Parallel) -> Iterator[list[int]]:
-    """Yield the numbers of the ranks of each tensor-parallel group."""
-    for first in range(0, parallel.size, parallel.tp):
-        yield list(range(first, first + parallel.tp))
-
-
-def pp_members(parallel: Parallel) -> Iterator[list[int]]:
-    """Yield the numbers of the ranks of each pipeline, in the order of stages."""
-    each = parallel.tp * parallel.pp
-    for replica in range(parallel.dp):
-        for place in range(parallel.tp):
-            yield [replica * each + stage * parallel.tp + place for stage in range(parallel.pp)]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.config.placement import Parallel
-from quire.distributed.mesh import RankGroups, pp_members, tp_members
+from quire.config.placement import Parallel, pp_members, tp_members
+from quire.distributed.mesh import RankGroups
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # A dead or stopped rank is noticed by the process that started the ranks, which ends the others within seconds. A step

@@ -12,22 +12,18 @@ from quire.distributed.process_group import ProcessGroup
 from quire.kernels.comm import BUFFERS, Peers
 from quire.kernels.comm.triton import sum_ranks
 
-# Bytes of the largest message by number of ranks: every rank reads the parts of all others, (N - 1) times the message,
-# and NCCL's rings move 2 (N - 1) / N times. Not measured for more than two ranks: there the sizes of other engines.
-MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
 BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at the same time on any GPU
 
 
 class SymmetricGroup:
     """A rank's end of a group whose sums go through symmetric memory; see `Group`.
 
-    room   bytes of the largest message of a step
+    room   bytes of the largest message that is summed here, a multiple of 16
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, room: int) -> None:
         self._group, self.rank, self.size = group, group.rank, group.size
         self.kind = f"symmetric memory, else {group.kind}"
-        room = min(room, MOST_ROOM[min(MOST_ROOM, key=lambda ranks: abs(ranks - self.size))]) // 16 * 16
         self._memory = symmetric_memory.empty(BUFFERS * room, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(self._memory, group.name)
         signals = handle.signal_pad_size // 4 // self.size
@@ -85,7 +81,7 @@ class SymmetricGroup:
 def with_symmetric_memory(group: Group | None, device: torch.device, room: int) -> tuple[Group | None, str]:
     """Return the group with sums through symmetric memory where that is possible, and the reason why not, or "".
 
-    room   bytes of the largest message of a step. All ranks get the same answer: they try together
+    room   bytes of the largest message that is summed there. All ranks get the same answer: they try together
     """
     if not isinstance(group, ProcessGroup) or device.type != "cuda":
         return group, "" if group is None else "symmetric memory is for GPUs"

@@ -56,7 +56,7 @@ def build(config: EngineConfig, send: Send) -> tuple[EngineCore, Ready]:
     engine = assemble(config, _progress("weights", send))
     plans = {"dtype": f"{engine.dtype.dtype} ({engine.dtype.reason})"}
     plans |= {choice.op: str(choice).removeprefix(f"{choice.op}: ") for choice in engine.kernels.choices}
-    plans |= {"cache": str(engine.core.facts.plans.get("cache", ""))}
+    plans |= {name: str(engine.core.facts.plans.get(name, "")) for name in ("cache", "ranks", "each rank")}
     if experts := engine.core.facts.plans["experts"]:
         plans["experts"] = str(experts)
     ready = _ready(engine.core, dtype=engine.dtype.dtype, device=engine.device.device, weight_bytes=engine.weight_bytes,

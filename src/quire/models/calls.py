@@ -1,4 +1,4 @@
-"""The kernel functions that a model calls, in order. No torch.
+"""The kernel functions that a model calls, in order, and its exchanges with other ranks. No torch.
 
 Mirrors the branches of `layers/`, which depend on the features of each linear layer's kernel (`linear`). A test
 compares the list with the calls of a real step.
@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 from quire.config.checkpoint import ModelArgs
 
+SUM = "tp.all_reduce"  # over the ranks that share a layer; then the residual is added
 Features = Callable[[str], Collection[str]]  # a linear layer, below the layer ("mlp.down") -> features of its kernel
 
 
 class Call(NamedTuple):
-    """A call of a kernel function.
+    """A call of a kernel function, or of a group of ranks.
 
-    function     operation and function: "linear.run"
+    function     operation and function: "linear.run"; group and exchange: "tp.all_reduce"
     parameters   that the call reads, by their names below the layer
     when         condition of the call, in words; "": always
     """
@@ -44,22 +45,31 @@ def pack_function(args: ModelArgs, name: str, linear: Features, in_place: bool) 
     return "linear.pack_gated" if gated else "linear.pack"
 
 
-def embedding_calls(args: ModelArgs, linear: Features) -> Iterator[Call]:
-    """Yield the kernel calls of the embedding, from token ids to hidden states."""
+def embedding_calls(args: ModelArgs, linear: Features, sliced: bool = False) -> Iterator[Call]:
+    """Yield the calls of the embedding, from token ids to hidden states. sliced: each rank has some of the rows."""
     rows = "plain" in linear("embed") or args.tie_word_embeddings and "rows" in linear("embed")
     yield Call("linear.rows" if rows else "torch.nn.functional.embedding", ("embed.weight",))
+    if sliced:
+        yield Call(SUM)
 
 
-def head_calls(args: ModelArgs) -> Iterator[Call]:
-    """Yield the kernel calls of the final norm and the head, from hidden states of the sampled rows to logits."""
+def head_calls(args: ModelArgs, sliced: bool = False) -> Iterator[Call]:
+    """Yield the calls of the final norm and the head, from hidden states of the sampled rows to logits.
+
+    sliced   each rank has the logits of some ids, and sampling exchanges them
+    """
     yield Call("norm.rms_norm", ("norm.weight",))
     yield Call("linear.run_float", ("embed.weight" if args.tie_word_embeddings else "head.weight",))
+    if sliced:
+        yield Call("tp.all_gather", when="best ids, or logits")
 
 
-def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model") -> Iterator[Call]:
-    """Yield the kernel calls of decoder layer number `layer`: attention, then an MLP or experts.
+def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model", *,
+                sliced: bool = False) -> Iterator[Call]:  # fmt: skip
+    """Yield the calls of decoder layer number `layer`: attention, then an MLP or experts.
 
     routing   the option `routing`: "model", or "uniform" without a router
+    sliced    each rank has a slice of the layer: results of attention and of the MLP are summed over ranks
     """
     if args.latent:
         yield from _latent(args, linear)
@@ -67,12 +77,12 @@ def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "m
         yield from _normed("attention_norm.weight", _weights("attention.qkv", args.attention_bias), linear)
         yield Call("heads.prepare", ("attention.head_norm.q", "attention.head_norm.k") if args.qk_norm else ())
         yield Call("attention.paged_attention")
-    yield _add("attention.output", args.output_bias, linear)
+    yield from _add("attention.output", args.output_bias, linear, sliced)
     if args.moe and layer in args.moe.layers:
-        yield from _experts(args, linear, routing)
+        yield from _experts(args, linear, routing, sliced)
     else:
         yield from _gated("mlp.", args.mlp_bias, linear, "mlp_norm.weight")
-        yield _add("mlp.down", args.mlp_bias, linear)
+        yield from _add("mlp.down", args.mlp_bias, linear, sliced)
 
 
 def _latent(args: ModelArgs, linear: Features) -> Iterator[Call]:
@@ -91,7 +101,7 @@ def _latent(args: ModelArgs, linear: Features) -> Iterator[Call]:
         yield Call("latent.expanded", up.parameters, many)
 
 
-def _experts(args: ModelArgs, linear: Features, routing: str) -> Iterator[Call]:
+def _experts(args: ModelArgs, linear: Features, routing: str, sliced: bool) -> Iterator[Call]:
     moe = args.moe
     assert moe is not None
     yield Call("norm.rms_norm", ("mlp_norm.weight",))
@@ -104,8 +114,10 @@ def _experts(args: ModelArgs, linear: Features, routing: str) -> Iterator[Call]:
         yield from _gated("mlp.shared.", False, linear)
         if moe.shared_gate:
             yield Call("linear.run", ("mlp.shared_gate.weight",))
-        yield _add("mlp.shared.down", False, linear)
+        yield _product("mlp.shared.down", False, () if sliced else linear("mlp.shared.down"))
     yield Call("experts.run", ("mlp.experts.gate_up", "mlp.experts.down"))
+    if sliced:  # once for both kinds of experts
+        yield Call(SUM)
 
 
 def _weights(name: str, bias: bool) -> tuple[str, ...]:
@@ -132,6 +144,12 @@ def _gated(at: str, bias: bool, linear: Features, norm: str = "") -> Iterator[Ca
         yield Call("activation.silu_mul")
 
 
-def _add(name: str, bias: bool, linear: Features) -> Call:
-    """A projection whose result is added to the residual stream."""
-    return Call("linear.run_add" if "add" in linear(name) else "linear.run", _weights(name, bias))
+def _add(name: str, bias: bool, linear: Features, sliced: bool) -> Iterator[Call]:
+    """A projection whose result is added to the residual stream; the slices of ranks are summed before."""
+    yield _product(name, bias, () if sliced else linear(name))
+    if sliced:
+        yield Call(SUM)
+
+
+def _product(name: str, bias: bool, features: Collection[str]) -> Call:
+    return Call("linear.run_add" if "add" in features else "linear.run", _weights(name, bias))

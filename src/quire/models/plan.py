@@ -33,9 +33,10 @@ from quire.kernels.select import (
     objection,
 )
 from quire.kernels.supports import SUPPORTS
+from quire.models.collectives import buffer_bytes
 from quire.models.graphs import GraphPlan, resolve_graphs
 from quire.models.layout import layout
-from quire.models.registry import check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
+from quire.models.registry import ITEM_BYTES, check_routing, linear_plans, operations, rank_geometry, unpacked_bytes
 from quire.quantization.assign import with_formats
 from quire.quantization.cache import CacheChoice, choose_cache
 
@@ -110,6 +111,17 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def weight_words(self) -> str:
         """Type of the weights in messages about memory."""
         return str(self.quantization["quant_method"]) if self.quantization else self.dtype.dtype
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that this rank's exchanges with other ranks take in the largest step; 0 on one device."""
+        batch = self.config.scheduler
+        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, item_bytes=ITEM_BYTES[self.dtype.dtype],
+                            tokens=batch.token_budget(), rows=batch.sequences(), device=self.machine.device)  # fmt: skip
+
+    def of_rank(self, rank: Rank) -> "EnginePlan":
+        """Return this plan with the place of another rank, whose parameters and page it does not have."""
+        return msgspec.structs.replace(self, mesh=Mesh(parallel=self.mesh.parallel, rank=rank))
 
     def check_runnable(self) -> None:
         """Refuse a plan with missing features, in the words of the first. Raises UnsupportedModel."""
@@ -200,14 +212,16 @@ def _check_cache(asked: str, kernels: Sequence[Choice], forced: Mapping[str, str
 def resolve_sizing(plan: EnginePlan, measured: DeviceMemory | int) -> MemoryPlan:
     """Size the KV cache and the context length.
 
-    measured   a GPU's memory, or the bytes of a CPU's memory that are free beside the weights
+    measured   a GPU's memory after the largest step, or the bytes of a CPU's memory that are free beside the weights:
+               buffers for exchanges with other ranks are still to come there
     Raises ConfigError that names options with which it fits.
     """
     config, context = plan.config, plan.args.max_position_embeddings
     if isinstance(measured, DeviceMemory):
         return resolve_cuda_memory(plan.geometry, config, measured, context=context, dtype=plan.weight_words)
     return resolve_memory(plan.geometry, config.model, config.cache, context=context,
-                          max_num_seqs=config.scheduler.sequences(), free_bytes=measured)  # fmt: skip
+                          max_num_seqs=config.scheduler.sequences(),
+                          free_bytes=max(0, measured - plan.buffer_bytes))  # fmt: skip
 
 
 def moe_plans(args: ModelArgs, needs: KernelNeeds, probe: Probe = here, *, parallel: Parallel = ALONE, forced: str = "",

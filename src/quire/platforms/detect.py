@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
 
 LIBRARY = "libcuda.so.1"
@@ -26,11 +27,13 @@ class DriverProbe:
     """The driver's answer about the first GPU that this process may use.
 
     capability   compute capability, (major, minor);  memory  bytes
+    count        GPUs that this process may use
     missing      the reason why there is no usable GPU, or ""
     """
 
     capability: tuple[int, int] = (0, 0)
     memory: int = 0
+    count: int = 0
     missing: str = ""
 
 
@@ -61,7 +64,17 @@ def probe_driver(load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> DriverProb
     driver.cuDeviceGetAttribute(ctypes.byref(major), MAJOR, 0)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), MINOR, 0)
     driver.cuDeviceTotalMem_v2(ctypes.byref(memory), 0)
-    return DriverProbe(capability=(major.value, minor.value), memory=memory.value)
+    return DriverProbe(capability=(major.value, minor.value), memory=memory.value, count=count.value)
+
+
+def check_gpus(parallel: Parallel, probe: Callable[[], DriverProbe] = probe_driver) -> None:
+    """Raise `ConfigError` when these sizes need more GPUs than this process may use. Each rank needs one."""
+    if parallel.size == 1 or parallel.size <= (count := probe().count):
+        return
+    fewer = max(size for size in range(1, count + 1) if parallel.tp % size == 0) if count else 1
+    words = f"-tp {fewer}" if fewer > 1 else "one device (no -tp and no -pp)"
+    raise ConfigError(f"{parallel} needs {parallel.size} GPUs, and this process sees {count}: use {words}, make more "
+                      "GPUs visible (CUDA_VISIBLE_DEVICES), or use --device cpu.")
 
 
 def torch_cuda_version() -> str:

@@ -1,11 +1,11 @@
-"""Parts of the model by rank, and the collectives."""
+"""Parts of the model by rank."""
 
 from dataclasses import replace
 
 import pytest
 
 from quire.config.checkpoint import ModelArgs, parse_checkpoint_config
-from quire.config.placement import Parallel, check_parallel, collectives, ranks, share, stages
+from quire.config.placement import Parallel, check_parallel, ranks, share, stages
 from quire.contracts.errors import ConfigError
 
 RAW = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
@@ -71,22 +71,6 @@ def test_sizes_that_do_not_fit_heads_or_experts() -> None:
         check_parallel(replace(args(), num_kv_heads=3, num_heads=12), Parallel(tp=2))
     with pytest.raises(ConfigError, match="has no experts"):
         check_parallel(replace(args(), moe=None), Parallel(dp=2, experts=True))
-
-
-def test_messages_are_bytes_that_a_rank_hands_over_for_a_token_of_its_own() -> None:
-    """A hidden state has 32 values of 2 bytes, the vocabulary 64 logits of 4."""
-    assert list(collectives(args(), Parallel(), 2, "")) == []
-    both = {(one.kind, one.where): one for one in collectives(args(), Parallel(tp=2, pp=3), 2, "")}
-    summed = both["all-reduce", "attention output"]
-    assert summed.message_bytes == 64 and summed.times == 6
-    assert both["send/recv", "between stages"].times == 2
-    assert both["gather", "logits"].message_bytes == 128, "half of the vocabulary"
-    spread = list(collectives(args(), Parallel(dp=4, experts=True), 2, "all-gather"))
-    both_ways = [("all-gather", 64, 3), ("reduce-scatter", 256, 3)]
-    assert [(one.kind, one.message_bytes, one.times) for one in spread] == both_ways, "back go the rows of 4 replicas"
-    direct = list(collectives(args(), Parallel(dp=4, experts=True), 2, "all-to-all"))
-    assert [(one.kind, one.message_bytes) for one in direct] == [("all-to-all", 192)] * 2, "to 3 ranks, not to all 4"
-    assert list(collectives(args(), Parallel(dp=4), 2, "")) == [], "replicas that share no experts"
 
 
 def test_only_sizes_that_differ_from_one_are_named() -> None:

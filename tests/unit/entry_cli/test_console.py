@@ -58,6 +58,13 @@ def test_a_gpu_tells_what_it_is_and_how_its_memory_is_shared() -> None:
     assert found["kernels"] == "norm: triton (asked for)"
 
 
+def test_ranks_are_named_with_the_memory_of_each() -> None:
+    plans = {"ranks": "2 ranks: tp 2, gloo", "each rank": "ranks 0, 1: 5.01 MiB of weights, 1.50 GiB of KV cache each"}
+    found = rows(lines := banner_lines(ready(plans=plans), config(), URL))
+    assert len(lines) <= 12 and "; 2 ranks: tp 2, gloo; " in found["device"] and found["memory"] == plans["each rank"]
+    assert "weights" not in found and found["KV cache"] == "1,000 blocks x 32 = 32,000 tokens"
+
+
 def test_many_kernels_are_named_without_their_reasons() -> None:
     plans = {f"operation{i}": f"cpu ({'long ' * 20}{i})" for i in range(5)}
     found = rows(banner_lines(ready(plans=plans), config(), URL))

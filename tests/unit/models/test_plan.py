@@ -30,16 +30,15 @@ import json, sys
 sys.modules["torch"] = None  # importing it is an error
 import msgspec
 from quire.config.engine import EngineConfig
-from quire.config.placement import Parallel
 from quire.contracts.errors import UserError
 from quire.explain.describe import plan_engine
 from quire.models.plan import EnginePlan
 
 planned, refused = [], {}
 for folder in sys.argv[1:]:
-    for device, parallel in (("h200", Parallel()), ("cpu", Parallel()), ("h200", Parallel(tp=2, pp=2))):
+    for device, sizes in (("h200", {}), ("cpu", {}), ("h200", dict(tensor_parallel_size=2, pipeline_parallel_size=2))):
         try:
-            plan = plan_engine(EngineConfig.from_flat(model=folder), parallel, device).plan
+            plan = plan_engine(EngineConfig.from_flat(model=folder, **sizes), device).plan
         except UserError as error:
             refused.setdefault(folder, str(error))
             continue

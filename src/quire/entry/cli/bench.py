@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config, given_options
+from quire.config.placement import check_one_device
 from quire.contracts.errors import ConfigError
 from quire.entry.cli import bench_kernels, bench_serve
 from quire.entry.cli.table import format_table, print_result, write_json
@@ -133,7 +134,9 @@ def _workload_table(result: dict[str, Any]) -> str:
 def _profile(args: argparse.Namespace) -> NoReturn:
     from quire.bench.profile import profile_workload
 
-    if resolve_device(engine_config(args).device.device).device != "cuda":
+    config = engine_config(args)
+    check_one_device(config.parallel, "quire bench profile")
+    if resolve_device(config.device.device).device != "cuda":
         raise ConfigError("`quire bench profile` measures GPU kernels, and this would run on the CPU: use a GPU, or "
                           "`quire bench kernels`.")
     bench, works = _make_bench(args)

@@ -3,11 +3,9 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
 
 from quire.config import flags
 from quire.config.peer_flags import add_peer_flags
-from quire.config.placement import parallel_sizes
 from quire.config.sources import CONFIG_FILE
 
 SUMMARY = "show what would run, where and why: layers, weights, kernels, memory, ranks"
@@ -20,7 +18,9 @@ def configure(parser: flags.FlagParser) -> None:
 
     flags.add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON: all names of all layers")
-    parser.add_argument("--layer", metavar="N", help="show one layer in full: a number, embed or head")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--rank", metavar="N", type=int, help="show one rank: its groups, exchanges and slices")
+    part.add_argument("--layer", metavar="N", help="show one layer in full: a number, embed or head")
     parser.add_argument("--config", dest=CONFIG_FILE, metavar="FILE", help="YAML file of options")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda", *GPUS), help="a device of this machine, or a GPU model to plan for"
@@ -34,6 +34,7 @@ def configure(parser: flags.FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the tree, or JSON."""
     from quire.explain.describe import GPUS, one_layer, plan_engine
+    from quire.models.rank_report import describe_one
 
     settings = flags.settings_of(args, server=True)
     described = args.device if args.device in GPUS else ""
@@ -42,15 +43,19 @@ def run(args: argparse.Namespace) -> int:
     for note in settings.notes:
         print(f"quire: note: {note}", file=sys.stderr)
     config = flags.server_config(settings).engine
-    plan = plan_engine(config, replace(parallel_sizes(config.parallel), dp=args.dp), described).describe()
-    if args.layer is not None:
-        plan = one_layer(plan, args.layer)
+    report = plan_engine(config, described, replicas=args.dp)
+    if args.rank is not None:
+        plan = describe_one(report, args.rank)
+    else:
+        plan = one_layer(report.describe(), args.layer) if args.layer is not None else report.describe()
     if args.json:
         print(json.dumps(plan, indent=1))
         return 0
     from rich.console import Console
 
     from quire.explain.render import render
+    from quire.explain.render_ranks import render_rank
 
-    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(render(plan, args.layer is not None))
+    shown = render(plan, args.layer is not None) if args.rank is None else render_rank(plan)
+    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)
     return 0

@@ -26,7 +26,7 @@ def configure(parser: FlagParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the tree of calls and write the file of --out."""
     from quire.entry.llm import LLM
-    from quire.explain.trace import trace
+    from quire.explain.trace import events, render, trace
 
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise ConfigError(f"--out: the folder of {args.out} does not exist: make it first.")
@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
         raise ModelNotFound(f"{error} For a prompt to the bundled model: quire trace -p PROMPT.") from None
     with llm:
         found = trace(llm, args.prompt or args.prompt_argument, max_tokens=args.max_tokens)
-    print(*found.render(None if args.full else set()), sep="\n")
+    print(*render(found, None if args.full else set()), sep="\n")
     if args.out is not None:
         try:
-            args.out.write_bytes(msgspec.json.encode({"traceEvents": list(found.events(found.begin))}))
+            args.out.write_bytes(msgspec.json.encode({"traceEvents": list(events(found, found.begin))}))
         except OSError as error:
             raise ConfigError(f"--out: {args.out} cannot be written ({error.strerror}): choose another file.") from None
     return 0

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from quire.config.flags import FlagParser, add_engine_flags, add_model_argument, engine_config
+from quire.config.placement import check_one_device
 from quire.contracts.errors import ConfigError
 
 SUMMARY = "compare a model step by step with Hugging Face's implementation (needs transformers)"
@@ -23,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     if config.load.load_format == "dummy":
         raise ConfigError("load_format=dummy makes random weights, which cannot equal a checkpoint's: leave it out.")
+    check_one_device(config.parallel, "quire verify")
     from quire.explain.parity import verify
 
     report = verify(config.model.model, config, args.prompt, reference=args.reference)

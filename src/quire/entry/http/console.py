@@ -19,7 +19,7 @@ from quire.observe.progress import Progress
 from quire.procs.messages import Loading, Ready
 
 QUIET_SECONDS = 2.0  # between two lines of progress where the output is not a terminal
-ELSEWHERE = ("dtype", "device", "weights", "memory")  # plans that have a line of their own
+ELSEWHERE = ("dtype", "device", "weights", "memory", "cache", "ranks", "each rank")  # plans with a line of their own
 MAX_KERNELS = 240  # characters of the kernels' line before reasons are left out
 ANYWHERE = ("0.0.0.0", "::")
 
@@ -105,15 +105,17 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
     since = f"ready {seconds:.2f} s after the start of the process, imports included" if seconds is not None else ""
     blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
     blocks += f"; {ready.plans['cache']}" if ready.plans.get("cache") else ""
-    device = ready.plans.get("device", ready.device)
+    device, each = ready.plans.get("device", ready.device), ready.plans.get("each rank", "")
     rows = {
         "model": source if names == (model.model,) else f"{source}, served as {', '.join(names)}",
         "dtype": ready.plans.get("dtype", ready.dtype),
-        "device": f"{device}; one process, one device; {ready.depth} step{'s'[:ready.depth != 1]} in flight",
+        "device": f"{device}; {ready.plans.get('ranks') or 'one process, one device'}; "
+                  f"{ready.depth} step{'s'[:ready.depth != 1]} in flight",
         "kernels": _kernels(ready),
-        "weights": ready.plans.get("weights") or (format_bytes(ready.weight_bytes) if ready.weight_bytes else ""),
-        "memory": ready.plans.get("memory", ""),
-        "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes else blocks,
+        "weights": ready.plans.get("weights") or (format_bytes(ready.weight_bytes) if ready.weight_bytes and not each
+                                                  else ""),
+        "memory": ready.plans.get("memory") or each,
+        "KV cache": f"{format_bytes(ready.kv_bytes)} = {blocks}" if ready.kv_bytes and not each else blocks,
         "at once": _at_once(ready),
         "loading": "; ".join(filter(None, (phases, since))),
         "address": f"{url}/v1; {access_text(config)}",
