@@ -1,4 +1,4 @@
-"""Engines of real ranks for tests: their sizes, faults planted in a rank, and the proof that nothing is left of them."""
+"""Engines of real ranks for tests: their sizes, faults planted in a rank, and the proof that nothing is left."""
 
 import os
 import tempfile
@@ -72,9 +72,17 @@ class Left:
 def is_rank(pid: int) -> bool:
     """True for the process of a rank."""
     try:
-        return b"quire.assemble.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"quire.procs.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+def is_stopped(pid: int) -> bool:
+    """True for a process that a signal has stopped, or that has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TtZ"
+    except OSError:
+        return True
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Ranks as processes, over torch.distributed: gloo for tensors of a CPU, NCCL for those of GPUs.
 
-The ranks of a host meet through a file in a private folder: no port is chosen, and two engines never meet.
+The ranks of a host meet through a file of their own: no port is chosen, and two engines never meet.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
     """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
 
-    meeting   a file that does not exist yet, in a folder of this engine alone
+    meeting   a file of this engine alone that is empty, or does not exist yet
     """
     dist.init_process_group(
         BACKENDS[device.type], init_method=f"file://{meeting}", rank=number, world_size=parallel.size, timeout=TIMEOUT,

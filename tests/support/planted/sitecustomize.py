@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 
-if "quire.assemble.rank_process" in sys.orig_argv and (text := os.environ.get("MANY_RANKS_FAULT")):
+if "quire.procs.rank_process" in sys.orig_argv and (text := os.environ.get("MANY_RANKS_FAULT")):
     RANK, PLACE, KIND, FILE = text.split(":", 3)
     NAME = "quire.assemble.rank_child"
     DECODES = 8

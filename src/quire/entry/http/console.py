@@ -11,6 +11,7 @@ from typing import TextIO
 
 from quire import __version__
 from quire.config.bundled import NAME
+from quire.config.placement import parallel_sizes
 from quire.config.serve import ServerConfig, is_loopback
 from quire.entry.cli.table import format_bytes
 from quire.observe.metrics import StatsLine
@@ -105,11 +106,12 @@ def banner_lines(ready: Ready, config: ServerConfig, url: str, seconds: float | 
     since = f"ready {seconds:.2f} s after the start of the process, imports included" if seconds is not None else ""
     blocks = f"{ready.num_blocks:,} blocks x {ready.block_size} = {tokens:,} tokens"
     blocks += f"; {ready.plans['cache']}" if ready.plans.get("cache") else ""
-    device = ready.plans.get("device", ready.device)
+    device, parallel = ready.plans.get("device", ready.device), parallel_sizes(config.engine.parallel)
+    processes = f"{parallel.size} processes ({parallel})" if parallel.size > 1 else "one process, one device"
     rows = {
         "model": source if names == (model.model,) else f"{source}, served as {', '.join(names)}",
         "dtype": ready.plans.get("dtype", ready.dtype),
-        "device": f"{device}; one process, one device; {ready.depth} step{'s'[:ready.depth != 1]} in flight",
+        "device": f"{device}; {processes}; {ready.depth} step{'s'[:ready.depth != 1]} in flight",
         "kernels": _kernels(ready),
         "weights": ready.plans.get("weights") or (format_bytes(ready.weight_bytes) if ready.weight_bytes else ""),
         "memory": ready.plans.get("memory", ""),
