@@ -1,11 +1,12 @@
 """Engines of real ranks for tests: their sizes, faults planted in a rank, and the proof that nothing is left."""
 
 import os
+import signal
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ class Left:
         """Return the processes of ranks, in the order of their start."""
         return sorted(pid for pid in self.processes() if is_rank(pid))
 
+    def kill(self) -> None:
+        """End all processes of a test that failed."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def files(self) -> list[str]:
         """Return the names in the folder of temporary files, without the cache that PyTorch keeps there."""
         return sorted(name for name in os.listdir(self.folder) if not name.startswith("torchinductor_"))
@@ -100,6 +107,9 @@ def nothing_left(folder: Path, seconds: float = WAIT_SECONDS) -> Iterator[Left]:
     tempfile.tempdir = str(folder)
     try:
         yield left
+    except BaseException:
+        left.kill()
+        raise
     finally:
         tempfile.tempdir = default
         for name, text in before.items():
@@ -108,7 +118,11 @@ def nothing_left(folder: Path, seconds: float = WAIT_SECONDS) -> Iterator[Left]:
             else:
                 os.environ[name] = text
     ended = time.monotonic()
-    until(lambda: not left.processes(), lambda: f"processes are left: {left.processes()}", seconds)
+    try:
+        until(lambda: not left.processes(), lambda: f"processes are left: {left.processes()}", seconds)
+    except AssertionError:
+        left.kill()
+        raise
     print(f"all processes gone {time.monotonic() - ended:.2f} s after the block")
     until(lambda: not left.files(), lambda: f"files are left: {left.files()}", seconds)
     until(lambda: shared_memory() <= memory, lambda: f"left: {shared_memory() - memory}", seconds)
