@@ -1,4 +1,4 @@
-"""A rank without a model, for tests of `RankProcesses`: `python -P -m fake_rank DESCRIPTOR`.
+"""A rank without a model, for tests of `RankProcesses`: the module that they build a rank with.
 
 It obeys its start line. A plan's result echoes the plan: `num_computed` is the number of prompt tokens, `tokens` are
 the words of the grammar masks, `timings.forward` is the rank. A "place" is build, size, submit, release, collect,
@@ -18,7 +18,6 @@ import numpy as np
 
 from quire.contracts import errors
 from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult, StepTimings
-from quire.procs.rank_server import run_rank
 
 C_LIBRARY = ctypes.PyDLL(None)  # its functions keep Python's lock
 
@@ -109,13 +108,9 @@ def go_to(start: FakeStart, place: str, step: int = -1) -> None:
         raise kind(f"no luck in {place}")
 
 
-def build(line: bytes, loading: Callable[[int, int], None]) -> FakeRank:
+def build_rank(line: bytes, loading: Callable[[int, int], None]) -> FakeRank:
     start = msgspec.json.decode(line, type=FakeStart)
     for done in range(1, start.loads + 1):
         loading(done, start.loads)
     go_to(start, "build")
     return FakeRank(start)
-
-
-if __name__ == "__main__":
-    run_rank(build)

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from quire.assemble.parts import Loading, Parts
 from quire.assemble.rank import load_rank
 from quire.config.checkpoint import ModelArgs
-from quire.config.engine import EngineConfig
+from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.placement import check_parallel, parallel_sizes
 from quire.config.pooling import PoolingPlan
 from quire.config.resolve import DTypePlan, MemoryPlan
@@ -38,7 +38,7 @@ from quire.models.report import PlanReport
 from quire.observe.progress import Progress
 from quire.platforms.cpu import CpuFacts, read_cpu_facts
 from quire.platforms.cuda import read_cuda_facts
-from quire.platforms.detect import DevicePlan, check_gpus, resolve_device
+from quire.platforms.detect import DevicePlan, check_gpus, probe_driver, resolve_device
 from quire.quantization.read import Quantization
 from quire.text.chat import ChatTemplate
 from quire.text.grammar import GrammarCompiler
@@ -195,14 +195,28 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
     parallel, words = parallel_sizes(config.parallel), str(found.device)
     check_parallel(found.args, parallel)
     total = found.cpu.total_memory
-    if found.device.device == "cuda":
+    if found.device.device == "cuda" and parallel.size > 1:  # this process computes nothing: no context on a GPU
         check_gpus(parallel)
+        total = probe_driver().memory
+        if config.parallel.check_collectives and not config.device.enforce_eager:
+            raise ConfigError("check_collectives waits for the GPUs at each exchange, which CUDA graphs cannot hold: add "
+                              "enforce_eager (--enforce-eager), or leave it out.")
+    elif found.device.device == "cuda":
         gpu = read_cuda_facts()
         words, total = f"{words}, {gpu}", gpu.total_memory
     machine = Machine(device=found.device.device, words=words, total_memory=total)
-    return [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
-                           number=number, quantization=found.quantization.config, served=served)
-            for number in range(parallel.size)]  # fmt: skip
+
+    def plans(config: EngineConfig) -> list[EnginePlan]:
+        return [resolve_engine(config, found.folder, found.args, machine, found.dtype, here, parallel=parallel,
+                               number=number, quantization=found.quantization.config, served=served)
+                for number in range(parallel.size)]  # fmt: skip
+
+    made = plans(config)
+    smallest = min((plan.config.scheduler for plan in made), key=SchedulerConfig.token_budget)
+    if any(plan.config.scheduler != smallest for plan in made):  # stages of unequal weight have room for other steps
+        made = plans(replace(config, scheduler=smallest))
+    assert all(plan.config == made[0].config and plan.graphs == made[0].graphs for plan in made), "ranks differ"
+    return made
 
 
 def assemble_rank(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:

@@ -133,6 +133,8 @@ def _rehearse(model: Model, geometry: KVGeometry, limits: Limits,
     for plan in plans:
         worker.submit(plan)
         worker.collect()
+    if worker.programs.stage is not None:
+        worker.programs.stage.settle_all()  # the next runner uses the same groups
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
     per_seq = (tables - 4 * WORDS) // limits.num_slots
     return str(ahead.report()), peak, per_seq, (peak - tables) // limits.max_tokens

@@ -118,6 +118,11 @@ class ChildRunner:
             depth=parts.depth, prompt_chunk=parts.prompt_chunk, notes=tuple(filter(None, (*parts.notes, self._note))),
             plans={name: str(plan) for name, plan in parts.plans.items()}))  # fmt: skip
 
+    @property
+    def depth(self) -> int:
+        """Maximum number of steps that are submitted and not collected."""
+        return self._parts.depth
+
     def submit(self, plan: StepPlan) -> None:
         """Launch a step."""
         self._runner.submit(plan)

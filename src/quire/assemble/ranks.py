@@ -1,8 +1,9 @@
 """An engine of several ranks: a process for each, their plans, sizes that fit all of them, and the executor."""
 
-import shutil
+import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from quire.models.rank_report import rank_name
 from quire.platforms.cpu import read_cpu_facts
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
-MODULE = "quire.assemble.rank_process"
+MODULE = "quire.assemble.rank_child"
 
 
 def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
@@ -25,33 +26,45 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
     parallel, cpu = plans[0].mesh.parallel, read_cpu_facts()
     threads = max(1, (plans[0].config.device.num_threads or cpu.cores) // parallel.size)
     lead = (parallel.pp - 1) * parallel.tp
-    folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
-    processes: RankProcesses | None = None
-    try:
-        starts = [msgspec.json.encode(RankTask(plan=plan, meeting=str(folder / "meeting"), threads=threads,
-                                             gpu=plan.mesh.rank.number))
-                  for plan in plans]  # fmt: skip
+    with _meeting() as (meeting, inherit):
+        starts = [msgspec.json.encode(RankTask(plan=plan, meeting=meeting, threads=threads,
+                                               gpu=plan.mesh.rank.number)) for plan in plans]  # fmt: skip
         names = [rank_name(plan.mesh.rank, parallel) for plan in plans]
-        processes = RankProcesses(MODULE, starts, names, rank_variables(), lead=lead)
-        measured = [msgspec.json.decode(data, type=DeviceMemory | int) for data in processes.build(on_loading)]
-        end_phase("weights")
-        sizes = shared_sizes([resolve_sizing(plan, _share(one, len(plans)))
-                              for plan, one in zip(plans, measured, strict=True)])  # fmt: skip
-        ready = [msgspec.json.decode(data, type=RankFacts)
-                 for data in processes.size([msgspec.json.encode(size) for size in sizes])]  # fmt: skip
-    except BaseException:
-        if processes is not None:
+        processes = RankProcesses(MODULE, starts, names, rank_variables(), lead=lead, inherit=inherit)
+        try:
+            measured = [msgspec.json.decode(data, type=DeviceMemory | int) for data in processes.build(on_loading)]
+            end_phase("weights")
+            sizes = shared_sizes([resolve_sizing(plan, _share(one, len(plans)))
+                                  for plan, one in zip(plans, measured, strict=True)])  # fmt: skip
+            ready = [msgspec.json.decode(data, type=RankFacts)
+                     for data in processes.size([msgspec.json.encode(size) for size in sizes])]  # fmt: skip
+        except BaseException:
             processes.close()
-        raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            raise
     end_phase("ranks")
-    facts, running = ready[lead], processes
+    facts = ready[lead]
     return Parts(
         plan=plans[lead], model=None, worker=None, depth=max(facts.depth, parallel.pp), num_stages=parallel.pp,
         memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans), notes=facts.notes,
-        executor=lambda about: RanksExecutor(running, about),
+        executor=lambda about: RanksExecutor(processes, about),
     )  # fmt: skip
+
+
+@contextmanager
+def _meeting() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the path of the file through which ranks meet, and the descriptors that they inherit for it.
+
+    On Linux the file has no name outside these processes: nothing of it is left, however they end.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("quire-ranks")
+        try:
+            yield f"/proc/self/fd/{descriptor}", (descriptor,)
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True) as folder:
+            yield str(Path(folder, "meeting")), ()
 
 
 def _share(measured: DeviceMemory | int, ranks: int) -> DeviceMemory | int:

@@ -54,6 +54,9 @@ class Executor(Protocol):
         Raises `ConfigError` for a name that the executor does not know.
         """
 
+    def check_alive(self) -> None:
+        """Raise `EngineDead` when the executor can run no step. For an idle core, which would notice it late."""
+
     def facts(self) -> ExecutorFacts:
         """Return the capabilities of this executor."""
 

@@ -40,7 +40,13 @@ class Group(Protocol):
         """Return the tensors of all ranks, [size, *x.shape], in the order of ranks."""
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to the rank `to`, which calls `receive`. Does not wait for it; x may change afterwards."""
+        """Send a tensor to the rank `to`, which calls `receive`. The host does not wait; x may change afterwards.
+
+        On a GPU the launches that follow wait until the tensor is received.
+        """
+
+    def post(self, x: Tensor, to: int) -> None:
+        """Send a tensor as `send` does, beside the launches that follow. Never in a CUDA graph."""
 
     def receive(self, out: Tensor, source: int) -> Tensor:
         """Wait for the tensor that rank `source` sends, in the shape and type of `out`; return `out`."""

@@ -46,6 +46,10 @@ class CheckedGroup:
         """Send a tensor to a rank. See `Group`. Not compared: the other ranks take no part."""
         self._group.send(x, to)
 
+    def post(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`."""
+        self._group.post(x, to)
+
     def receive(self, out: Tensor, source: int) -> Tensor:
         """Wait for a tensor of a rank. See `Group`. Not compared."""
         return self._group.receive(out, source)

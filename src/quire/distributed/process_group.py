@@ -1,6 +1,6 @@
 """Ranks as processes, over torch.distributed: gloo for tensors of a CPU, NCCL for those of GPUs.
 
-The ranks of a host meet through a file in a private folder: no port is chosen, and two engines never meet.
+The ranks of a host meet through a file of their own: no port is chosen, and two engines never meet.
 """
 
 from collections import deque
@@ -19,6 +19,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # A dead or stopped rank is noticed by the process that started the ranks, which ends the others within seconds. A step
 # may take long, so the limit of a collective is longer than any step.
 TIMEOUT = timedelta(days=1)
+MOST_SENT = 64  # tensors kept for sends: more than steps in flight, so the oldest have been received
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the second name is older
 
@@ -26,7 +27,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 def join_ranks(meeting: Path, number: int, parallel: Parallel, device: torch.device) -> RankGroups:
     """Join the ranks of an engine and return this rank's groups. Waits until all ranks have joined.
 
-    meeting   a file that does not exist yet, in a folder of this engine alone
+    meeting   a file of this engine alone that is empty, or does not exist yet
     """
     dist.init_process_group(
         BACKENDS[device.type], init_method=f"file://{meeting}", rank=number, world_size=parallel.size, timeout=TIMEOUT,
@@ -88,15 +89,19 @@ class ProcessGroup:
 
     def send(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank. See `Group`."""
-        if x.is_cuda:  # NCCL's send waits on the stream, not here
+        if x.is_cuda:  # in the order of the stream, so that a CUDA graph can hold it
             dist.send(x.contiguous(), self.ranks[to], group=self._group)
-            return
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        else:
+            self.post(x, to)
+
+    def post(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank, beside the launches that follow. See `Group`."""
         x = x.clone(memory_format=torch.contiguous_format)
         work = dist.isend(x, self.ranks[to], group=self._group)
         assert work is not None, "this rank is in the group"
         self._sent.append((work, x))
+        if len(self._sent) > MOST_SENT:  # received long ago; gloo's work is not complete before someone waits for it
+            self._sent.popleft()[0].wait()
 
     def receive(self, out: Tensor, source: int) -> Tensor:
         """Wait for a tensor of a rank. See `Group`."""

@@ -84,6 +84,10 @@ class SimulatedGroup:
         """Send a tensor to a rank. See `Group`."""
         self._ranks.mailbox(self.rank, to).put(x.clone())
 
+    def post(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`."""
+        self.send(x, to)
+
     def receive(self, out: Tensor, source: int) -> Tensor:
         """Wait for a tensor of a rank. See `Group`."""
         return out.copy_(self._ranks.mailbox(source, self.rank).get(timeout=WAIT_SECONDS))

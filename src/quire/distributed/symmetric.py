@@ -3,6 +3,8 @@
 NCCL does everything else, and sums of messages that exceed the buffers. NVLink multicast is never used.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
@@ -18,19 +20,18 @@ BLOCKS = 64  # programs of a sum: enough to fill NVLink, few enough to run at th
 class SymmetricGroup:
     """A rank's end of a group whose sums go through symmetric memory; see `Group`.
 
-    room   bytes of the largest message that is summed here, a multiple of 16
+    memory   [BUFFERS x room] uint8 of `symmetric_memory.empty`;  room  bytes of the largest message that is summed here
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, room: int) -> None:
-        self._group, self.rank, self.size = group, group.rank, group.size
+    def __init__(self, group: ProcessGroup, memory: Tensor) -> None:
+        self._group, self.rank, self.size, self._memory = group, group.rank, group.size, memory
         self.kind = f"symmetric memory, else {group.kind}"
-        self._memory = symmetric_memory.empty(BUFFERS * room, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(self._memory, group.name)
+        handle = symmetric_memory.rendezvous(memory, group.name)
         signals = handle.signal_pad_size // 4 // self.size
         self._peers = Peers(
-            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
-            torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=device),
-            self.rank, room, min(BLOCKS, signals),
+            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=memory.device),
+            torch.tensor(handle.signal_pad_ptrs, dtype=torch.int64, device=memory.device),
+            self.rank, len(memory) // BUFFERS, min(BLOCKS, signals),
         )  # fmt: skip
         self._calls = 0  # sums of the step that is being launched
 
@@ -59,6 +60,10 @@ class SymmetricGroup:
         """Send a tensor to a rank. See `Group`."""
         self._group.send(x, to)
 
+    def post(self, x: Tensor, to: int) -> None:
+        """Send a tensor to a rank. See `Group`."""
+        self._group.post(x, to)
+
     def receive(self, out: Tensor, source: int) -> Tensor:
         """Wait for a tensor of a rank. See `Group`."""
         return self._group.receive(out, source)
@@ -85,13 +90,19 @@ def with_symmetric_memory(group: Group | None, device: torch.device, room: int) 
     """
     if not isinstance(group, ProcessGroup) or device.type != "cuda":
         return group, "" if group is None else "symmetric memory is for GPUs"
-    try:
-        made: Group = SymmetricGroup(group, device, room)
-    except RuntimeError as error:  # no peer access, no such memory in this container
-        why = str(error).partition("\n")[0]
-    else:
+    made: list[Group] = []
+
+    def failed(attempt: Callable[[], None]) -> str:
+        """Try on every rank, and agree: a rank that goes on alone would wait for the others for ever."""
         why = ""
-    failed = torch.tensor([bool(why)], dtype=torch.int32, device=device)
-    if int(group.all_reduce(failed)):
-        return group, why or "another rank has no symmetric memory"
-    return made, ""
+        try:
+            attempt()
+        except RuntimeError as error:  # no peer access, no such memory in this container, no room
+            why = str(error).partition("\n")[0] or type(error).__name__
+        count = torch.tensor([bool(why)], dtype=torch.int32, device=device)
+        return why or "another rank has no symmetric memory" * bool(int(group.all_reduce(count)))
+
+    memory: list[Tensor] = []
+    why = failed(lambda: memory.append(symmetric_memory.empty(BUFFERS * room, dtype=torch.uint8, device=device)))
+    why = why or failed(lambda: made.append(SymmetricGroup(group, memory[0])))
+    return (group, why) if why else (made[0], "")

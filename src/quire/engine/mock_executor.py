@@ -164,6 +164,9 @@ class MockExecutor:
         self._released.remove(result.step)
         return result
 
+    def check_alive(self) -> None:
+        """Do nothing. See `Executor`."""
+
     def facts(self) -> ExecutorFacts:
         """Return the sizes of the mock."""
         return self._facts

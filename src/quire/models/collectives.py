@@ -14,8 +14,8 @@ from quire.config.placement import Parallel, Rank, pp_members, tp_members, vocab
 LOGIT_BYTES = 4  # float32
 KEY_BYTES = 8  # of a rank's best id of a row and its value, as one integer
 SUM_BUFFERS = 3  # of sums through symmetric memory: `quire.kernels.comm`
-# Bytes of the largest sum through symmetric memory, by number of ranks. Every rank reads the parts of all others, (N - 1)
-# times the message; NCCL's rings move 2 (N - 1) / N times. Known of two ranks only.
+# Bytes of the largest sum through symmetric memory, by number of ranks. Every rank reads the parts of all others, that
+# is (N - 1) times the message; NCCL's rings move 2 (N - 1) / N times. Known of two ranks only.
 MOST_ROOM = {2: 64 << 20, 4: 512 << 10, 8: 256 << 10}
 TOKEN_BYTES = 4  # int32
 TOKEN, SAMPLED, SCORED = "token", "sampled row", "scored row"
@@ -52,7 +52,7 @@ def algorithm(kind: str, device: str) -> tuple[str, str]:
         return f"gloo {way}", "the ranks are processes on CPUs of one host, and their tensors go over loopback"
     if kind == "all-reduce":
         return "symmetric memory, else NCCL", (
-            "each GPU reads the others' parts; NCCL sums what exceeds the buffers, and with --disable-custom-all-reduce all")
+            "each GPU reads the others' parts; NCCL sums what exceeds the buffers (--disable-custom-all-reduce: all)")
     return "NCCL", "the tensors are in the memory of GPUs"
 
 
@@ -61,8 +61,8 @@ def sum_room(ranks: int, message_bytes: int) -> int:
 
     message_bytes   of the largest step
     """
-    nearest = min(MOST_ROOM, key=lambda known: abs(known - ranks))
-    return min(message_bytes, MOST_ROOM[nearest]) // 16 * 16
+    known = next((one for one in MOST_ROOM if one >= ranks), max(MOST_ROOM))
+    return min(message_bytes, MOST_ROOM[known]) // 16 * 16
 
 
 def collectives(args: ModelArgs, parallel: Parallel, *, item_bytes: int, device: str, spread: str = "",

@@ -116,8 +116,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def buffer_bytes(self) -> int:
         """Bytes that this rank's exchanges with other ranks take in the largest step; 0 on one device."""
         batch = self.config.scheduler
-        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, item_bytes=ITEM_BYTES[self.dtype.dtype],
-                            tokens=batch.token_budget(), rows=batch.sequences(), device=self.machine.device)  # fmt: skip
+        return buffer_bytes(self.args, self.mesh.rank, self.mesh.parallel, tokens=batch.token_budget(),
+                            item_bytes=ITEM_BYTES[self.dtype.dtype], rows=batch.sequences(),
+                            device=self.machine.device)  # fmt: skip
 
     def of_rank(self, rank: Rank) -> "EnginePlan":
         """Return this plan with the place of another rank, whose parameters and page it does not have."""

@@ -19,7 +19,7 @@ class ChildProcess:
     """A Python module in a process and a session of its own: a Ctrl-C in the terminal does not reach it.
 
     start         a line for standard input, which stays open; None: standard input is empty
-    descriptors   the child inherits them; their numbers are its arguments
+    arguments     of the module;  descriptors  the child inherits them, with their numbers
     env           the child's environment; None: this process's
     """
 
@@ -28,12 +28,13 @@ class ChildProcess:
         module: str,
         start: bytes | None = None,
         *,
+        arguments: Sequence[str] = (),
         descriptors: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
         # -P: no imports from the folder where the engine was started, which may hold a torch.py
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *map(str, descriptors)],
+            [sys.executable, "-P", "-m", module, *arguments],
             stdin=subprocess.DEVNULL if start is None else subprocess.PIPE,
             stdout=2, start_new_session=True, pass_fds=descriptors, env=env,
         )  # fmt: skip

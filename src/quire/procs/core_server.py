@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from quire.config.engine import EngineConfig
-from quire.contracts.errors import QuireError
+from quire.contracts.errors import EngineDead, QuireError, UserError
 from quire.engine.core import EngineCore
 from quire.procs.failures import failed, rejected
 from quire.procs.messages import (
@@ -31,8 +31,9 @@ from quire.procs.wire import decode_to_core, encode
 
 LOG = logging.getLogger("quire")
 LAST_WORDS_MS = 2000  # a core that ends waits so long for its last message to be taken
+IDLE_MS = 500  # between two looks of an idle core at its executor
 
-Receive = Callable[[bool], ToCore | None]  # True: wait for a message -> the next message, None when there is none
+Receive = Callable[[bool], ToCore | None]  # True: wait a moment for a message -> the next message, None without one
 Send = Callable[[FromCore], None]
 Build = Callable[[EngineConfig, Send], tuple[EngineCore, Ready]]  # may send `Loading`
 
@@ -49,11 +50,12 @@ class CoreSockets:
         for socket in (self._receiver, self._sender):
             socket.set_hwm(0)
         self._num_dropped = 0
+        self._receiver.rcvtimeo = IDLE_MS
         self._receiver.bind(start.to_core)
         self._sender.connect(start.from_core)
 
     def receive(self, wait: bool) -> ToCore | None:
-        """Return the next message; None when there is none and `wait` is False.
+        """Return the next message; None when there is none, after at most `IDLE_MS` if `wait` is True.
 
         Bytes that are not a message are skipped and reported as `Dropped`.
         """
@@ -85,10 +87,8 @@ def run_core(start: CoreStart, build: Build) -> int:
         try:
             core, ready = build(start.config, sockets.send)
         except Exception as error:  # any error: the front end must tell the user
-            message = failed(error)
-            if message.details:
-                LOG.error("the engine cannot start", exc_info=error)
-            sockets.send(message)
+            _log("the engine cannot start", error)
+            sockets.send(failed(error))
             return 1
         sockets.send(ready)
         try:
@@ -103,7 +103,7 @@ def serve_core(core: EngineCore, receive: Receive, send: Send) -> int:
     """Serve until `Stop` (returns 0) or a failed step (sends `Failed`, returns 1). Returns the process's exit code.
 
     Between two steps, all messages that have arrived are taken. The outputs of every step are sent, even empty ones.
-    Without work the loop waits in `receive`.
+    Without work the loop waits in `receive`, and looks at times after its executor.
     """
     try:
         while True:
@@ -111,11 +111,20 @@ def serve_core(core: EngineCore, receive: Receive, send: Send) -> int:
                 if isinstance(message, Stop):
                     return 0
                 _obey(core, message, send)
-            send(Outputs(core.step()))
+            if core.has_work:
+                send(Outputs(core.step()))
+            else:
+                core.executor.check_alive()
     except Exception as fault:  # any fault: every waiting client must be told
-        LOG.error("the engine stopped", exc_info=fault)
+        _log("the engine stopped", fault)
         send(failed(fault))
         return 1
+
+
+def _log(words: str, error: Exception) -> None:
+    """Log an error with its traceback, unless its message says all: a user's error, or the end of a rank."""
+    if not isinstance(error, UserError) and not (isinstance(error, EngineDead) and error.__cause__ is None):
+        LOG.error(words, exc_info=error)
 
 
 def _obey(core: EngineCore, message: ToCore, send: Send) -> None:

@@ -67,6 +67,9 @@ class LaunchingExecutor:
             raise ConfigError(f"unknown control {name!r}.")
         return self._controls[name](**args)
 
+    def check_alive(self) -> None:
+        """Do nothing: this process runs the device. See `Executor`."""
+
     def facts(self) -> ExecutorFacts:
         """Return the sizes and the resolved plans."""
         return self._facts

@@ -7,6 +7,7 @@
 Knows the socket and the messages. Knows nothing of models, devices and groups of ranks.
 """
 
+import importlib
 import os
 import queue
 import select
@@ -85,7 +86,7 @@ class LoadedRank(Protocol):
         """Build the rest."""
 
 
-class _Uncollected(NamedTuple):
+class _StepsUnderWay(NamedTuple):
     """Steps on their way from the main thread to the collector.
 
     room    places for steps that are not collected. The engine core counts the steps of the rank that leads; another
@@ -100,14 +101,20 @@ class _Uncollected(NamedTuple):
 BuildRank = Callable[[bytes, Callable[[int, int], None]], LoadedRank]  # (start, loading(done, total) in bytes)
 
 
-def run_rank(build: BuildRank) -> NoReturn:
-    """Serve the rank of this process and end the process: the last line of a rank's module.
+def run_rank() -> NoReturn:
+    """Serve the rank of this process and end the process.
 
-    The engine core starts the module with the descriptor of a socket as its argument.
+    The engine core gives two arguments: a module, whose `build_rank` is a `BuildRank`, and the descriptor of a socket.
+    The module is imported last, because its imports take long: the engine core hears from the rank meanwhile.
     """
-    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
+    if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
         sys.exit("this module is a rank of an engine: use `quire serve` or `LLM`, which start all ranks.")
-    code = serve_rank(Frames.inherited(int(sys.argv[1])), build)
+
+    def build(start: bytes, on_loading: Callable[[int, int], None]) -> LoadedRank:
+        loaded: LoadedRank = importlib.import_module(sys.argv[1]).build_rank(start, on_loading)
+        return loaded
+
+    code = serve_rank(Frames.inherited(int(sys.argv[2])), build)
     sys.stderr.flush()
     os._exit(code)  # skips the interpreter's shutdown, which a library's thread could block
 
@@ -115,7 +122,7 @@ def run_rank(build: BuildRank) -> NoReturn:
 def serve_rank(frames: Frames, build: BuildRank) -> int:
     """Build a rank and serve it until `Stop` (returns 0) or an error, which the engine core gets (returns 1).
 
-    Runs in the main thread. Imports that take long belong in `build`: the engine core hears from the rank meanwhile.
+    Runs in the main thread.
     """
     # The engine core decides when a rank ends. Ctrl-C does not reach this session, but a service manager sends SIGTERM
     # to every process of a unit.
@@ -139,7 +146,7 @@ def serve_rank(frames: Frames, build: BuildRank) -> int:
 
 
 def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
-    launched = _Uncollected(threading.Semaphore(running.depth), queue.SimpleQueue())
+    launched = _StepsUnderWay(threading.Semaphore(running.depth), queue.SimpleQueue())
     collector = threading.Thread(target=_collect, args=(link, running, lead, launched), name="quire-rank-collect",
                                  daemon=True)
     collector.start()
@@ -159,7 +166,7 @@ def _serve(link: "_Link", running: RunningRank, lead: bool) -> None:
     running.close()
 
 
-def _collect(link: "_Link", running: RunningRank, lead: bool, launched: _Uncollected) -> None:
+def _collect(link: "_Link", running: RunningRank, lead: bool, launched: _StepsUnderWay) -> None:
     try:
         while launched.steps.get():
             result = running.collect()

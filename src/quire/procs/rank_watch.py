@@ -23,6 +23,7 @@ from quire.procs.frames import Frames
 from quire.procs.messages import Failed, Loading, Stop
 from quire.procs.rank_messages import (
     FromRank,
+    RankBeat,
     RankBuilt,
     RankFailed,
     RankReady,
@@ -46,7 +47,7 @@ class RankTimes:
     """Times of ranks in seconds.
 
     beat      between two signs of life of a rank
-    start     until the first sign of life: Python starts and imports modules
+    start     without a sign of life while Python starts and imports modules, perhaps from a slow disk
     stopped   without a sign of life, after which a rank that a signal has stopped is dead
     silent    without a sign of life, after which any rank is dead: a library may hold Python's lock while it compiles
     stop      for a rank to end by itself
@@ -62,7 +63,7 @@ class RankTimes:
 class WatchedRank:
     """A rank's process and connection, with what the watch knows of it.
 
-    heard      time of the last message;  begun  True after the first message
+    heard      time of the last message;  begun  True after the first message that is not a mere sign of life
     received   last step that the rank has acknowledged
     failed     last message of a rank that failed
     cut        True after the end of the connection
@@ -218,7 +219,7 @@ class RankWatch:
     def _read(self, index: int) -> None:
         rank = self.ranks[index]
         for message in rank.read():
-            rank.heard, rank.begun = time.monotonic(), True
+            rank.heard, rank.begun = time.monotonic(), rank.begun or not isinstance(message, RankBeat)
             if isinstance(message, RankReceived):
                 rank.received = message.step
             elif isinstance(message, RankResult):

@@ -32,6 +32,7 @@ from quire.procs.rank_messages import (
 from quire.procs.rank_watch import RankTimes, RankWatch, WatchedRank
 from quire.procs.wire import encode
 
+PROCESS = "quire.procs.rank_process"
 TIMES = RankTimes()
 P = TypeVar("P", RankBuilt, RankReady)
 
@@ -42,11 +43,12 @@ class RankProcesses:
     Order of calls: `build`, `size`, then `broadcast`, `collect` and `control`. After the fault of a rank, and after
     `close`, every call raises its error. The processes end with this object, closed or not, and with this process.
 
-    module   `python -P -m module` is a rank; it ends with `run_rank` of `rank_server.py`
+    module   its `build_rank` builds a rank; see `BuildRank` in `rank_server.py`
     starts   a line of JSON for each rank, in the order of the ranks
     names    for messages: "rank 1 (tp 1)"
     env      environment variables that the ranks have besides those of this process
     lead     index of the rank that sends results
+    inherit  descriptors that every rank inherits, with their numbers
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class RankProcesses:
         env: Mapping[str, str],
         *,
         lead: int = 0,
+        inherit: Sequence[int] = (),
         times: RankTimes = TIMES,
     ) -> None:
         assert 0 <= lead < len(starts) == len(names)
-        self._watch = RankWatch(_spawn(module, names, with_variables(env)), times)
+        self._watch = RankWatch(_spawn(module, names, with_variables(env), inherit), times)
         # The watch does not refer to this object, so that collecting this object as garbage ends the processes.
         weakref.finalize(self, self._watch.close)  # runs at exit, too
         self._num_controls = 0
@@ -111,6 +114,10 @@ class RankProcesses:
             if (error := replies[index].error) is not None:
                 raise rebuilt(error.kind, error.message)
         return [replies[index].value for index in sorted(replies)]
+
+    def check_alive(self) -> None:
+        """Raise the error of the ranks' end if they have ended."""
+        self._watch.check()
 
     def close(self) -> None:
         """End and reap all processes. Running ranks get a moment to end by themselves, then SIGKILL. Idempotent."""
@@ -168,6 +175,10 @@ class RanksExecutor:
         """Run an operation on every rank; return the list of its values, by rank."""
         return self._processes.control(name, args)
 
+    def check_alive(self) -> None:
+        """Raise `EngineDead` after a fault of a rank."""
+        self._processes.check_alive()
+
     def facts(self) -> ExecutorFacts:
         """Return the sizes and the resolved plans."""
         return self._facts
@@ -177,7 +188,7 @@ class RanksExecutor:
         self._processes.close()
 
 
-def _spawn(module: str, names: Sequence[str], env: Mapping[str, str]) -> list[WatchedRank]:
+def _spawn(module: str, names: Sequence[str], env: Mapping[str, str], inherit: Sequence[int]) -> list[WatchedRank]:
     """Start a process for each name, or none of them."""
     ranks: list[WatchedRank] = []
     try:
@@ -186,7 +197,8 @@ def _spawn(module: str, names: Sequence[str], env: Mapping[str, str]) -> list[Wa
             with theirs:
                 frames = Frames(ours)
                 try:
-                    child = ChildProcess(module, descriptors=(theirs.fileno(),), env=env)
+                    child = ChildProcess(PROCESS, arguments=(module, str(theirs.fileno())),
+                                         descriptors=(theirs.fileno(), *inherit), env=env)
                 except BaseException:
                     frames.close()
                     raise

@@ -1,7 +1,7 @@
 """A stage of a pipeline: hidden states come from the stage before and go to the next; tokens go back to the first.
 
-A slot is in one step in flight at a time, so the first stage needs a token only when the slot's next step comes. Until
-then it owes the token to its history.
+A slot samples in one step in flight at a time, so the first stage needs a token only when the slot's next step comes.
+Until then it owes the token to its history.
 """
 
 from collections import deque
@@ -63,7 +63,7 @@ class PipelineStage:
         """
         rows = len(slots)
         if rows and self.last:
-            self._back.send(out[0, :rows], 0)
+            self._back.post(out[0, :rows], 0)
         elif rows and self.first:
             places = buffers.sample_slots[:rows].clone(), buffers.sample_positions[:rows].clone()
             self._owed.append(_Owed(frozenset(slots.tolist()), *places))
@@ -74,7 +74,15 @@ class PipelineStage:
             return
         used = {*plan.slots.tolist(), *plan.released.tolist(), *(one.slot for one in plan.admitted)}
         last = max((i for i, owed in enumerate(self._owed) if owed.known & used), default=-1)
-        for _ in range(last + 1):
+        self._receive(last + 1)
+
+    def settle_all(self) -> None:
+        """Write all owed tokens: before a runner is dropped whose groups go on."""
+        self._receive(len(self._owed))
+
+    def _receive(self, count: int) -> None:
+        """Write the tokens of the oldest steps that are owed."""
+        for _ in range(count):
             owed = self._owed.popleft()
             tokens = torch.empty(len(owed.slots), dtype=torch.int32, device=owed.slots.device)
             self._tables.history[owed.slots, owed.positions] = self._back.receive(tokens, self._back.size - 1)

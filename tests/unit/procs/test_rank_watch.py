@@ -133,7 +133,7 @@ def test_silence_is_told_with_the_step_that_is_not_acknowledged() -> None:
     with watched(2) as (ranks, ends):
         watch = RankWatch(ranks, RankTimes(silent=0.6))
         watch.sent = 12
-        ends[1].send(encode(RankBeat()))
+        ends[1].send(encode(RankReceived(11)))
         ends[0].send(encode(RankReceived(12)))
         while watch._over is None:
             ends[0].send(encode(RankBeat()))

@@ -17,7 +17,7 @@ from quire.contracts.step import NO_MASKS
 from quire.procs.rank_messages import RankStep
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
-from ...support.started_ranks import ENV, MODULE, nothing_left, plan, ranks, running, until
+from ...support.started_ranks import ENV, nothing_left, plan, ranks, running, until
 
 FACTS = ExecutorFacts(depth=2, decode_lag=2, num_slots=1, num_blocks=1, block_size=1, max_model_len=1, vocab_size=1)
 
@@ -198,13 +198,14 @@ def test_after_close_every_call_says_so() -> None:
             executor.control("log", {})
 
 
-def test_a_module_that_does_not_exist_is_a_rank_that_exits(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_does_not_exist_is_told() -> None:
     processes = RankProcesses("quire.no_such_module", [b"{}", b"{}"], ["rank 0", "rank 1"], ENV)
-    with pytest.raises(EngineDead, match=r"rank 0 \(pid \d+\) exited with code 1"):
+    with pytest.raises(EngineDead, match=r"rank \d \(pid \d+\) failed: ModuleNotFoundError: .*quire.no_such_module"):
         processes.build(print)
     processes.close()
 
 
 def test_by_hand_a_rank_says_who_starts_it() -> None:
-    done = subprocess.run([sys.executable, "-m", MODULE], env=os.environ | ENV, capture_output=True, text=True)
+    command = [sys.executable, "-m", "quire.procs.rank_process"]
+    done = subprocess.run(command, env=os.environ | ENV, capture_output=True, text=True)
     assert done.returncode == 1 and "quire serve" in done.stderr and "Traceback" not in done.stderr

@@ -175,6 +175,13 @@ from tests.support.started_ranks import plan, ranks, running
 from quire.procs.rank_messages import RankStep
 {work}
 """
+IMPORTING = """
+from tests.support.started_ranks import ENV
+from quire.procs.ranks import RankProcesses
+processes = RankProcesses("slow_to_import", [b"", b""], ["rank 0", "rank 1"], ENV)
+print(*processes.pids, flush=True)
+processes.build(print)
+"""
 BUILDING = """
 processes = ranks({"waits": {"build": 1000.0}}, {"waits": {"build": 1000.0}})
 print(*processes.pids, flush=True)
@@ -202,7 +209,7 @@ print(*processes.pids, flush=True)
 """
 
 
-@pytest.mark.parametrize("work", [BUILDING, COMPUTING, FORKED, NEVER_CLOSED])
+@pytest.mark.parametrize("work", [IMPORTING, BUILDING, COMPUTING, FORKED, NEVER_CLOSED])
 def test_ranks_do_not_outlive_their_parent(work: str) -> None:
     program = ORPHANS.format(root=str(Path(__file__).resolve().parents[3]), work=work)
     with subprocess.Popen([sys.executable, "-c", program], env=os.environ | ENV, stdout=subprocess.PIPE,
