@@ -199,8 +199,8 @@ def plan_ranks(config: EngineConfig, found: Found, *, served: bool = True) -> li
         check_gpus(parallel)
         total = probe_driver().memory
         if config.parallel.check_collectives and not config.device.enforce_eager:
-            raise ConfigError("check_collectives waits for the GPUs at each exchange, which CUDA graphs cannot hold: add "
-                              "enforce_eager (--enforce-eager), or leave it out.")
+            raise ConfigError("check_collectives waits for the GPUs at each exchange, which CUDA graphs cannot hold: "
+                              "add enforce_eager (--enforce-eager), or leave it out.")
     elif found.device.device == "cuda":
         gpu = read_cuda_facts()
         words, total = f"{words}, {gpu}", gpu.total_memory

@@ -76,11 +76,14 @@ class SymmetricGroup:
         return 0 < x.nbytes <= self._peers.room
 
     def _sum(self, part: Tensor, residual: Tensor | None) -> Tensor:
-        """Sum in the buffer of this call: the first of a step has its own, the others take turns."""
+        residual = None if residual is None else residual.contiguous()
+        return sum_ranks(part.contiguous(), residual, self._peers, self.next_buffer())
+
+    def next_buffer(self) -> int:
+        """Return the buffer of the next sum: the first of a step has its own, the others take turns."""
         buffer = BUFFERS - 1 if self._calls == 0 else self._calls % 2
         self._calls += 1
-        residual = None if residual is None else residual.contiguous()
-        return sum_ranks(part.contiguous(), residual, self._peers, buffer)
+        return buffer
 
 
 def with_symmetric_memory(group: Group | None, device: torch.device, room: int) -> tuple[Group | None, str]:

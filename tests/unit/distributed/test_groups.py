@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from quire.contracts.errors import EngineDead
 from quire.distributed import Group
 from quire.distributed.checked import CheckedGroup
 from quire.distributed.simulated import SimulatedRanks
+from quire.distributed.symmetric import SymmetricGroup
 
 CPU = torch.device("cpu")
 # Each rank prints what it got; the test compares.
@@ -26,9 +28,14 @@ tp, pp = groups.tp, groups.pp
 x = torch.tensor([1.0, 10.0]) * (number + 1)
 found = [tp.all_reduce(x.clone()).tolist(), tp.all_gather(x).tolist(), tp.rank, pp.rank, groups.tokens.rank, tp.kind]
 if pp.rank == 0:
-    pp.send(x, 1)
+    for count in range(200):
+        pp.post(x + count, 1)
+    assert len(pp._sent) <= 64, "what was received long ago is let go"
 else:
-    found.append(pp.receive(torch.empty(2), 0).tolist())
+    got = [pp.receive(torch.empty(2), 0).tolist() for _ in range(200)]
+    first = torch.tensor([1.0, 10.0]) * (number - 1)
+    assert got == [(first + count).tolist() for count in range(200)]
+    found.append(got[0])
 tp.barrier()
 print(found)
 leave_ranks()
@@ -77,6 +84,27 @@ def test_ranks_as_processes(tmp_path: Path) -> None:
         "[[7.0, 70.0], [[3.0, 30.0], [4.0, 40.0]], 0, 1, 1, 'gloo', [1.0, 10.0]]",
         "[[7.0, 70.0], [[3.0, 30.0], [4.0, 40.0]], 1, 1, 1, 'gloo', [2.0, 20.0]]",
     ]
+
+
+def test_a_sent_tensor_may_change_at_once() -> None:
+    def work(group: Group) -> list[float]:
+        x = torch.tensor([float(group.rank)])
+        group.post(x, 1 - group.rank)
+        x.fill_(-1.0)
+        return group.receive(torch.empty(1), 1 - group.rank).tolist()
+
+    assert SimulatedRanks(2).run(work) == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize("steps", [[3], [5, 3], [4, 4, 3], [2, 2], [2, 5, 2]])
+def test_neighbouring_sums_use_different_buffers(steps: list[int]) -> None:
+    """Over steps of any number of sums: a rank may still read what the one before wrote."""
+    made = object.__new__(SymmetricGroup)
+    used = []
+    for count in steps:
+        made.begin_step()
+        used += [made.next_buffer() for _ in range(count)]
+    assert all(one != other for one, other in pairwise(used)) and set(used) <= {0, 1, 2}
 
 
 def test_equal_calls_pass_the_check() -> None:
