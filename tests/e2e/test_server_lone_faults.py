@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quire.entry.completion import Generation
 from quire.entry import front_end
+from quire.entry.completion import Generation
 from quire.entry.front_end import FrontEnd
 from quire.entry.http.openai.completions import CompletionWriter
 from quire.kv.allocator import KVAllocator
