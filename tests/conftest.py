@@ -50,4 +50,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("full"):
-            item.add_marker(pytest.mark.skip(reason="long; runs with scripts/test --full"))
+            item.add_marker(pytest.mark.skip(reason="long; runs with scripts/test --full, or QUIRE_FULL=1 pytest"))

@@ -25,7 +25,8 @@ from quire.contracts.step import I32, NO_MASKS, StepPlan, StepResult
 from quire.engine.core import EngineCore
 from quire.engine.mock_executor import MockExecutor
 from quire.entry.cli.table import format_table
-from quire.entry.front_end import FrontEnd, FrontLimits
+from quire.entry.core_request import FrontLimits
+from quire.entry.front_end import FrontEnd
 from quire.entry.prompts import Prompt
 from quire.kv.allocator import KVAllocator
 from quire.kv.hashing import namespace_digest

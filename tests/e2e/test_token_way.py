@@ -12,9 +12,9 @@ from quire.layers.decoder import DecoderBlock
 from token_way import Way, request
 
 ROOT = Path(__file__).resolve().parents[2]
-# Files of the table that a streamed chat on a CPU does not call: another route's, and a GPU's.
-ELSEWHERE = {"entry/http/openai/completions.py", "worker/graphs.py", "layers/moe.py",
-             "layers/latent.py"}  # fmt: skip
+# Files of the table that a streamed chat on a CPU does not call: another route's, a GPU's, and those of the start.
+ELSEWHERE = {"entry/http/openai/completions.py", "worker/graphs.py", "layers/moe.py", "layers/latent.py",
+             "entry/http/app.py", "entry/core_process.py", "kernels/select.py"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.config.checkpoint import FAMILIES as CONFIGURED
 from quire.contracts.protocols import Executor, ExecutorFacts
@@ -59,12 +60,20 @@ class FamilyCase:
     ropes     kinds of rotation that the family may have
     peer      model_type that computes the same in transformers; "": the family's own. With another one transformers
               cannot read the family's files: `write_model` writes a copy for it
+    keys      key of the peer's config.json -> the family's own key
+    tensors   piece of a tensor's name in the peer's files -> the family's own piece
+    A row without `keys` and `tensors` tests the peer's names, not the family's.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
     ropes: tuple[str, ...] = tuple(ROPES)
     peer: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.peer or not (self.keys or self.tensors), "names of its own need a peer, whose names are replaced"
 
 
 # Every family of `quire.config.checkpoint.FAMILIES`. All tests of families take them from here.
@@ -192,13 +201,14 @@ def hf_config(spec: Tiny) -> Any:
 
 
 def as_family(config: dict[str, Any], family: str) -> dict[str, Any]:
-    """Return a config.json of the family's peer as one of the family."""
-    return config | {"model_type": family, "architectures": [CONFIGURED[family].architecture]}
+    """Return a config.json of the family's peer as one of the family, with the family's own keys."""
+    own = {FAMILIES[family].keys.get(key, key): value for key, value in config.items()}
+    return own | {"model_type": family, "architectures": [CONFIGURED[family].architecture]}
 
 
 def tiny_config(spec: Tiny, **changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny model, with changed keys."""
-    return as_family(hf_config(spec).to_dict(), spec.family) | changes
+    """The config.json of a tiny model, with changed keys, which are spelled as the peer does."""
+    return as_family(hf_config(spec).to_dict() | changes, spec.family)
 
 
 def write_model(model: Any, folder: Path, family: str, **options: Any) -> Path:
@@ -213,7 +223,24 @@ def write_model(model: Any, folder: Path, family: str, **options: Any) -> Path:
     shutil.copytree(folder, readable)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(as_family(raw, family)))
+    if FAMILIES[family].tensors:
+        _rename_tensors(folder, FAMILIES[family].tensors)
     return readable
+
+
+def _rename_tensors(folder: Path, renamed: Mapping[str, str]) -> None:
+    """Rename the tensors in the files and in the index of a checkpoint."""
+    def own(name: str) -> str:
+        for theirs, ours in renamed.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    for file in folder.glob("*.safetensors"):
+        save_file({own(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    for file in folder.glob("*.index.json"):
+        index = json.loads(file.read_text())
+        placed = {own(name): shard for name, shard in index["weight_map"].items()}
+        file.write_text(json.dumps(index | {"weight_map": placed}))
 
 
 def experts_of(config: Any) -> Any:
@@ -296,4 +323,7 @@ class Recorder:
 
 if __name__ == "__main__":
     name, target = sys.argv[1:]
+    if name not in FAMILIES:
+        sys.exit(f"{name} has no row in FAMILIES of tests/support/tiny_models.py, which describes the model to write: "
+                 f"add one. Rows: {', '.join(FAMILIES)}.")
     write_model(random_model(Tiny(family=name), 0), Path(target), name)

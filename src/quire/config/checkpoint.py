@@ -22,6 +22,20 @@ MOST_LAYERS = 4000  # thirty times those of the deepest models; a plan of more t
 
 
 @dataclass(frozen=True, kw_only=True)
+class Window:
+    """A family's rule for its sliding window.
+
+    default   sliding_window when config.json lacks the key
+    by_flag   True: sliding_window counts only with use_sliding_window
+    layers    layers with a window: "all"; without layer_types "from" max_window_layers on, or "below" it
+    """
+
+    default: int | None = None
+    by_flag: bool = False
+    layers: str = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """Defaults of a model family for keys that config.json lacks, and the further keys that the family reads.
 
@@ -30,7 +44,8 @@ class Family:
     one_kv_head_each   True: without num_key_value_heads every head has its own keys and values; False: an error
     experts      row of `MOE_KEYS` whose keys, defaults and order of routing the family has; "": no experts
     latent       family whose latent attention it has, deepseek_v2 or deepseek_v3; "": grouped-query attention
-    keys         further keys. Some switch a feature on by being listed: attention_bias, mlp_bias,
+    keys         further keys, also those that this family spells otherwise: the reader of the value chooses the
+                 spelling, as for num_mtp_layers. Some switch a feature on by being listed: attention_bias, mlp_bias,
                  partial_rotary_factor, use_qk_norm, num_nextn_predict_layers (MTP layers, which are skipped)
     """
 
@@ -41,10 +56,8 @@ class Family:
     one_kv_head_each: bool = False
     experts: str = ""
     latent: str = ""
-    default_window: int | None = None  # sliding_window when the key is missing
+    window: Window = Window()
     default_head_dim: int | None = None  # None: hidden_size / heads
-    window_flag: bool = False  # sliding_window counts only with use_sliding_window
-    windowed: str = "all"  # layers with a window: "all"; without layer_types "from" max_window_layers on, or "below" it
     norm_eps: float = 1e-6  # when rms_norm_eps is missing
     theta: float = 10_000.0  # when rope_theta is
     rotated: float = 1.0  # part of each head that is rotated when partial_rotary_factor is missing
@@ -59,17 +72,18 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=None, output_bias=None, one_kv_head_each=True,
                     keys=frozenset({"attention_bias", "mlp_bias"})),
-    "mistral": Family(architecture="MistralForCausalLM", default_window=4096),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
-                    windowed="from"),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True, default_head_dim=128,
-        default_window=4096, window_flag=True, windowed="from", keys=frozenset({"attention_bias"})),
+    "mistral": Family(architecture="MistralForCausalLM", window=Window(default=4096)),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=True,
+                    window=Window(default=4096, by_flag=True, layers="from")),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
+                    default_head_dim=128, window=Window(default=4096, by_flag=True, layers="from"),
+                    keys=frozenset({"attention_bias"})),
     "mixtral": Family(architecture="MixtralForCausalLM", norm_eps=1e-5, theta=1e6, experts="mixtral"),
-    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True, default_window=4096, window_flag=True,
-                        windowed="below", experts="qwen2_moe"),
+    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", qkv_bias=True,
+                        window=Window(default=4096, by_flag=True, layers="below"), experts="qwen2_moe"),
     "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", qkv_bias=None, output_bias=None, qk_norm=True,
-                        default_window=4096, window_flag=True, experts="qwen3_moe", keys=frozenset({"attention_bias"})),
+                        window=Window(default=4096, by_flag=True), experts="qwen3_moe",
+                        keys=frozenset({"attention_bias"})),
     "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", one_kv_head_each=True, experts="deepseek_v2",
                           latent="deepseek_v2"),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", one_kv_head_each=True, experts="deepseek_v3",
@@ -246,19 +260,19 @@ def _refuse_math(keys: Mapping[str, Any], family: Family, source: str) -> None:
 def _refuse_window(keys: Mapping[str, Any], family: Family, context: int, layers: int, source: str) -> None:
     """Refuse an active sliding window shorter than the context: only full attention is implemented."""
     kinds = sorted(set(names(keys, "layer_types", source)) - {"full_attention"})
-    window = count(keys, "sliding_window", family.default_window, source)
+    window = count(keys, "sliding_window", family.window.default, source)
     active = window is not None and window < context
-    if family.window_flag:
+    if family.window.by_flag:
         limit = count(keys, "max_window_layers", None, source)
         reaches = {"all": True, "from": limit is None or limit < layers, "below": limit is None or limit > 0}
-        listed = family.windowed != "all" and keys.get("layer_types")
-        reached = bool(kinds) if listed else reaches[family.windowed]
+        listed = family.window.layers != "all" and keys.get("layer_types")
+        reached = bool(kinds) if listed else reaches[family.window.layers]
         active = active and bool(keys.get("use_sliding_window")) and reached
     if active:
         default = "" if "sliding_window" in keys else f" (missing, which means {window})"
         raise UnsupportedModel(f"{source}: sliding_window={window}{default} is shorter than the context of {context} "
                                "tokens; sliding window attention is not implemented.")
-    if kinds and not (family.window_flag and kinds == ["sliding_attention"]):
+    if kinds and not (family.window.by_flag and kinds == ["sliding_attention"]):
         raise UnsupportedModel(f"{source}: layer_types holds {kinds[0]!r}, which is not implemented.")
 
 

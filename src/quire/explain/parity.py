@@ -21,7 +21,7 @@ from quire.contracts.sampling import SamplingParams
 from quire.entry.local import front_end
 from quire.entry.prompts import Prompt
 from quire.explain import reference as peer
-from quire.explain.parameters import Changed, changed_parameters
+from quire.explain.parameters import Changed, changed_parameters, reference_layout
 from quire.explain.quantized import QuantizedInputs, describe, is_quantized, write_dequantized
 from quire.explain.steps import FEED_FORWARD, Recording, stage_name, watch
 from quire.explain.verdict import Report, Stage, Step
@@ -52,8 +52,10 @@ def verify(
 
     config      engine options; dtype and KV cache are forced to float32, and the device to the CPU
     prompt      text to compare on; by default a sentence with figures, or fixed ids for a model without a tokenizer
-    reference   folder that transformers reads instead of the model's own, to compare two checkpoints
-    Raises ConfigError when transformers is not installed or the context is too short, and the errors of `assemble`.
+    reference   folder that transformers reads instead of the model's own, to compare two checkpoints. The tensors
+                have the names of the model's, or of the family in the folder's config.json
+    Raises ConfigError when transformers is not installed or the context is too short, ModelError for a tensor that
+    the reference lacks, and the errors of `assemble`.
     """
     _need_transformers()
     config = config or EngineConfig()
@@ -74,15 +76,16 @@ def _compared(engine: Engine, name: str, prompt: str | None, reference: Path | N
     model = engine.worker.model
     with ExitStack() as stack:
         folder, rules = reference or engine.folder, dict[str, QuantizedMatrix]()
+        layout = reference_layout(model.layout, reference) if reference else model.layout
         if is_quantized(model):
             read, folder = folder, Path(stack.enter_context(TemporaryDirectory(prefix="quire-verify-")))
-            rules |= write_dequantized(model, read, folder)
-        changed = changed_parameters(model, folder)
+            rules |= write_dequantized(model, layout, read, folder)
+        changed = changed_parameters(model, layout, folder)
         prompt_ids = _prompt_ids(engine, prompt)
         tokens, ours = _run_quire(engine, prompt_ids)
         token_ids = [*prompt_ids, *tokens[:-1]]
         theirs = peer.load(folder)
-        stack.enter_context(QuantizedInputs(theirs, rules, model.layout))
+        stack.enter_context(QuantizedInputs(theirs, rules, layout))
         alone = peer.run_alone(theirs, token_ids)
         found = peer.run_on(theirs, token_ids, ours)
     return _report(name, reference or engine.folder, tokens, alone, found, changed, quantized=describe(model))

@@ -30,8 +30,8 @@ Rules = Mapping[str, QuantizedMatrix]  # stored name of a weight -> its scheme a
 class _Kept:
     """A model as a loader sees it, which keeps its weights by parameter and place of the expert."""
 
-    def __init__(self, model: Decoder) -> None:
-        self.args, self.layout, self.elsewhere = model.args, model.layout, frozenset[str]()
+    def __init__(self, model: Decoder, layout: tuple[Param, ...]) -> None:
+        self.args, self.layout, self.elsewhere = model.args, layout, frozenset[str]()
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.weights: dict[str, dict[int, Weight]] = {}
 
@@ -55,13 +55,16 @@ def describe(model: Decoder) -> tuple[str, bool]:
     return "; ".join(map(scheme_words, schemes)), any(scheme.inputs for scheme in schemes)
 
 
-def write_dequantized(model: Decoder, folder: Path, out: Path) -> Rules:
-    """Write the model in `folder` to `out`, dequantized to float32. Return the rules that quantize its activations."""
+def write_dequantized(model: Decoder, layout: tuple[Param, ...], folder: Path, out: Path) -> Rules:
+    """Write the model in `folder` to `out`, dequantized to float32. Return the rules that quantize its activations.
+
+    layout   the model's parameters with the names of the tensors in `folder`
+    """
     from safetensors.torch import save_file
 
-    kept, stored, rules = _Kept(model), dict[str, Tensor](), dict[str, QuantizedMatrix]()
+    kept, stored, rules = _Kept(model, layout), dict[str, Tensor](), dict[str, QuantizedMatrix]()
     load_weights(cast(Any, kept), folder)
-    for param in model.layout:
+    for param in layout:
         weights = kept.weights.pop(param.name)
         for place, weight in weights.items():  # in the order in which they were read
             one = of_expert(param, place, len(weights))

@@ -41,7 +41,7 @@ def match_tensors(checkpoint: Checkpoint, params: Sequence[Param], args: ModelAr
     if missing := sorted(parts.keys() - found.keys()):
         raise WeightsError(
             f"{checkpoint.folder} lacks {_some(missing)}: the checkpoint is incomplete, or not of this config.json; "
-            "download it again." + _tied_hint(missing)
+            "download it again." + _tied_hint(missing) + (f" No parameter reads {_some(unknown)}." if unknown else "")
         )
     if unknown:
         raise WeightsError(f"{_some(unknown)} {'has' if len(unknown) == 1 else 'have'} no place in a {args.model_type} "

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from quire.models.registry import kv_components, linear_plans, operations, unpac
 from ...support.filled_models import built, fill, planned
 from ...support.tiny_models import FAMILIES as TESTED
 
+ROOT = Path(__file__).resolve().parents[3]
 ARGS = parse_checkpoint_config(
     {
         "model_type": "qwen3", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -35,6 +37,12 @@ def test_every_family_has_a_file() -> None:
 
 def test_every_family_has_its_tests() -> None:
     assert sorted(TESTED) == sorted(FAMILIES), "give every family a row in FAMILIES of tests/support/tiny_models.py"
+
+
+def test_a_family_without_a_row_of_its_own_is_told() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.support.tiny_models", "nosuch", "x"], capture_output=True,
+                          text=True, env={"PYTHONPATH": ":".join(sys.path)}, cwd=ROOT)  # fmt: skip
+    assert done.returncode == 1 and done.stderr.startswith("nosuch has no row in FAMILIES of tests/support/tiny_models")
 
 
 def test_kv_components() -> None:

@@ -4,7 +4,7 @@
 import msgspec
 
 from quire.contracts.errors import InvalidParameter
-from quire.entry.front_end import check_ids
+from quire.entry.core_request import check_ids
 from quire.entry.http.context import ServerContext
 from quire.entry.http.errors import HttpError
 from quire.entry.http.openai import schema

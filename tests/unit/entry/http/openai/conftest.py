@@ -19,7 +19,8 @@ from quire.contracts.sampling import SamplingParams
 from quire.engine.core import EngineCore
 from quire.engine.mock_core import build_mock_core
 from quire.entry.completion import Generation
-from quire.entry.front_end import FrontEnd, FrontLimits
+from quire.entry.core_request import FrontLimits
+from quire.entry.front_end import FrontEnd
 from quire.entry.http.context import ServerContext
 from quire.entry.http.openai.routes import routes
 from quire.entry.prompts import Prompt
