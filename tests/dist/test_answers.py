@@ -216,19 +216,19 @@ def same(engine: Callable[..., LLM], folder: Path, sizes: str, **options: Any) -
 
 
 @pytest.mark.parametrize(("form", "options", "sizes", "bound"), [
-    ("fp8-block", {}, "tp2", 1e-2), ("fp8-block", {}, "tp4", 1e-2), ("fp8-static", {}, "tp2", 1e-2),
-    ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-2),
-    ("ct-int8-channel", {}, "tp2", 0.2), ("", {"quantization": "fp8"}, "tp2", 0.2),
+    ("fp8-block", {}, "tp2", 1e-3), ("fp8-block", {}, "tp4", 1e-3), ("fp8-static", {}, "tp2", 1e-3),
+    ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3), ("", {"quantization": "fp8"}, "tp2", 1e-3),
+    ("ct-int8-channel", {}, "tp2", 0.2),
 ], ids=str)  # fmt: skip
 def test_quantized_numbers_that_depend_on_the_cut(
     form: str, options: Row, sizes: str, bound: float, wide: Path, tmp_path: Path, engine: Callable[..., LLM]
 ) -> None:
-    """Log-probabilities of prompts are within a bound.
+    """The mean difference of prompts' log-probabilities is within a bound. Other tokens or slices give more than 1.
 
-    - 1e-2 where activations or keys and values are rounded to 8 bits by scales that every rank has alike. The sum of
+    - 1e-3 where activations or keys and values are rounded to 8 bits by scales that every rank has alike. The sum of
       the layer before differs in its last bit, so a value may be rounded to its neighbour, 6% away.
     - 0.2 where each token of the input of a row-parallel product has a scale. A rank takes the maximum of its slice,
-      one rank that of the whole row, so most values are rounded elsewhere.
+      an engine of one rank that of the whole row, so most values are rounded to others.
     """
     folder = wide
     if form:
@@ -239,5 +239,5 @@ def test_quantized_numbers_that_depend_on_the_cut(
     right, found = (np.array([entry[token].logprob for output in ask(llm, asked)
                               for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:],
                                                       strict=True)]) for llm in (one, many))  # fmt: skip
-    print(f"{form} {options} {sizes}: {np.abs(found - right).max():.1e}")
-    np.testing.assert_allclose(found, right, rtol=0, atol=bound)
+    print(f"{form} {options} {sizes}: mean {np.abs(found - right).mean():.1e}, most {np.abs(found - right).max():.1e}")
+    assert np.abs(found - right).mean() < bound
