@@ -146,7 +146,7 @@ def texts() -> list[tuple[str, SamplingParams]]:
     """Requests that need a tokenizer: stop strings, bad words and grammars, beside others."""
     schema = StructuredOutputsParams(json=SCHEMA)
     kinds: list[Row] = [
-        {"stop": ["e", " the"]}, {"stop": ["\n"], "include_stop_str_in_output": True, "temperature": 1.0},
+        {"stop": [".9", "json"]}, {"stop": ["\n"], "include_stop_str_in_output": True, "temperature": 1.0},
         {"structured_outputs": schema}, {"structured_outputs": schema, "temperature": 1.0, "n": 2, "logprobs": 1},
         {"structured_outputs": StructuredOutputsParams(choice=["yes", "no"])}, {"bad_words": ["the", " is"]}, {},
     ]  # fmt: skip
@@ -160,7 +160,7 @@ def test_texts_of_the_bundled_model(sizes: str, depth: int, engine: Callable[...
     found = ask(engine(**CHECKED, async_depth=depth, **SIZES[sizes]), texts())
     compare(found, expected)
     assert {"name", "age"} == set(json.loads(found[2].outputs[0].text))
-    assert found[0].outputs[0].stop_reason in ("e", " the")
+    assert found[0].outputs[0].stop_reason == ".9"
 
 
 @pytest.mark.parametrize("sizes", ["tp2", "tp2-pp2"])
@@ -192,27 +192,52 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("form", "sizes"), [
-    ("ct-w4-group", "tp2"), ("ct-w4-group", "tp4"), ("awq", "tp2"), ("gptq-zeros", "tp2"), ("fp8-block", "tp2"),
-    ("fp8-block", "tp4"), ("fp8-static", "tp2"), ("ct-int8-weights", "tp2"), ("awq", "tp2-pp2"), ("fp8-block", "pp2"),
-    ("ct-int8-channel", "pp2"),
+    ("ct-w4-group", "tp2"), ("ct-w4-group", "tp4"), ("awq", "tp2"), ("gptq-zeros", "tp2"), ("ct-int8-weights", "tp2"),
+    ("awq", "tp2-pp2"), ("fp8-block", "pp2"), ("ct-int8-channel", "pp2"),
 ])  # fmt: skip
 def test_quantized_weights_whose_numbers_do_not_depend_on_the_cut(
     form: str, sizes: str, wide: Path, tmp_path: Path, engine: Callable[..., LLM]
 ) -> None:
-    folder = tmp_path / "quantized"
-    quantize_checkpoint(wide, folder, FORMS[form])
-    compare_engines(engine(folder), engine(folder, **CHECKED, **SIZES[sizes]))
+    """Groups of 32 divide each slice. Stages compute what one rank does, also with quantized activations."""
+    quantize_checkpoint(wide, tmp_path / "quantized", FORMS[form])
+    same(engine, tmp_path / "quantized", sizes)
 
 
-@pytest.mark.parametrize(("options", "sizes"), [
-    ({"kv_cache_dtype": "fp8"}, "tp2"), ({"kv_cache_dtype": "fp8"}, "pp2"), ({"quantization": "fp8"}, "pp2"),
-])  # fmt: skip
-def test_options_whose_numbers_do_not_depend_on_the_cut(
-    options: Row, sizes: str, wide: Path, engine: Callable[..., LLM]
-) -> None:
-    compare_engines(engine(wide, **options), engine(wide, **options, **CHECKED, **SIZES[sizes]))
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
+def test_options_whose_numbers_do_not_depend_on_stages(options: Row, wide: Path, engine: Callable[..., LLM]) -> None:
+    same(engine, wide, "pp2", **options)
 
 
-def compare_engines(one: LLM, many: LLM) -> None:
+def same(engine: Callable[..., LLM], folder: Path, sizes: str, **options: Any) -> None:
+    """Assert that ranks answer as one rank does."""
     asked = requests(24)
-    compare(ask(many, asked), ask(one, asked))
+    expected = ask(engine(folder, **options), asked)
+    compare(ask(engine(folder, **options, **CHECKED, **SIZES[sizes]), asked), expected)
+
+
+@pytest.mark.parametrize(("form", "options", "sizes", "bound"), [
+    ("fp8-block", {}, "tp2", 1e-3), ("fp8-block", {}, "tp4", 1e-3), ("fp8-static", {}, "tp2", 1e-3),
+    ("", {"kv_cache_dtype": "fp8"}, "tp2", 1e-3), ("", {"quantization": "fp8"}, "tp2", 1e-3),
+    ("ct-int8-channel", {}, "tp2", 0.2),
+], ids=str)  # fmt: skip
+def test_quantized_numbers_that_depend_on_the_cut(
+    form: str, options: Row, sizes: str, bound: float, wide: Path, tmp_path: Path, engine: Callable[..., LLM]
+) -> None:
+    """The mean difference of prompts' log-probabilities is within a bound. Other tokens or slices give more than 1.
+
+    - 1e-3 where activations or keys and values are rounded to 8 bits by scales that every rank has alike. The sum of
+      the layer before differs in its last bit, so a value may be rounded to its neighbour, 6% away.
+    - 0.2 where each token of the input of a row-parallel product has a scale. A rank takes the maximum of its slice,
+      an engine of one rank that of the whole row, so most values are rounded to others.
+    """
+    folder = wide
+    if form:
+        folder = tmp_path / "quantized"
+        quantize_checkpoint(wide, folder, FORMS[form])
+    asked = [(prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)) for prompt in mixed_prompts()]
+    one, many = engine(folder, **options), engine(folder, **options, **CHECKED, **SIZES[sizes])
+    right, found = (np.array([entry[token].logprob for output in ask(llm, asked)
+                              for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:],
+                                                      strict=True)]) for llm in (one, many))  # fmt: skip
+    print(f"{form} {options} {sizes}: mean {np.abs(found - right).mean():.1e}, most {np.abs(found - right).max():.1e}")
+    assert np.abs(found - right).mean() < bound
