@@ -158,6 +158,11 @@ class RanksExecutor:
     def __init__(self, processes: RankProcesses, facts: ExecutorFacts) -> None:
         self._processes, self._facts = processes, facts
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, in the order of the ranks."""
+        return self._processes.pids
+
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank. Raises `EngineDead` after a fault of a rank."""
         self._processes.broadcast(RankStep(plan))
