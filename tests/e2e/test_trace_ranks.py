@@ -32,6 +32,8 @@ def calls(llm: LLM) -> list[dict[str, list[Span]]]:
 
 
 def exchanged(spans: list[Span]) -> list[tuple[str, str]]:
+    """Exchanges; a sum with the residual (`add`) has a plain sum inside."""
+    spans = [span for span in spans if span.name != "tp.add"]
     return [(span.name, span.takes) for span in spans if span.name.split(".")[0] in ("tp", "pp", "tokens")]
 
 
@@ -65,7 +67,7 @@ def test_stages_hand_over_to_each_other() -> None:
     first, last = "rank 0 (stage 0)", "rank 1 (stage 1)"
     owed = ("tokens.receive", "i32[1]")  # of the step before, in the prefill of the request that warmed up
     assert exchanged(prefill[first]) == [owed, ("pp.send", "f32[5,256]")]
-    assert exchanged(prefill[last]) == [("pp.receive", "f32[5,256]"), ("tokens.send", "i32[1]")]
+    assert exchanged(prefill[last]) == [("pp.receive", "f32[5,256]"), ("tokens.post", "i32[1]")]
     assert exchanged(decode[first]) == [owed, ("pp.send", "f32[1,256]")]
     assert not {"layers.0.attention", "head"} - {span.name for span in decode[first] + decode[last]}
 

@@ -96,7 +96,9 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
             load_weights(stand_in, folder, progress, **options)
 
             def rows(stored: str) -> Tensor:
-                for unit, (*_, tensors) in zip(load_units(model.layout), kept, strict=True):
+                taken = {(module, place): tensors for module, place, tensors in kept}  # in any order
+                for unit in load_units(model.layout):
+                    tensors = taken[unit.module, unit.place]
                     for raw in unit.tensors:
                         first = 0
                         for part in raw.parts:

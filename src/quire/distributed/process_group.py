@@ -92,10 +92,13 @@ class ProcessGroup:
         if x.is_cuda:  # in the order of the stream, so that a CUDA graph can hold it
             dist.send(x.contiguous(), self.ranks[to], group=self._group)
         else:
-            self.post(x, to)
+            self._send_beside(x, to)
 
     def post(self, x: Tensor, to: int) -> None:
         """Send a tensor to a rank, beside the launches that follow. See `Group`."""
+        self._send_beside(x, to)
+
+    def _send_beside(self, x: Tensor, to: int) -> None:
         x = x.clone(memory_format=torch.contiguous_format)
         work = dist.isend(x, self.ranks[to], group=self._group)
         assert work is not None, "this rank is in the group"

@@ -161,7 +161,7 @@ def worker_stops(worker: StepRunner, kernels: Kernels, groups: RankGroups = ALON
     modules_of = worker.model.named_modules()  # type: ignore[attr-defined]
     named = [*((type(part).__name__, part) for part in parts), *modules_of]
     named += [(name, group) for name, group in vars(groups).items() if group is not None]
-    yield from methods_of(named)
+    yield from (stop for stop in methods_of(named) if stop[1] != "begin_step")  # it exchanges nothing
     kinds = {kind for _, part in named for kind in type(part).__mro__ if kind.__module__.startswith("quire.")}
     modules = {sys.modules[kind.__module__] for kind in kinds} | set(filter(inspect.ismodule, vars(kernels).values()))
     modules.add(worker.programs.operations)
