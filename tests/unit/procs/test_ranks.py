@@ -17,7 +17,7 @@ from quire.contracts.step import NO_MASKS
 from quire.procs.rank_messages import RankStep
 from quire.procs.ranks import RankProcesses, RanksExecutor
 
-from ...support.started_ranks import ENV, MODULE, nothing_left, plan, ranks, running, until
+from ...support.started_ranks import ENV, nothing_left, plan, ranks, running, until
 
 FACTS = ExecutorFacts(depth=2, decode_lag=2, num_slots=1, num_blocks=1, block_size=1, max_model_len=1, vocab_size=1)
 
