@@ -32,7 +32,8 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
         names = [rank_name(plan.mesh.rank, parallel) for plan in plans]
         processes = RankProcesses(MODULE, starts, names, rank_variables(), lead=lead, inherit=inherit)
         try:
-            measured = [msgspec.json.decode(data, type=DeviceMemory | int) for data in processes.build(on_loading)]
+            loading = _first_ends("processes", end_phase, on_loading)
+            measured = [msgspec.json.decode(data, type=DeviceMemory | int) for data in processes.build(loading)]
             end_phase("weights")
             sizes = shared_sizes([resolve_sizing(plan, _share(one, len(plans)))
                                   for plan, one in zip(plans, measured, strict=True)])  # fmt: skip
@@ -48,6 +49,18 @@ def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phas
         memory=sizes[lead], prompt_chunk=facts.prompt_chunk, plans=dict(facts.plans), notes=facts.notes,
         executor=lambda about: RanksExecutor(processes, about),
     )  # fmt: skip
+
+
+def _first_ends(phase: str, end_phase: Callable[[str], None], on_loading: Loading) -> Loading:
+    """Return `on_loading`, which also ends a phase at its first call: all ranks have begun to read weights."""
+    left = [phase]
+
+    def loading(done: int, total: int) -> None:
+        while left:
+            end_phase(left.pop())
+        on_loading(done, total)
+
+    return loading
 
 
 @contextmanager

@@ -331,7 +331,7 @@ def test_sends_and_receives_of_all_ranks_pair(folders: Folders) -> None:
 
 
 def test_a_rank_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["explain", TINY, "--device", "cpu", "--dtype", "float32", "-tp", "2", "-pp", "2", "--num-threads", "2", "--rank"]
+    asked = ["explain", TINY, *"--device cpu --dtype float32 -tp 2 -pp 2 --num-threads 2 --rank".split()]
     assert main([*asked, "3"]) == 0
     out = capsys.readouterr().out
     assert "rank 3 of 4 (-tp 2 -pp 2): stage 1, place 1 of its tp group; layers 4-7, query heads 2-3, KV head 1," in out
