@@ -153,8 +153,11 @@ def share(count: int, parts: int, index: int) -> tuple[int, int]:
 def vocabulary_share(size: int, parts: int, index: int) -> tuple[int, int]:
     """Return the range of a vocabulary of `size` ids that part `index` holds.
 
-    Parts begin at multiples of 64, which suits products, or of 4 in a small vocabulary: four ids share a draw of noise.
+    Parts begin at multiples of 4, because four ids share a draw of noise. They are equal where that is possible, else
+    they begin at multiples of 64 (of 4 in a small vocabulary), and the first ones are larger.
     """
+    if size % (4 * parts) == 0:
+        return index * (size // parts), (index + 1) * (size // parts)
     unit = 64 if size >= 64 * parts else 4
     first, end = share(-(-size // unit), parts, index)
     return min(first * unit, size), min(end * unit, size)
