@@ -59,8 +59,9 @@ def parallel_sizes(config: ParallelConfig) -> Parallel:
 def check_one_device(config: ParallelConfig, command: str) -> None:
     """Raise `ConfigError` for sizes of several ranks, into whose processes a command cannot look."""
     if (parallel := parallel_sizes(config)).size > 1:
-        raise ConfigError(f"{parallel}: `{command}` looks into the model, and each rank is a process of its own: leave "
-                          "the sizes out, or use `quire trace`, which follows a request into every rank.")
+        raise ConfigError(f"{parallel}: `{command}` cannot run with several ranks, because it looks into the model of "
+                          "its own process. Leave these options out, or use `quire trace`, which follows a request "
+                          "into every rank.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ def embedding_calls(args: ModelArgs, linear: Features, sliced: bool = False) -> 
 
 
 def head_calls(args: ModelArgs, sliced: bool = False) -> Iterator[Call]:
-    """Yield the calls of the final norm and the head, from hidden states of the sampled rows to logits.
+    """Yield the kernel calls of the final norm and the head, from hidden states of the sampled rows to logits.
 
     sliced   each rank has the logits of some ids, and sampling exchanges them
     """
@@ -66,9 +66,10 @@ def head_calls(args: ModelArgs, sliced: bool = False) -> Iterator[Call]:
 
 def layer_calls(args: ModelArgs, layer: int, linear: Features, routing: str = "model", *,
                 sliced: bool = False) -> Iterator[Call]:  # fmt: skip
-    """Yield the calls of decoder layer number `layer`: attention, then an MLP or experts.
+    """Yield the kernel calls of decoder layer number `layer`, for `explain`: attention, then an MLP or experts.
 
-    routing   the option `routing`: "model", or "uniform" without a router
+    linear    name of a linear layer -> features of its kernel, which say what it fuses into one call
+    routing   the option `routing`: "model", or "uniform", which assigns experts evenly and calls no router
     sliced    each rank has a slice of the layer: results of attention and of the MLP are summed over ranks
     """
     if args.latent:

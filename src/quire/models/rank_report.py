@@ -38,7 +38,10 @@ def rank_name(rank: Rank, parallel: Parallel) -> str:
 
 
 def rank_lines(report: PlanReport) -> dict[str, str]:
-    """Return lines about the ranks of a running engine: "ranks" and "each rank" (its memory); {} for one device."""
+    """Return two lines about the ranks of a running engine by their titles; {} for one device.
+
+    "ranks": their number, groups and way of exchange; "each rank": its weights, KV cache and buffers.
+    """
     parallel, every = report.plan.mesh.parallel, [report.describe_rank(rank, held) for rank, held in report.held]
     if parallel.size == 1:
         return {}

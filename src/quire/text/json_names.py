@@ -91,8 +91,10 @@ class Names:
         return found
 
     def leading(self) -> list[int]:
-        """Return the ids of tokens after which an open name may become a repetition.
-        Within a name: tokens that continue it to a known name. Elsewhere: tokens whose end may begin a known name."""
+        """Return the ids of tokens after which the output may be on its way to a name that its object has already.
+
+        Within a name: tokens that continue it towards such a name. Elsewhere: tokens that end with its beginning.
+        """
         begun = self._text
         if begun is not None:
             rests = [name[len(begun) :] for name in self._names() or () if self._is_name and name.startswith(begun)]
@@ -112,7 +114,7 @@ class Names:
         return *self._open, self._text
 
     def is_again(self) -> bool:
-        """Return True while the open name may still become a repetition of another name in its object."""
+        """Return True if the output is within a name that may still become one that its object has already."""
         begun = self._text
         return begun is not None and self._is_name and any(name.startswith(begun) for name in self._names() or ())
 

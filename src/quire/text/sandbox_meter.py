@@ -39,7 +39,7 @@ class Bill(Context):
     left = BUDGET
 
     def pay(self, cost: int) -> None:
-        """Subtract a cost from the budget. Raises `TooCostly`."""
+        """Subtract a cost from the budget. Raises `TooCostly` when nothing is left."""
         self.left -= cost
         if self.left < 0:
             raise TooCostly
@@ -53,14 +53,20 @@ class Bill(Context):
 
     @pass_context
     def show(self, value: Any) -> Any:
-        """Pay from the budget for a value's text; return the value. Raises `TooCostly` for lists, dicts and objects."""
+        """Pay from the budget for a value's text; return the value.
+
+        Raises `TooCostly` if the budget is used up, or if the value is a list, dict or object.
+        """
         if not (value is None or isinstance(value, (str, int, float, Undefined))):
             raise TooCostly
         return self.keep(value)
 
     @pass_context
     def build(self, value: Any) -> Any:
-        """Pay from the budget for a list or dict; return the value. Raises `TooCostly` for nested lists and dicts."""
+        """Pay from the budget for the text of each value in a list or dict; return the list or dict.
+
+        Raises `TooCostly` if the budget is used up, or if a value is itself a list, dict or object.
+        """
         for part in value.values() if isinstance(value, dict) else value:
             self.show(part)
         return value

@@ -69,7 +69,7 @@ def make_runner(
     groups: RankGroups = ALONE,
     eager: bool = False,
 ) -> StepRunner:
-    """Build the runner of `model` on `device` with the KV cache `kv`. For the others see `choose_parts`.
+    """Build the runner of `model` on `device` with the KV cache `kv`. For the other parameters see `choose_parts`.
 
     groups   the groups of this rank
     """

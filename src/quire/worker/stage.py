@@ -69,7 +69,10 @@ class PipelineStage:
             self._owed.append(_Owed(frozenset(slots.tolist()), *places))
 
     def settle(self, plan: StepPlan) -> None:
-        """Write owed tokens of the slots that a plan uses, releases or admits. Called before the plan is applied."""
+        """Receive the sampled tokens of slots that a plan uses, releases or admits; write them to the token history.
+
+        The first stage learns them later than it ends the step that sampled them. Called before the plan is applied.
+        """
         if not self._owed:
             return
         used = {*plan.slots.tolist(), *plan.released.tolist(), *(one.slot for one in plan.admitted)}
@@ -77,7 +80,7 @@ class PipelineStage:
         self._receive(last + 1)
 
     def settle_all(self) -> None:
-        """Write all owed tokens: before a runner is dropped whose groups go on."""
+        """Receive all sampled tokens that are under way: before a runner is dropped whose groups go on."""
         self._receive(len(self._owed))
 
     def _receive(self, count: int) -> None:

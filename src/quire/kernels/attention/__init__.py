@@ -76,9 +76,9 @@ class SharedBlocks:
 
     @staticmethod
     def view(packed: Tensor, num_groups: int, most_seqs: int, num_seqs: int) -> SharedBlocks:
-        """Split a packed array into the four fields, as views cut to `num_seqs` sequences.
+        """Return the `SharedBlocks` that lie in a packed array, as views of it for `num_seqs` sequences.
 
-        packed   the array of `triton_plan.pack_shared`, made for up to `most_seqs` sequences
+        packed   the array of `triton_plan.pack_shared`, made for `num_groups` groups and `most_seqs` sequences
         """
         starts, members, place, blocks = packed.split([padded(num_groups + 1), *[padded(most_seqs)] * 3])
         return SharedBlocks(starts[: num_groups + 1], members[:num_seqs], place[:num_seqs], blocks[:num_seqs])
