@@ -13,6 +13,7 @@ from quire.config.engine import EngineConfig
 from quire.config.placement import Parallel
 from quire.contracts.errors import ConfigError
 from quire.entry.cli.main import main
+from quire.entry.exit_codes import REFUSED
 from quire.explain import describe
 from quire.explain.describe import plan_engine
 from quire.explain.render_ranks import folded
@@ -184,4 +185,7 @@ def test_stages_that_weigh_the_same_and_differ_in_layers(tmp_path: Path) -> None
 def test_sizes_that_do_not_divide_the_model() -> None:
     with pytest.raises(ConfigError):
         plan_engine(EngineConfig.from_flat(model=TINY, tensor_parallel_size=3), "h200")
-    assert main(["serve", TINY, "-tp", "3"]) != 0
+    # In its own process: a server that leaves a thread behind ends the process that it runs in.
+    serve = subprocess.run([sys.executable, "-m", "quire", "serve", TINY, "-tp", "3", "--port", "0"],
+                           capture_output=True, text=True, timeout=120)
+    assert serve.returncode == REFUSED and "quire: error: " in serve.stderr
