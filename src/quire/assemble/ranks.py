@@ -22,7 +22,7 @@ MODULE = "quire.assemble.rank_child"
 
 
 def assemble_ranks(plans: Sequence[EnginePlan], *, on_loading: Loading, end_phase: Callable[[str], None]) -> Parts:
-    """Start a process for every plan and build the engine in them; raises the first `UserError` of a rank."""
+    """Start a process for the plan of each rank, which loads its part of the model; raises a rank's `UserError`."""
     parallel, cpu = plans[0].mesh.parallel, read_cpu_facts()
     threads = max(1, (plans[0].config.device.num_threads or cpu.cores) // parallel.size)
     lead = (parallel.pp - 1) * parallel.tp

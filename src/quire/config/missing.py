@@ -19,7 +19,7 @@ class Missing(NamedTuple):
 
 
 def missing_features(parallel: Parallel) -> tuple[Missing, ...]:
-    """Return everything that an engine of these sizes needs and does not have."""
+    """Return the features that this kind of parallelism needs and that Quire does not have yet."""
     asked = (("data parallelism", "-dp", str(parallel.dp)),)
     found = [(f"{feature} ({flag} {text})", refusal(flag, text)) for feature, flag, text in asked]
     return tuple(Missing(feature, f"{reason.removesuffix('.')}.") for feature, reason in found if reason)

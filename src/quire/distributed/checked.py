@@ -14,9 +14,10 @@ from quire.distributed import Group
 
 
 class CheckedGroup:
-    """A group whose collectives compare (count of calls, name, shape, type) over all ranks; see `Group`.
+    """A `Group` that checks before each collective that all ranks make the same call.
 
-    device   of the tensors
+    The ranks compare the number of the call, its name, and the shape and dtype of its tensor.
+    device   device of the tensors
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -43,7 +44,7 @@ class CheckedGroup:
         return self._group.all_gather(x)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to a rank. See `Group`. Not compared: the other ranks take no part."""
+        """Send a tensor to a rank. See `Group`. Not checked: the other ranks take no part."""
         self._group.send(x, to)
 
     def post(self, x: Tensor, to: int) -> None:
@@ -51,7 +52,7 @@ class CheckedGroup:
         self._group.post(x, to)
 
     def receive(self, out: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of a rank. See `Group`. Not compared."""
+        """Wait for a tensor of a rank. See `Group`. Not checked."""
         return self._group.receive(out, source)
 
     def barrier(self) -> None:

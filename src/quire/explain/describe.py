@@ -53,7 +53,7 @@ GPUS = {
 def plan_engine(config: EngineConfig, described: str = "", *, replicas: int = 1) -> PlanReport:
     """Plan an engine for `config`, on the device named `described` (a key of GPUS) or on this machine.
 
-    replicas   of attention (data parallelism), which no engine has yet: such a plan says so in `missing`
+    replicas   data-parallel replicas; with 2 or more, `missing` of the plan says that no engine can run it yet
 
     Raises the errors that `assemble` would raise.
     """

@@ -40,15 +40,15 @@ P = TypeVar("P", RankBuilt, RankReady)
 class RankProcesses:
     """The processes of an engine's ranks. One thread uses them; any thread may call `close`.
 
-    Order of calls: `build`, `size`, then `broadcast`, `collect` and `control`. After the fault of a rank, and after
-    `close`, every call raises its error. The processes end with this object, closed or not, and with this process.
+    Order of calls: `build`, `size`, then `broadcast`, `collect` and `control`. When a rank fails, all ranks are killed
+    and every later call raises the error. The processes end with this object, closed or not, and with this process.
 
-    module   its `build_rank` builds a rank; see `BuildRank` in `rank_server.py`
-    starts   a line of JSON for each rank, in the order of the ranks
-    names    for messages: "rank 1 (tp 1)"
+    module   name of a Python module; its `build_rank` builds a rank (see `BuildRank` in `rank_server.py`)
+    starts   parameters of each rank for `build_rank`, as JSON, in the order of the ranks
+    names    names of the ranks in error messages: "rank 1 (tp 1)"
     env      environment variables that the ranks have besides those of this process
-    lead     index of the rank that sends results
-    inherit  descriptors that every rank inherits, with their numbers
+    lead     index of the only rank that sends step results
+    inherit  file descriptors that every rank inherits under the same numbers
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class RankProcesses:
         return tuple(rank.child.pid for rank in self._watch.ranks)
 
     def build(self, on_loading: Callable[[int, int], None]) -> list[bytes]:
-        """Wait until every rank is built; return their payloads. Raises the error of a rank, a `UserError` as it is.
+        """Wait until all ranks have loaded their weights; return their `RankBuilt` payloads. Raises a rank's error.
 
-        on_loading   called here with (bytes loaded, bytes to load) of all ranks, once every rank has told its share
+        on_loading   called with (bytes loaded, bytes to load), summed over the ranks, once every rank has reported
         """
         return self._payloads(RankBuilt, on_loading)
 
     def size(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Send each rank the sizes that were decided; wait until every rank can run steps; return their payloads."""
+        """Send each rank its memory sizes, as JSON. Wait until all can run steps; return their `RankReady` payloads."""
         for index, payload in enumerate(payloads):
             self._send((index,), RankSize(payload))
         ready = self._payloads(RankReady, lambda done, total: None)
@@ -92,17 +92,17 @@ class RankProcesses:
         return ready
 
     def broadcast(self, message: ToRank) -> None:
-        """Send a message to every rank; it is encoded once."""
+        """Send a message to every rank. Waits while a rank cannot take it."""
         if isinstance(message, RankStep):
             self._watch.sent = message.plan.step
         self._send(range(len(self._watch.ranks)), message)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step's result, from the rank that leads."""
+        """Wait for the result of the oldest uncollected step, and return it."""
         return self._watch.result()
 
     def control(self, name: str, args: dict[str, Any]) -> list[object]:
-        """Run an operation on every rank; return its values by rank. Raises the first `UserError` of a rank."""
+        """Run the operation `name` on every rank; return a value per rank. Raises the first `UserError` of a rank."""
         self._num_controls += 1
         self.broadcast(RankControl(self._num_controls, name, args))
         replies: dict[int, RankReply] = {}
@@ -116,11 +116,11 @@ class RankProcesses:
         return [replies[index].value for index in sorted(replies)]
 
     def check_alive(self) -> None:
-        """Raise the error of the ranks' end if they have ended."""
+        """Raise the error if the ranks have ended."""
         self._watch.check()
 
     def close(self) -> None:
-        """End and reap all processes. Running ranks get a moment to end by themselves, then SIGKILL. Idempotent."""
+        """End and reap all processes. Ready ranks have `RankTimes.stop` seconds to exit before SIGKILL. Idempotent."""
         self._watch.close()
 
     def _payloads(self, kind: type[P], on_loading: Callable[[int, int], None]) -> list[bytes]:
@@ -153,7 +153,7 @@ class RankProcesses:
 
 
 class RanksExecutor:
-    """Executor of ranks that are ready; see `Executor`. Owns `processes`."""
+    """Executor that runs steps on `processes`, whose ranks are ready. `shutdown` ends them. See `Executor`."""
 
     def __init__(self, processes: RankProcesses, facts: ExecutorFacts) -> None:
         self._processes, self._facts = processes, facts
@@ -164,28 +164,28 @@ class RanksExecutor:
         return self._processes.pids
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan to every rank. Raises `EngineDead` after a fault of a rank."""
+        """Send a step plan to every rank. Raises `EngineDead` after a rank has failed."""
         self._processes.broadcast(RankStep(plan))
 
     def release(self, step: int, masks: I32) -> None:
-        """Send the grammar masks to every rank, if `step` has a grammar."""
+        """Send the grammar masks of `step` to every rank, if there are any. See `Executor`."""
         if len(masks):
             self._processes.broadcast(RankMasks(step, masks))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step and return its result. Raises `EngineDead` after a fault of a rank."""
+        """Wait for the oldest step and return its result. Raises `EngineDead` after a rank has failed."""
         return self._processes.collect()
 
     def control(self, name: str, args: dict[str, Any]) -> object:
-        """Run an operation on every rank; return the list of its values, by rank."""
+        """Run the operation `name` on every rank; return the list of its values, in the order of the ranks."""
         return self._processes.control(name, args)
 
     def check_alive(self) -> None:
-        """Raise `EngineDead` after a fault of a rank."""
+        """Raise `EngineDead` if a rank has failed."""
         self._processes.check_alive()
 
     def facts(self) -> ExecutorFacts:
-        """Return the sizes and the resolved plans."""
+        """Return the capabilities of this executor. See `Executor`."""
         return self._facts
 
     def shutdown(self) -> None:
