@@ -65,7 +65,7 @@ def is_kept(module: str, kept: Iterable[str]) -> bool:
 def _fp8(config: Mapping[str, Any]) -> Rules:
     scheme, block = str(config.get("activation_scheme") or "dynamic"), config.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
-        raise refused(f"activation_scheme={scheme!r} is not implemented (dynamic or static)")
+        raise refused(f"activation_scheme={scheme!r} is not implemented (only dynamic and static)")
     if str(config.get("fmt") or "e4m3") != "e4m3":
         raise refused(f"fmt={config['fmt']!r} is not implemented (only e4m3)")
     if block and list(block) != [128, 128]:
